@@ -1,0 +1,1 @@
+"""What attention did: fingerprints, their zones, and the code that computes them."""

@@ -1,0 +1,35 @@
+"""The errors a user may see.
+
+The command line prints an `AttnError` as one line on stderr and exits with its `exit_code`;
+a service answers with a 4xx status. Anything else is a bug and keeps its traceback.
+"""
+
+
+class AttnError(Exception):
+    """Something the user can mend. The message says what happened and what to do, in one line."""
+
+    exit_code = 2
+
+
+class OptionError(AttnError):
+    """An option, or a combination of options, that cannot be used."""
+
+
+class MissingExtraError(AttnError):
+    """A feature whose optional packages are not installed, or whose device does not answer."""
+
+
+class RecordError(AttnError):
+    """Input that is not a fingerprint record."""
+
+
+class StoreError(AttnError):
+    """A store that cannot be opened, read or written."""
+
+
+class ArtifactError(AttnError):
+    """A run folder or artifact that is missing, damaged or of another version."""
+
+
+class RunError(AttnError):
+    """A discovery run that cannot be started, or cannot be resumed."""

@@ -1,0 +1,1 @@
+"""From stored records to published artifacts: the nightly job."""

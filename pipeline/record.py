@@ -1,0 +1,203 @@
+"""The record: the one Arrow schema in which fingerprints move between host programs.
+
+Stream, store, discovery and notebooks all use `SCHEMA` (DESIGN.md section 3). A batch made
+elsewhere comes in through `conform`, which casts what can be cast and counts what must be refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from capture_kernels.errors import RecordError
+from capture_kernels.fingerprint import DIMENSIONS, Layout
+
+PHASES = ("prompt", "think", "output")
+# `layer` of a record that is the mean over all captured layers.
+MEAN_LAYER = -1
+# Part of every capture_id: raise it when a kernel's numbers change beyond rounding.
+KERNEL_VERSION = 1
+
+_WORD = pa.dictionary(pa.int32(), pa.string())
+SCHEMA = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("session_id", pa.string()),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("prompt_len", pa.int32()),
+        pa.field("layer", pa.int16(), nullable=False),
+        pa.field("captured_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("model", _WORD, nullable=False),
+        pa.field("capture_id", _WORD, nullable=False),
+        pa.field("layout", pa.uint8(), nullable=False),
+        pa.field("phase", _WORD, nullable=False),
+        pa.field("token_id", pa.int32()),
+        pa.field("sink_mass", pa.float32()),
+        pa.field("top_experts", pa.list_(pa.int16())),
+        pa.field("router_entropy", pa.float32()),
+        pa.field("vector", pa.list_(pa.float32(), DIMENSIONS), nullable=False),
+    ]
+)
+KEY = ("request_id", "position", "layer")
+
+
+class Conformed(NamedTuple):
+    """A batch in `SCHEMA`, and how many rows were refused for each reason."""
+
+    batch: pa.RecordBatch
+    rejected: dict[str, int]
+
+
+def vectors(batch: pa.RecordBatch | pa.Table) -> NDArray[np.float32]:
+    """The vectors of a batch as float32[n, 20], without a copy where the batch is one chunk."""
+    column = batch.column("vector")
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # no rows at all
+        return np.empty((0, DIMENSIONS), np.float32)
+    return column.flatten().to_numpy(zero_copy_only=True).reshape(-1, DIMENSIONS)
+
+
+def vector_array(rows: NDArray[np.float32]) -> pa.FixedSizeListArray:
+    """float32[n, 20] as the Arrow column `vector`, without a copy where `rows` is contiguous."""
+    flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), DIMENSIONS)
+
+
+def make_batch(columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
+    """A batch in `SCHEMA` from columns by name.
+
+    Args:
+        columns: for each field an Arrow array, a sequence or a numpy array of `rows` values, or one
+            value for all rows. A nullable field may be left out. `vector` is float32[rows, 20].
+        rows: number of rows.
+
+    Raises:
+        RecordError: a field is missing, unknown, or of a type that cannot be cast.
+    """
+    if unknown := sorted(set(columns) - set(SCHEMA.names)):
+        raise RecordError(f"unknown column {unknown[0]!r} in a record batch")
+    return pa.RecordBatch.from_arrays(
+        [_column(field, columns.get(field.name), rows) for field in SCHEMA], schema=SCHEMA
+    )
+
+
+def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
+    if value is None:
+        if not field.nullable:
+            raise RecordError(f"column {field.name!r} is missing")
+        return pa.nulls(rows, field.type)
+    if field.name == "vector" and isinstance(value, np.ndarray):
+        return vector_array(value)
+    try:
+        if isinstance(value, pa.ChunkedArray):
+            value = value.combine_chunks()
+        if not isinstance(value, pa.Array):
+            scalar = isinstance(value, str) or not hasattr(value, "__len__")
+            value = pa.repeat(pa.scalar(value), rows) if scalar else pa.array(value)
+        return value if value.type == field.type else value.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise RecordError(f"column {field.name!r} is no {field.type}: {error}") from None
+
+
+def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
+    """`batch` in `SCHEMA`, less the rows that are no records, which are counted by reason.
+
+    Refused: a vector that is not 20 finite numbers, an unknown layout or phase, a negative position
+    or a layer below -1, a missing required value. `vector` may be a fixed-size or a plain list of
+    any float type.
+
+    Raises:
+        RecordError: a required column is missing or cannot be cast, so that no row can be read.
+    """
+    rows = batch.num_rows
+    lists = _one_chunk(batch, "vector")
+    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)
+            or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
+        raise RecordError(f"column 'vector' must hold lists of {DIMENSIONS} numbers")
+    reasons: dict[str, NDArray[np.bool_]] = {}
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    reasons["wrong length"] = lengths != DIMENSIONS
+    values = np.zeros((rows, DIMENSIONS), np.float32)
+    right = ~reasons["wrong length"]
+    flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
+    values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
+    reasons["NaN or infinity"] = ~np.isfinite(values).all(axis=1)
+
+    columns: dict[str, Any] = {"vector": values}
+    for field in SCHEMA:
+        if field.name == "vector":
+            continue
+        if field.name not in batch.schema.names:
+            if field.nullable:
+                continue
+            raise RecordError(f"column {field.name!r} is missing")
+        columns[field.name] = _column(field, _one_chunk(batch, field.name), rows)
+    missing = np.zeros(rows, bool)
+    for field in SCHEMA:
+        if not field.nullable and field.name != "vector":
+            missing |= columns[field.name].is_null().to_numpy(zero_copy_only=False)
+    reasons["missing value"] = missing
+
+    def plain(name: str, fill: Any) -> NDArray[Any]:
+        column = columns[name]
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(pa.string())
+        return pc.fill_null(column, fill).to_numpy(zero_copy_only=False)
+
+    known_layouts = [int(layout) for layout in Layout]
+    reasons["unknown layout"] = ~np.isin(plain("layout", 0), known_layouts) & ~missing
+    reasons["unknown phase"] = ~_in_words(columns["phase"], PHASES) & ~missing
+    reasons["negative position"] = (plain("position", 0) < 0) & ~missing
+    reasons["layer below -1"] = (plain("layer", 0) < MEAN_LAYER) & ~missing
+
+    keep = np.ones(rows, bool)
+    rejected: dict[str, int] = {}
+    for reason, hit in reasons.items():
+        # A row is counted once, under the first reason that it meets.
+        if count := int((hit & keep).sum()):
+            rejected[reason] = count
+        keep &= ~hit
+    whole = make_batch(columns, rows) if keep.all() else None
+    if whole is not None:
+        return Conformed(whole, rejected)
+    chosen = pa.array(keep)
+    kept = {name: col.filter(chosen) for name, col in columns.items() if name != "vector"}
+    return Conformed(make_batch({**kept, "vector": values[keep]}, int(keep.sum())), rejected)
+
+
+def _one_chunk(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
+    if name not in batch.schema.names:
+        raise RecordError(f"column {name!r} is missing")
+    column = batch.column(name)
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    return column
+
+
+def _in_words(column: pa.DictionaryArray, words: tuple[str, ...]) -> NDArray[np.bool_]:
+    allowed = pc.is_in(column.dictionary, value_set=pa.array(words)).to_numpy(zero_copy_only=False)
+    codes = pc.fill_null(column.indices, 0).to_numpy(zero_copy_only=False)
+    return allowed[codes] if len(allowed) else np.zeros(len(column), bool)
+
+
+def capture_id(settings: Mapping[str, Any]) -> str:
+    """Short hash of what makes vectors comparable: 12 hexadecimal digits.
+
+    Args:
+        settings: model revision, layers, heads, mask, window, sinks, layout: plain JSON values.
+    """
+    canonical = json.dumps({**settings, "kernel": KERNEL_VERSION}, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def decode_step(position: int, prompt_len: int | None) -> int:
+    """`step` in the HTTP API: position - prompt_len + 1, or position + 1 without a prompt length."""
+    return position + 1 if prompt_len is None else position - prompt_len + 1
