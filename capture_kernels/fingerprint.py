@@ -5,7 +5,7 @@ offset d = t - j, a fingerprint says how far back the row looked (`hist`, and it
 how widely (`entropy`). Statistics are taken per head and then averaged over the heads.
 
 The visible keys of a row are always the contiguous range [start, t]: the masked prefix and the sink
-tokens lie before it, and a window cuts it from below. `Visibility` computes `start` for every module.
+tokens lie before it, and a window cuts it from below. `Visibility` computes `start` for all.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Visibility:
                 raise OptionError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     def first_real(self, position: int) -> int:
-        """The first key that is neither masked nor outside the window; sink tokens count as real."""
+        """The first key neither masked nor outside the window; sink tokens count as real."""
         in_window = position - self.window + 1 if self.window else 0
         return max(self.mask_prefix, in_window, 0)
 

@@ -25,12 +25,12 @@ BLOCK_ROWS = 16_384
 class Zoned(NamedTuple):
     """Zones of n vectors: int8[n] indices into `ZONES`, and float32[n] confidences in (0, 1]."""
 
-    index: NDArray[np.int8]
+    zone: NDArray[np.int8]
     confidence: NDArray[np.float32]
 
     @property
     def names(self) -> list[str]:
-        return [ZONES[i] for i in self.index]
+        return [ZONES[i] for i in self.zone]
 
 
 def ripple_weights(bins: int) -> tuple[NDArray[np.float32], int]:

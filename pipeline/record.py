@@ -122,7 +122,7 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
     if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)
             or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
         raise RecordError(f"column 'vector' must hold lists of {DIMENSIONS} numbers")
-    reasons: dict[str, NDArray[np.bool_]] = {}
+    reasons: dict[str, Any] = {}
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     reasons["wrong length"] = lengths != DIMENSIONS
     values = np.zeros((rows, DIMENSIONS), np.float32)
@@ -199,5 +199,5 @@ def capture_id(settings: Mapping[str, Any]) -> str:
 
 
 def decode_step(position: int, prompt_len: int | None) -> int:
-    """`step` in the HTTP API: position - prompt_len + 1, or position + 1 without a prompt length."""
+    """`step` in the HTTP API: position - prompt_len + 1 (position + 1 with no prompt_len)."""
     return position + 1 if prompt_len is None else position - prompt_len + 1

@@ -1,0 +1,48 @@
+# Each target sets up what it needs in its own virtual environment, so a fresh clone needs only
+# Python 3.11+ and make. VENV names another environment, EXTRAS what is installed into it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DB ?= build/fingerprints.db
+OUTPUT ?= build/discovery_outputs
+SAMPLE := examples/sample/fingerprints.parquet
+
+.PHONY: discover test lint bench test-gpu bench-gpu clean
+
+$(VENV)/.base: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[capture,dev]'
+	touch $@ $(VENV)/.base
+
+# The main job, on the fingerprints of the demo model that ship with the project.
+discover: $(VENV)/.base
+	mkdir -p build
+	$(BIN)/attn db import $(SAMPLE) --db $(DB)
+	$(BIN)/attn discover --db $(DB) --output $(OUTPUT) --hours 0 --long-running
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Every figure that the README quotes.
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/run.py --out benchmarks/results
+
+# On a machine with an NVIDIA GPU, with the Python that has its packages: make test-gpu PYTHON=...
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench-gpu:
+	$(PYTHON) benchmarks/run.py --gpu --out benchmarks/results
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,44 @@
+"""The `attn` command: thin. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from pipeline.store.commands import db_app
+from typer.core import TyperGroup
+
+from capture_kernels.errors import AttnError
+from discovery.commands import classify, discover, runs_app
+from pipeline.capture_command import capture
+
+
+class UserErrors(TyperGroup):
+    """Turns an AttnError into one line on stderr and its exit code."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except AttnError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except BrokenPipeError:
+            # The reader (head, say) has what it wanted.
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+
+
+app = typer.Typer(
+    cls=UserErrors,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="What your language model's attention is doing.",
+)
+app.command()(capture)
+app.command()(discover)
+app.command()(classify)
+app.add_typer(runs_app, name="runs")
+app.add_typer(db_app, name="db")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,132 @@
+"""Artifacts: what a run publishes, and how a reader makes sure of it (DESIGN.md section 6).
+
+Parquet and JSON only: loading an artifact never runs code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from capture_kernels.errors import ArtifactError
+from capture_kernels.fingerprint import DIMENSIONS
+
+from .checkpoint import file_facts, write_atomically
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+_WORD = pa.dictionary(pa.int32(), pa.string())
+EMBEDDING = pa.schema(
+    [
+        ("request_id", pa.string()),
+        ("position", pa.int32()),
+        ("layer", pa.int16()),
+        ("phase", _WORD),
+        ("token_id", pa.int32()),
+        ("x", pa.float32()),
+        ("y", pa.float32()),
+        ("cluster_id", pa.int32()),
+        ("probability", pa.float32()),
+        ("zone", _WORD),
+        ("zone_confidence", pa.float32()),
+    ]
+)
+EXEMPLAR = pa.struct([("request_id", pa.string()), ("position", pa.int32()), ("layer", pa.int16())])
+CLUSTERS = pa.schema(
+    [
+        ("cluster_id", pa.int32()),
+        ("label", pa.string()),
+        ("zone", pa.string()),
+        ("size", pa.int64()),
+        ("share", pa.float64()),
+        ("persistence", pa.float64()),
+        ("centroid", pa.list_(pa.float32(), DIMENSIONS)),
+        ("x", pa.float32()),
+        ("y", pa.float32()),
+        ("traits", pa.list_(pa.string())),
+        ("exemplars", pa.list_(EXEMPLAR)),
+        ("born_in", pa.string()),
+        ("parents", pa.list_(pa.int32())),
+    ]
+)
+
+
+def landmark_schema(dimensions: int) -> pa.Schema:
+    return pa.schema(
+        [
+            ("projected", pa.list_(pa.float32(), dimensions)),
+            ("x", pa.float32()),
+            ("y", pa.float32()),
+            ("cluster_id", pa.int32()),
+            ("probability", pa.float32()),
+        ]
+    )
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table so that it is whole and on disk before it has its name."""
+    buffer = io.BytesIO()
+    # No statistics or timestamps that differ between two writings of the same rows.
+    pq.write_table(table, buffer, compression="zstd")
+    write_atomically(path, lambda file: file.write(buffer.getbuffer()))
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """A verified run folder. Tables are read when asked for."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        return str(self.manifest["run_id"])
+
+    def table(self, name: str) -> pa.Table:
+        """A Parquet artifact by name, for example "clusters"."""
+        return pq.read_table(self.folder / f"{name}.parquet", memory_map=True)
+
+
+def load_artifacts(folder: Path) -> Artifacts:
+    """Open a run folder, or an output folder by its `latest`, and verify every file's hash.
+
+    Raises:
+        ArtifactError: nothing there, another schema version, or a file missing or damaged.
+    """
+    if not (folder / MANIFEST).exists() and (folder / "latest").is_symlink():
+        folder = folder / "latest"
+    folder = folder.resolve()
+    manifest = read_manifest(folder)
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        if not path.exists():
+            raise ArtifactError(f"{path} is missing: run attn discover again")
+        if file_facts(path) != facts:
+            raise ArtifactError(f"{path} is damaged (its hash is another): run attn discover again")
+    return Artifacts(folder, manifest)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a run folder, of a version this reader knows; the files are not verified."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ArtifactError(
+            f"{folder} holds no finished run (no {MANIFEST}): run attn discover first"
+        ) from None
+    except ValueError:
+        raise ArtifactError(f"{path} is damaged: run attn discover again") from None
+    found = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if found != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
+        )
+    return manifest

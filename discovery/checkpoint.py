@@ -1,0 +1,135 @@
+"""Checkpoints: parts on disk that survive kill -9 at any moment.
+
+A stage's folder belongs to one key, the hash of everything its result depends on. A part is written
+under a temporary name, synced and renamed, so it is either whole or not there; `stage.json`,
+written last, says that the stage is finished and holds every part's hash (DESIGN.md section 5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from capture_kernels.errors import RunError
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Call `write` on a new file that takes the name `path` only once it is whole and on disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}; free space and resume") from error
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size in bytes and sha256 of a file, as manifests hold them."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def chained_key(previous: str, stage: str, parameters: dict[str, Any]) -> str:
+    """Key of a stage: a hash of its parameters and, through `previous`, of all before it."""
+    text = json.dumps([previous, stage, parameters], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class StageParts:
+    """The parts of one stage. Opening it with another key than it was written with empties it."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder
+        self.key = key
+        self._key_file = folder / "key"
+        if folder.exists() and self._saved_key() != key:
+            shutil.rmtree(folder)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            write_atomically(self._key_file, lambda file: file.write(key.encode()))
+
+    def _saved_key(self) -> str | None:
+        return self._key_file.read_text() if self._key_file.exists() else None
+
+    def path(self, part: str) -> Path:
+        return self.folder / part
+
+    def has(self, part: str) -> bool:
+        return self.path(part).exists()
+
+    def write_arrays(self, part: str, **arrays: NDArray[Any]) -> None:
+        """Save named arrays as one `.npz` part."""
+        write_atomically(self.path(part), lambda file: np.savez(file, allow_pickle=False, **arrays))
+
+    def read_arrays(self, part: str) -> dict[str, NDArray[Any]]:
+        with np.load(self.path(part), allow_pickle=False) as saved:
+            return {name: saved[name] for name in saved.files}
+
+    def write_batch(self, part: str, batch: pa.RecordBatch) -> None:
+        """Save one record batch as an Arrow IPC file."""
+
+        def write(file: IO[bytes]) -> None:
+            with pa.ipc.new_file(file, batch.schema) as writer:
+                writer.write_batch(batch)
+
+        write_atomically(self.path(part), write)
+
+    def read_batch(self, part: str) -> pa.RecordBatch:
+        """A saved batch, memory-mapped: its columns are read from disk when touched."""
+        with pa.memory_map(str(self.path(part))) as source:
+            return pa.ipc.open_file(source).get_batch(0)
+
+    def names(self, suffix: str) -> list[str]:
+        """Names of the parts with this ending, in order."""
+        return sorted(p.name for p in self.folder.iterdir() if p.name.endswith(suffix))
+
+    def finished(self) -> dict[str, Any] | None:
+        """What `finish` was told, or None. RunError when a finished part was damaged since."""
+        record = self.folder / "stage.json"
+        if not record.exists():
+            return None
+        saved: dict[str, Any] = json.loads(record.read_text())
+        for name, facts in saved["parts"].items():
+            if not self.has(name) or file_facts(self.path(name)) != facts:
+                raise RunError(
+                    f"checkpoint part {self.path(name)} is damaged: delete {self.folder} and resume"
+                )
+        return saved
+
+    def finish(self, summary: dict[str, Any], says: str, seconds: float) -> None:
+        own = {"key", "stage.json"}
+        parts = {p.name: file_facts(p) for p in sorted(self.folder.iterdir())
+                 if p.name not in own and not p.name.startswith(".")}  # fmt: skip
+        write_json(
+            self.folder / "stage.json",
+            {"key": self.key, "summary": summary, "says": says, "seconds": seconds, "parts": parts},
+        )

@@ -1,0 +1,170 @@
+"""The classifier: a fingerprint's cluster by its nearest landmark, from arrays on any CPU."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from threadpoolctl import ThreadpoolController
+
+from capture_kernels.errors import ArtifactError, RecordError
+from capture_kernels.fingerprint import DIMENSIONS, Layout
+from capture_kernels.zones import ZONES, ZoneRules
+
+from .artifacts import Artifacts, load_artifacts
+from .projection import Projection
+
+NOISE = -1
+# 1,024 landmarks times this many rows of float32 stay in a core's second-level cache.
+BLOCK_ROWS = 256
+
+
+class Nearest(NamedTuple):
+    """Of m rows: the nearest landmark's index int64[m] and its distance float32[m]."""
+
+    row: NDArray[np.int64]
+    distance: NDArray[np.float32]
+
+
+def nearest_landmark(projected: NDArray[np.float32], landmarks: NDArray[np.float32]) -> Nearest:
+    """Exact nearest landmark of each row by Euclidean distance.
+
+    Args:
+        projected: float32[m, d].
+        landmarks: float32[l, d].
+    """
+    index = np.empty(len(projected), np.int64)
+    distance = np.empty(len(projected), np.float32)
+    # |p - l|^2 = |p|^2 + (|l|^2 - 2 p.l): the bracket decides which is nearest, and one matrix
+    # product gives it when a constant 1 is appended to every row.
+    norms = np.einsum("ld,ld->l", landmarks, landmarks)
+    folded = np.concatenate([-2.0 * landmarks.T, norms[None]]).astype(np.float32)
+    padded = np.concatenate([projected, np.ones((len(projected), 1), np.float32)], axis=1)
+    scores = np.empty((min(BLOCK_ROWS, max(1, len(projected))), len(landmarks)), np.float32)
+    # Blocks this small lose more by waking BLAS threads than they gain.
+    with blas_threads().limit(limits=1):
+        for start in range(0, len(projected), BLOCK_ROWS):
+            block = padded[start : start + BLOCK_ROWS]
+            found = np.matmul(block, folded, out=scores[: len(block)]).argmin(axis=1)
+            index[start : start + len(block)] = found
+            # The distance comes from the difference: the folded form cancels near zero.
+            apart = block[:, :-1] - landmarks[found]
+            distance[start : start + len(block)] = np.sqrt(np.einsum("md,md->m", apart, apart))
+    return Nearest(index, distance)
+
+
+@functools.cache
+def blas_threads() -> ThreadpoolController:
+    """A handle on the BLAS libraries that are loaded; finding them takes milliseconds, so once."""
+    return ThreadpoolController().select(user_api="blas")
+
+
+class Classified(NamedTuple):
+    """Of m fingerprints: cluster_id int32[m] (-1: none), probability float32[m], map place
+    float32[m, 2], zone index int8[m] into ZONES, and zone confidence float32[m]."""
+
+    cluster_id: NDArray[np.int32]
+    probability: NDArray[np.float32]
+    place: NDArray[np.float32]
+    zone: NDArray[np.int8]
+    zone_confidence: NDArray[np.float32]
+
+
+class Classifier:
+    """Classifies fingerprints against one run's artifacts.
+
+    Args:
+        artifacts: a verified run.
+
+    Raises:
+        ArtifactError: the artifacts do not fit together.
+    """
+
+    def __init__(self, artifacts: Artifacts) -> None:
+        manifest = artifacts.manifest
+        projection = artifacts.table("projection").to_pylist()[0]
+        landmarks = artifacts.table("landmarks")
+        clusters = artifacts.table("clusters")
+        self.run_id = artifacts.run_id
+        self.layout = Layout.parse(manifest["layout"])
+        self.rules = ZoneRules(**manifest["zone_rules"])
+        components = np.array(projection["components"], np.float32).reshape(DIMENSIONS, -1)
+        self._projection = Projection(
+            np.array(projection["mean"], np.float32),
+            np.array(projection["scale"], np.float32),
+            components,
+            np.array(projection["explained"], np.float64),
+        )
+        flat = landmarks.column("projected").combine_chunks().flatten().to_numpy()
+        self._landmarks = np.ascontiguousarray(flat.reshape(-1, components.shape[1]))
+        if len(self._landmarks) == 0:
+            raise ArtifactError(f"{artifacts.folder} has no landmarks: run attn discover again")
+        self._cluster = landmarks.column("cluster_id").to_numpy()
+        self._probability = landmarks.column("probability").to_numpy()
+        self._place = np.column_stack([landmarks.column(c).to_numpy() for c in ("x", "y")])
+        self._reach = float(projection["reach"])
+        self.labels: dict[int, str] = dict(
+            zip(
+                clusters.column("cluster_id").to_pylist(),
+                clusters.column("label").to_pylist(),
+                strict=True,
+            )
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Classifier:
+        """The classifier of a run folder, or of an output folder's `latest`."""
+        return cls(load_artifacts(Path(folder)))
+
+    def classify(self, vectors: ArrayLike) -> Classified:
+        """Cluster, place and zone of each vector.
+
+        Args:
+            vectors: float32[m, 20] (or [20] for one) of the run's layout, finite.
+
+        Raises:
+            RecordError: another shape, or a number that is not finite.
+        """
+        rows = np.asarray(vectors, dtype=np.float32)
+        rows = rows.reshape(1, -1) if rows.ndim == 1 else rows
+        if rows.ndim != 2 or rows.shape[1] != DIMENSIONS:
+            raise RecordError(f"a fingerprint has {DIMENSIONS} numbers, got shape {rows.shape}")
+        # One pass finds NaN, infinity and negative shares, whose square root is not a number.
+        if not (np.isfinite(rows).all() and (rows >= 0).all()):
+            raise RecordError("a fingerprint's numbers must be finite and not negative")
+        nearest = nearest_landmark(self._projection(rows), self._landmarks)
+        beyond = nearest.distance > self._reach
+        cluster = np.where(beyond, NOISE, self._cluster[nearest.row]).astype(np.int32)
+        probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])
+        zoned = self.rules.classify(rows, self.layout)
+        return Classified(
+            cluster,
+            probability.astype(np.float32),
+            self._place[nearest.row],
+            zoned.zone,
+            zoned.confidence,
+        )
+
+    def answer(self, vectors: ArrayLike) -> list[dict[str, object]]:
+        """What `/classify` and `attn classify` answer for each vector, as JSON objects."""
+        found = self.classify(vectors)
+        answers: list[dict[str, object]] = []
+        for cluster, probability, zone, confidence in zip(
+            found.cluster_id.tolist(),
+            found.probability.tolist(),
+            found.zone.tolist(),
+            found.zone_confidence.tolist(),
+            strict=True,
+        ):
+            manifold = {
+                "zone": ZONES[zone],
+                "confidence": round(confidence, 6),
+                "cluster_id": cluster,
+                "cluster_label": self.labels.get(cluster),
+                "probability": round(probability, 6),
+            }
+            answers.append({"manifold": manifold, "schema_version": 1, "run_id": self.run_id})
+        return answers

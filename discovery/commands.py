@@ -1,0 +1,243 @@
+"""`attn discover`, `attn runs` and `attn classify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from capture_kernels.errors import OptionError, RecordError
+from capture_kernels.zones import ZoneRules
+
+from . import runs
+from .artifacts import MANIFEST, load_artifacts, read_manifest
+from .options import FREE_ON_RESUME, DiscoverOptions, option_name
+from .progress import listener_for_terminal
+
+# Lines of a stream that are classified together.
+CLASSIFY_LINES = 4_096
+
+runs_app = typer.Typer(no_args_is_help=True, help="Look at the runs of an output folder.")
+
+Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def discover(
+    ctx: typer.Context,
+    db: Annotated[str, typer.Option(help="Store: a .db file or a Parquet folder.")],
+    output: Output = Path("discovery_outputs"),
+    hours: Annotated[float, typer.Option(help="Window in hours; 0 takes all.")] = 24.0,
+    min_rows: Annotated[int, typer.Option(help="Fewest rows worth a run.")] = 100,
+    min_samples: Annotated[int, typer.Option(help="HDBSCAN's min_samples.")] = 10,
+    min_cluster_size: Annotated[int, typer.Option(help="Fewest rows of a cluster.")] = 20,
+    max_per_request: Annotated[int, typer.Option(help="Most rows of one request; 0: all.")] = 256,
+    umap_neighbors: Annotated[int, typer.Option(help="UMAP's n_neighbors.")] = 15,
+    umap_min_dist: Annotated[float, typer.Option(help="UMAP's min_dist.")] = 0.1,
+    umap_sample_size: Annotated[int, typer.Option(help="Most rows the map is fitted on.")] = 50_000,
+    batch_size: Annotated[int, typer.Option(help="Rows of a chunk.")] = 65_536,
+    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 42,
+    layout: Annotated[str | None, typer.Option(help="log16 or layered.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model's fingerprints.")] = None,
+    capture_id: Annotated[str | None, typer.Option(help="Only this capture's.")] = None,
+    engine: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    long_running: Annotated[
+        bool, typer.Option("--long-running", help="Spread the work over a Dask cluster.")
+    ] = False,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Finish this stopped run.")] = None,
+    max_memory_gb: Annotated[float | None, typer.Option(help="Memory of Dask's workers.")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="Stop at a checkpoint after.")] = None,
+    zone_thresholds: Annotated[
+        Path | None, typer.Option(help="TOML file with the strong values of zones.")
+    ] = None,
+    now: Annotated[
+        datetime | None, typer.Option(help="End the window here (UTC) instead of now.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the behaviours in a store's fingerprints and publish them.
+
+    Exit codes: 0 published, 2 cannot be done as asked, 4 stopped at --max-hours, 130 Ctrl+C,
+    143 SIGTERM; after 4, 130 and 143 the printed --resume command finishes the run.
+    """
+    from .job import discover as run_job
+    from .stopping import Interrupted, StopRequest, stop_on_signals
+
+    if resume:
+        refuse_changes_on_resume(ctx)
+    options = DiscoverOptions(
+        db=db, output=str(output), hours=hours, min_rows=min_rows, min_samples=min_samples,
+        min_cluster_size=min_cluster_size, max_per_request=max_per_request,
+        umap_neighbors=umap_neighbors, umap_min_dist=umap_min_dist,
+        umap_sample_size=umap_sample_size, batch_size=batch_size, seed=seed, layout=layout,
+        model=model, capture_id=capture_id, engine=engine, long_running=long_running,
+        scheduler=scheduler, max_memory_gb=max_memory_gb, max_hours=max_hours,
+        zone_rules=ZoneRules.from_toml(zone_thresholds) if zone_thresholds else ZoneRules(),
+    )  # fmt: skip
+    stop = StopRequest()
+    try:
+        with stop_on_signals(stop):
+            manifest = run_job(
+                options,
+                resume=resume,
+                now=now.replace(tzinfo=UTC) if now else None,
+                listeners=[listener_for_terminal()],
+                stop=stop,
+            )
+    except Interrupted as interrupted:
+        if interrupted.run_id:
+            again = f"attn discover --db {db} --output {output} --resume {interrupted.run_id}"
+            print(f"finish it with: {again}{' --long-running' if long_running else ''}",
+                  file=sys.stderr)  # fmt: skip
+        raise
+    if as_json:
+        print(json.dumps(manifest, sort_keys=True))
+    else:
+        show_run(output / manifest["run_id"], manifest)
+
+
+def refuse_changes_on_resume(ctx: typer.Context) -> None:
+    """A resumed run keeps what it was started with; a changed option would make it another run."""
+    free = {*FREE_ON_RESUME, "resume", "as_json"}
+    for name in ctx.params:
+        source = ctx.get_parameter_source(name)
+        if name not in free and source is not None and source.name == "COMMANDLINE":
+            raise OptionError(
+                f"{option_name(name)} cannot change when a run is resumed: leave it out"
+            )
+
+
+@runs_app.command("list")
+def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = False) -> None:
+    """All runs, oldest first."""
+    latest = (output / "latest").readlink().name if (output / "latest").is_symlink() else None
+    rows = []
+    for run_id in runs.run_ids(output):
+        folder = output / run_id
+        if not (folder / MANIFEST).exists():
+            rows.append({"run_id": run_id, "state": "unfinished"})
+            continue
+        manifest = read_manifest(folder)
+        rows.append(
+            {
+                "run_id": run_id,
+                "state": "latest" if run_id == latest else "published",
+                "rows": manifest["counts"]["rows"],
+                "clusters": manifest["counts"]["clusters"],
+                "noise_share": manifest["quality"]["noise_share"],
+                "model": manifest["model"],
+            }
+        )
+    if as_json:
+        print(json.dumps(rows))
+    elif not rows:
+        print(f"no runs in {output}")
+    else:
+        table = Table("run", "state", "rows", "clusters", "noise", "model", box=None)
+        for row in rows:
+            noise = f"{row['noise_share']:.1%}" if "noise_share" in row else ""
+            count = f"{row['rows']:,}" if "rows" in row else ""
+            table.add_row(row["run_id"], row["state"], count, str(row.get("clusters", "")), noise,
+                          row.get("model", ""))  # fmt: skip
+        console().print(table)
+
+
+@runs_app.command("show")
+def show(
+    run: Annotated[str, typer.Argument(help="Run id, or latest.")] = "latest",
+    output: Output = Path("discovery_outputs"),
+    as_json: AsJson = False,
+) -> None:
+    """One run: its clusters, zones and quality."""
+    folder = runs.run_folder(output, run)
+    manifest = read_manifest(folder)
+    if as_json:
+        clusters = load_artifacts(folder).table("clusters").to_pylist()
+        print(json.dumps({"manifest": manifest, "clusters": clusters}))
+    else:
+        show_run(folder, manifest)
+
+
+def show_run(folder: Path, manifest: dict[str, Any]) -> None:
+    """Print a run for a person: clusters by size, zones, and the figures of its quality."""
+    screen = console()
+    table = Table("id", "cluster", "traits", "rows", "share", "persistence", box=None)
+    for cluster in load_artifacts(folder).table("clusters").to_pylist():
+        table.add_row(
+            str(cluster["cluster_id"]), cluster["label"], ", ".join(cluster["traits"]),
+            f"{cluster['size']:,}", f"{cluster['share']:.1%}", f"{cluster['persistence']:.2f}",
+        )  # fmt: skip
+    screen.print(table)
+    quality = manifest["quality"]
+    zones = sorted(manifest["stages"]["zones"]["shares"].items(), key=lambda item: -item[1])
+    agreement = quality["classifier_agreement"]
+    screen.print(
+        f"zones: {', '.join(f'{zone} {share:.1%}' for zone, share in zones)}\n"
+        f"rows: {manifest['counts']['rows']:,}, noise {quality['noise_share']:.1%}, "
+        f"trustworthiness {quality['trustworthiness']:.3f}, neighbours kept "
+        f"{quality['neighbor_recall']:.1%}"
+        + (f", classifier agreement {agreement:.1%}" if agreement is not None else "")
+        + f"\n{folder}"
+    )
+
+
+def classify(
+    artifacts: Annotated[Path, typer.Option(help="A run folder, or an output folder.")],
+    file: Annotated[Path | None, typer.Argument(help="JSON lines; stdin when left out.")] = None,
+) -> None:
+    """Name the behaviour of fingerprints: JSON lines in, JSON lines out.
+
+    A line is a list of 20 numbers, or an object whose "vector" is one; an object's other fields
+    come back beside the answer.
+    """
+    from .classifier import Classifier
+
+    classifier = Classifier.load(artifacts)
+    try:
+        stream = file.open(encoding="utf-8") if file else sys.stdin
+    except OSError as error:
+        raise OptionError(f"cannot read {file}: {error.strerror}") from None
+    with stream:
+        parsed = parse_lines(stream)
+        while block := list(islice(parsed, CLASSIFY_LINES)):
+            answers = classifier.answer([vector for vector, _ in block])
+            for answer, (_, rest) in zip(answers, block, strict=True):
+                print(json.dumps({**rest, **answer}))
+
+
+def parse_lines(lines: Any) -> Iterator[tuple[list[float], dict[str, Any]]]:
+    """Each line's vector and what else it held. RecordError names the line that is neither."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise RecordError(f"line {number} is not JSON") from None
+        rest = {}
+        if isinstance(value, dict):
+            rest = {k: v for k, v in value.items() if k != "vector"}
+            value = value.get("vector")
+        numbers = isinstance(value, list) and all(
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < float("inf")
+            for x in value
+        )
+        if not numbers or len(value) != 20:
+            raise RecordError(
+                f"line {number} needs a vector of 20 finite numbers, none of them negative"
+            )
+        yield value, rest
+
+
+def console() -> Console:
+    """Standard output; as wide as its table needs where it is not a terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=160)

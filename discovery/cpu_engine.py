@@ -1,0 +1,89 @@
+"""The CPU engine: scikit-learn, umap-learn and hdbscan."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .engine import Clustering
+
+LIBRARIES = ("numpy", "scipy", "scikit-learn", "umap-learn", "numba", "hdbscan")
+# umap-learn's own defaults by size, stated so that a release cannot change a resumed run.
+SMALL_ROWS, EPOCHS_SMALL, EPOCHS_LARGE = 10_000, 500, 200
+
+
+class CpuEngine:
+    """Exact neighbours, seeded UMAP on one thread, and HDBSCAN with its own single-linkage tree."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.versions = {library: version(library) for library in LIBRARIES}
+
+    def neighbors(
+        self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        from sklearn.neighbors import NearestNeighbors
+
+        search = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(fit)
+        distances, indices = search.kneighbors(queries)
+        return indices.astype(np.int32), distances.astype(np.float32)
+
+    def layout(
+        self,
+        fit: NDArray[np.float32],
+        neighbors: tuple[NDArray[np.int32], NDArray[np.float32]],
+        init: NDArray[np.float32],
+        min_dist: float,
+        seed: int,
+    ) -> NDArray[np.float32]:
+        from umap import UMAP
+
+        indices, distances = neighbors
+        with warnings.catch_warnings():
+            # A seed means one thread, which is what is wanted; umap-learn warns of it every time.
+            warnings.filterwarnings("ignore", message="n_jobs value")
+            # No index to transform new rows with: they are placed by their neighbours instead.
+            warnings.filterwarnings("ignore", message="precomputed_knn")
+            reducer = UMAP(
+                n_neighbors=indices.shape[1],
+                min_dist=min_dist,
+                init=init,
+                random_state=seed,
+                n_epochs=EPOCHS_SMALL if len(fit) <= SMALL_ROWS else EPOCHS_LARGE,
+                precomputed_knn=(indices, distances),
+                # Without it umap-learn ignores the neighbours under 4,096 rows.
+                force_approximation_algorithm=True,
+            )
+            return np.asarray(reducer.fit_transform(fit), dtype=np.float32)
+
+    def cluster(
+        self, points: NDArray[np.float32], min_cluster_size: int, min_samples: int
+    ) -> Clustering:
+        from hdbscan import HDBSCAN
+
+        model = HDBSCAN(
+            min_cluster_size=min_cluster_size,
+            min_samples=min(min_samples, len(points) - 1),
+            # Exact trees, and no worker processes for the core distances.
+            approx_min_span_tree=False,
+            core_dist_n_jobs=1,
+        ).fit(points.astype(np.float64))
+        return by_size(model.labels_, model.probabilities_, np.asarray(model.cluster_persistence_))
+
+
+def by_size(
+    labels: NDArray[np.int64],
+    probabilities: NDArray[np.float64],
+    persistence: NDArray[np.float64],
+) -> Clustering:
+    """Number clusters by falling size, so that a number does not depend on the library's order."""
+    sizes = np.bincount(labels[labels >= 0], minlength=len(persistence))
+    order = np.argsort(-sizes, kind="stable")
+    rank = np.empty(len(order) + 1, np.int32)
+    rank[order] = np.arange(len(order))
+    rank[-1] = -1  # noise is -1, the last element
+    return Clustering(rank[labels], probabilities.astype(np.float32), persistence[order])

@@ -1,0 +1,101 @@
+"""Where the chunks of a stage are computed: in this process, or on the workers of a Dask cluster.
+
+Both give the results in the order of the chunks, so a stage does not know which one it has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from capture_kernels.errors import OptionError
+
+# Chunks handed out ahead of the one being waited for, for each worker.
+AHEAD = 2
+
+
+class Executor(Protocol):
+    """Runs `function(*shared, chunk)` for each chunk."""
+
+    description: str
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        """The results in order. `shared` goes to every worker once, a chunk with its task."""
+
+    def close(self) -> None: ...
+
+
+class InlineExecutor:
+    """Runs every chunk in this process."""
+
+    description = "in one process"
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        for chunk in chunks:
+            yield function(*shared, chunk)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class DaskExecutor:
+    """Runs chunks on a Dask cluster: one of its own on this machine, or one at `scheduler`.
+
+    Raises:
+        OptionError: no scheduler answers at that address.
+    """
+
+    def __init__(self, scheduler: str | None, max_memory_gb: float | None) -> None:
+        from distributed import Client, LocalCluster
+
+        self._cluster = None
+        if scheduler:
+            try:
+                self._client = Client(scheduler, timeout="10s")
+            except (OSError, ValueError, TimeoutError) as error:
+                raise OptionError(
+                    f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler"
+                ) from None
+        else:
+            workers = len(os.sched_getaffinity(0))
+            # The coordinator holds the fit rows too, so the workers share three quarters.
+            limit = int(max_memory_gb * 0.75e9 / workers) if max_memory_gb else "auto"
+            self._cluster = LocalCluster(
+                n_workers=workers, threads_per_worker=1, memory_limit=limit,
+                dashboard_address=None, host="127.0.0.1",
+            )  # fmt: skip
+            self._client = Client(self._cluster)
+            # Ctrl+C reaches the whole process group; only the coordinator may decide to stop.
+            self._client.run(ignore_interrupts)
+        self._workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
+        where = f"at {scheduler}" if scheduler else "on this machine"
+        self.description = f"Dask, {self._workers} workers {where}"
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        remote = [self._client.scatter(item, broadcast=True, hash=False) for item in shared]
+        waiting: deque[Any] = deque()
+        for chunk in chunks:
+            waiting.append(self._client.submit(function, *remote, chunk, pure=False))
+            if len(waiting) >= AHEAD * self._workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def close(self) -> None:
+        self._client.close()
+        if self._cluster is not None:
+            self._cluster.close()
+
+
+def ignore_interrupts() -> None:
+    """Run on a worker: leave SIGINT to the coordinator."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,217 @@
+"""The job: runs the stages in order, each from its checkpoint where it has one."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from capture_kernels.errors import AttnError, RunError
+from pipeline.record import vectors as batch_vectors
+from pipeline.store import Store, open_store
+
+from . import runs
+from .artifacts import MANIFEST, read_manifest
+from .checkpoint import StageParts, chained_key, write_json
+from .engine import Engine, open_engine
+from .executor import DaskExecutor, Executor, InlineExecutor
+from .options import FREE_ON_RESUME, DiscoverOptions
+from .progress import Listener, Progress
+from .stages import STAGES, extract, publish
+from .stopping import Interrupted, StopRequest
+
+CHECKPOINT = ".checkpoint"
+RUN_FILE = "run.json"
+
+
+class Rows:
+    """The rows that extract kept, read from its parts when touched."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self._parts = parts
+        self.names = parts.names(".arrow")
+        sizes = [self.batch(index).num_rows for index in range(len(self.names))]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        self.count = int(ends[-1])
+        self.offsets: list[int] = [0, *ends[:-1].tolist()]
+        self._sizes = sizes
+
+    def batch(self, index: int) -> pa.RecordBatch:
+        return self._parts.read_batch(self.names[index])
+
+    def part_vectors(self, index: int) -> NDArray[np.float32]:
+        """float32[n, 20] of one part, memory-mapped."""
+        return batch_vectors(self.batch(index))
+
+    def vectors(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Each part's first row number and its vectors, in order."""
+        for index, offset in enumerate(self.offsets):
+            yield offset, self.part_vectors(index)
+
+    def outside(self, index: int, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows of a part are not among the sorted row numbers `chosen`: bool[n]."""
+        start, size = self.offsets[index], self._sizes[index]
+        inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + size)]
+        mask = np.ones(size, bool)
+        mask[inside - start] = False
+        return mask
+
+
+class Job:
+    """One discovery run in progress; the stages work on it.
+
+    `parts` belongs to the stage that is running; `stage_parts(name)` gives an earlier one's.
+    """
+
+    def __init__(
+        self,
+        options: DiscoverOptions,
+        run_id: str,
+        window: dict[str, Any],
+        created_at: str,
+        executor: Executor,
+        progress: Progress,
+        stop: StopRequest,
+    ) -> None:
+        self.options = options
+        self.run_id = run_id
+        self.window = window
+        self.created_at = created_at
+        self.executor = executor
+        self.engine: Engine = open_engine(options.engine)
+        self.folder = options.output_dir / run_id
+        self.summaries: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        self.parts: StageParts
+        self._progress = progress
+        self._stop = stop
+        self._finished: dict[str, StageParts] = {}
+
+    def open_store(self) -> Store:
+        return open_store(self.options.db)
+
+    def stage_parts(self, name: str) -> StageParts:
+        return self._finished[name]
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows(self.stage_parts("extract"))
+
+    def part_done(self, done: int, total: int) -> None:
+        """Tell that a part is on disk, and stop here if that was asked for."""
+        self._progress.emit("progress", stage=self._stage, done=done, total=total)
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        self._stop.check()
+
+    def run(self) -> dict[str, Any]:
+        """Run or finish every stage; returns the manifest."""
+        key = ""
+        for number, stage in enumerate(STAGES, start=1):
+            self.stop_if_asked()
+            self._stage = stage.name
+            key = chained_key(key, stage.name, stage.parameters(self))
+            self.parts = StageParts(self.folder / CHECKPOINT / stage.name, key)
+            self._progress.emit("stage_started", stage=stage.name, number=number, of=len(STAGES))
+            saved = self.parts.finished()
+            if saved is None:
+                began = time.perf_counter()
+                summary, says = stage.run(self)
+                seconds = round(time.perf_counter() - began, 3)
+                self.parts.finish(summary, says, seconds)
+            else:
+                summary, says, seconds = saved["summary"], saved["says"], saved["seconds"]
+            self._finished[stage.name] = self.parts
+            self.summaries[stage.name], self.seconds[stage.name] = summary, seconds
+            self._progress.emit(
+                "stage_finished", stage=stage.name, number=number, of=len(STAGES), says=says,
+                seconds=seconds, kept=saved is not None,
+            )  # fmt: skip
+        return read_manifest(self.folder)
+
+
+def discover(
+    options: DiscoverOptions,
+    *,
+    resume: str | None = None,
+    now: datetime | None = None,
+    listeners: list[Listener] | None = None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
+    """Run a discovery job, or finish one that was stopped; returns the published manifest.
+
+    Args:
+        options: what to do; with `resume` only its `FREE_ON_RESUME` fields count.
+        resume: the run id of the stopped run.
+        now: the time that the window ends at and that names the run; the clock by default.
+        listeners: called with every progress event.
+        stop: asks the job to stop at the next part.
+
+    Raises:
+        RunError: nothing to do, another job at work, or a run that cannot be resumed.
+        Interrupted: it stopped where it was asked to; it can be resumed.
+    """
+    stop = stop or StopRequest()
+    stop.limit_hours(options.max_hours)
+    output = options.output_dir
+    with ExitStack() as cleanup:
+        cleanup.enter_context(runs.output_lock(output))
+        if resume:
+            run_id = runs.run_folder(output, resume).name
+            options, saved = resumed_options(output / run_id, options)
+        else:
+            moment = (now or datetime.now(UTC)).astimezone(UTC)
+            with open_store(options.db) as store:
+                window = extract.freeze_window(store, options, moment)
+            run_id = runs.new_run_id(output, moment)
+            saved = {"run_id": run_id, "created_at": moment.isoformat(), "window": window}
+            checkpoint = output / run_id / CHECKPOINT
+            checkpoint.mkdir(parents=True)
+            write_json(checkpoint / RUN_FILE, {**saved, "options": options.as_json()})
+
+        progress = Progress(output / run_id / "progress.jsonl", run_id, listeners or [])
+        cleanup.callback(progress.close)
+        executor: Executor = InlineExecutor()
+        if options.long_running:
+            executor = DaskExecutor(options.scheduler, options.max_memory_gb)
+        cleanup.callback(executor.close)
+        job = Job(options, run_id, saved["window"], saved["created_at"], executor, progress, stop)
+        started = "run_resumed" if resume else "run_started"
+        progress.emit(started, engine=f"{job.engine.name} engine, {executor.description}")
+        try:
+            manifest = job.run()
+        except Interrupted as interrupted:
+            progress.emit("run_interrupted", reason=interrupted.reason)
+            interrupted.run_id = run_id
+            raise
+        except AttnError as error:
+            progress.emit("run_failed", reason=str(error))
+            raise
+        progress.emit("run_finished", clusters=manifest["counts"]["clusters"])
+        publish.clear_checkpoint(output / run_id / CHECKPOINT)
+        runs.release_reservation(output, run_id)
+        return manifest
+
+
+def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:
+    """The options that the run was started with, save for how and where it is finished."""
+    import json
+
+    path = folder / CHECKPOINT / RUN_FILE
+    if not path.exists():
+        if (folder / MANIFEST).exists():
+            raise RunError(f"run {folder.name} is finished already: see attn runs show")
+        raise RunError(f"run {folder.name} has no checkpoint: start a new run")
+    saved = json.loads(path.read_text())
+    free = {name: getattr(given, name) for name in FREE_ON_RESUME}
+    options = DiscoverOptions.from_json({**saved["options"], **free})
+    return options, saved

@@ -1,0 +1,93 @@
+"""What a discovery run is asked to do: one dataclass, checked once, saved with the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint import Layout
+from capture_kernels.zones import ZoneRules
+
+# What may differ when a run is finished elsewhere: it decides how, not what, is computed.
+FREE_ON_RESUME = (
+    "db",
+    "output",
+    "engine",
+    "long_running",
+    "scheduler",
+    "max_memory_gb",
+    "max_hours",
+)
+
+
+@dataclass(frozen=True)
+class DiscoverOptions:
+    """Options of `attn discover`; the names are those of the command line.
+
+    Raises:
+        OptionError: a value that cannot be used, with the option's name.
+    """
+
+    db: str
+    output: str = "discovery_outputs"
+    hours: float = 24.0  # 0: all
+    min_rows: int = 100
+    min_samples: int = 10
+    min_cluster_size: int = 20
+    max_per_request: int = 256
+    umap_neighbors: int = 15
+    umap_min_dist: float = 0.1
+    umap_sample_size: int = 50_000
+    batch_size: int = 65_536
+    seed: int = 42
+    layout: str | None = None
+    model: str | None = None
+    capture_id: str | None = None
+    engine: str = "auto"
+    long_running: bool = False
+    scheduler: str | None = None
+    max_memory_gb: float | None = None
+    max_hours: float | None = None
+    zone_rules: ZoneRules = field(default_factory=ZoneRules)
+
+    def __post_init__(self) -> None:
+        if self.layout is not None:
+            Layout.parse(self.layout)
+        lowest: dict[str, float] = {
+            "hours": 0, "min_rows": 4, "min_samples": 1, "min_cluster_size": 2,
+            "max_per_request": 0, "umap_neighbors": 2, "umap_min_dist": 0,
+            "umap_sample_size": 100, "batch_size": 256, "seed": 0,
+        }  # fmt: skip
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise OptionError(
+                    f"{option_name(name)} must be {least} or more, got {getattr(self, name)}"
+                )
+        if self.umap_min_dist > 1:
+            raise OptionError(f"--umap-min-dist must be at most 1, got {self.umap_min_dist}")
+        for name in ("max_memory_gb", "max_hours"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise OptionError(f"{option_name(name)} must be more than 0, got {value}")
+        if self.scheduler and not self.long_running:
+            raise OptionError("--scheduler needs --long-running")
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "zone_rules": self.zone_rules.as_dict()}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> DiscoverOptions:
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in saved.items() if name in known}
+        return cls(**{**values, "zone_rules": ZoneRules(**saved["zone_rules"])})
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.output)
+
+
+def option_name(field_name: str) -> str:
+    """The command line's name of an option field: `min_rows` -> `--min-rows`."""
+    return "--" + field_name.replace("_", "-")

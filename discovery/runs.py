@@ -1,0 +1,117 @@
+"""The output folder: run ids, the lock, cluster ids that are never used twice, `latest`.
+
+<output>/<run_id>/         one folder a run
+<output>/latest            link to the run that is served
+<output>/next_cluster_id   what has been given out, and to which unfinished runs
+<output>/.lock             held while a job writes
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from capture_kernels.errors import ArtifactError, RunError
+
+from .checkpoint import sync_folder, write_json
+
+RUN_ID = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d+)?")
+
+
+def new_run_id(output: Path, now: datetime) -> str:
+    """UTC time, `2026-01-10T04-02-11`, with a suffix (`-2`, `-3`, ...) when taken."""
+    base = now.strftime("%Y-%m-%dT%H-%M-%S")
+    run_id, suffix = base, 1
+    while (output / run_id).exists():
+        suffix += 1
+        run_id = f"{base}-{suffix}"
+    return run_id
+
+
+def run_folder(output: Path, run_id: str) -> Path:
+    """The folder of an existing run; `latest` is resolved. ArtifactError names what there is."""
+    if run_id == "latest":
+        latest = output / "latest"
+        if not latest.is_symlink():
+            raise ArtifactError(f"{output} has no latest run: run attn discover first")
+        run_id = latest.readlink().name
+    folder = output / run_id
+    if not RUN_ID.fullmatch(run_id) or not folder.is_dir():
+        known = ", ".join(run_ids(output)[-3:]) or "none"
+        raise ArtifactError(f"no run {run_id} in {output}; the newest there: {known}")
+    return folder
+
+
+def run_ids(output: Path) -> list[str]:
+    """All runs of the folder, oldest first, finished or not."""
+    if not output.is_dir():
+        return []
+    return sorted(p.name for p in output.iterdir() if p.is_dir() and RUN_ID.fullmatch(p.name))
+
+
+@contextmanager
+def output_lock(output: Path) -> Iterator[None]:
+    """Keep two jobs apart. The system drops the lock with the process, however it ends.
+
+    Raises:
+        RunError: another job holds it, or the folder cannot be made.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        handle = os.open(output / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunError(f"cannot write to {output}: {error.strerror}; choose --output") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise RunError(
+                f"another discovery job (process {holder}) is writing to {output}: "
+                "wait for it, or choose another --output"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def reserve_cluster_ids(output: Path, run_id: str, count: int) -> int:
+    """The first of `count` fresh cluster ids; a run that asks again gets the same ones."""
+    path = output / "next_cluster_id"
+    state: dict[str, Any] = {"next": 0, "reserved": {}}
+    if path.exists():
+        state = json.loads(path.read_text())
+    held = state["reserved"].get(run_id)
+    if held and held[1] == count:
+        return int(held[0])
+    first = int(state["next"])
+    state["reserved"][run_id] = [first, count]
+    state["next"] = first + count
+    write_json(path, state)
+    return first
+
+
+def release_reservation(output: Path, run_id: str) -> None:
+    """Forget which ids a finished run was given; they stay used."""
+    path = output / "next_cluster_id"
+    state = json.loads(path.read_text())
+    if state["reserved"].pop(run_id, None) is not None:
+        write_json(path, state)
+
+
+def move_latest(output: Path, run_id: str) -> None:
+    """Point `latest` at a run by one atomic rename."""
+    temporary = output / f".latest.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run_id, target_is_directory=True)
+    temporary.replace(output / "latest")
+    sync_folder(output)

@@ -1,0 +1,191 @@
+"""extract: the window's rows, frozen at the run's start, as parts of `batch_size` rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from capture_kernels.errors import RunError
+from capture_kernels.fingerprint import Layout
+from pipeline.store import Group, Selection, Store
+
+from ..sampling import request_hashes, row_hashes, within_request_limit
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "vector")
+
+
+def parameters(job: Job) -> dict[str, Any]:
+    o = job.options
+    return {"window": job.window, "max_per_request": o.max_per_request, "seed": o.seed,
+            "batch_size": o.batch_size}  # fmt: skip
+
+
+def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
+    """What this run reads, decided once and kept, so that a resumed run reads the same.
+
+    Raises:
+        RunError: too few rows; the message says how many there are and what would reach them.
+    """
+    hours = options.hours
+    start = now - timedelta(hours=hours) if hours else None
+    layout = int(Layout.parse(options.layout)) if options.layout else None
+    wanted = Selection(
+        start=start, end=now if hours else None, model=options.model, layout=layout,
+        capture_id=options.capture_id,
+    )  # fmt: skip
+    groups = store.groups(wanted)
+    if not groups:
+        raise RunError(nothing_found(store, options, now))
+    chosen = groups[0]
+    if chosen.rows < options.min_rows:
+        raise RunError(
+            f"only {chosen.rows} fingerprints of {describe_group(chosen)} in the window, "
+            f"--min-rows is {options.min_rows}: widen --hours or lower --min-rows"
+        )
+    return {
+        "start": start.isoformat() if start else None,
+        "end": now.isoformat() if hours else None,
+        "model": chosen.model,
+        "layout": chosen.layout,
+        "capture_id": chosen.capture_id,
+        "rows": chosen.rows,
+        "snapshot": store.snapshot(),
+        "left_out": [
+            {"model": g.model, "layout": g.layout, "capture_id": g.capture_id, "rows": g.rows}
+            for g in store.groups(Selection(start=wanted.start, end=wanted.end))
+            if (g.model, g.layout, g.capture_id) != (chosen.model, chosen.layout, chosen.capture_id)
+        ],
+    }
+
+
+def describe_group(group: Group) -> str:
+    return f"{group.model} ({Layout(group.layout).label}, capture {group.capture_id})"
+
+
+def nothing_found(store: Store, options: Any, now: datetime) -> str:
+    """Why the window is empty, and which option would fill it."""
+    everything = store.groups(Selection())
+    total = sum(group.rows for group in everything)
+    if total == 0:
+        return f"{options.db} holds no fingerprints yet: run attn capture or attn db import first"
+    filters = [
+        f"--{name.replace('_', '-')} {value}"
+        for name in ("model", "layout", "capture_id")
+        if (value := getattr(options, name)) is not None
+    ]
+    matching = [
+        group
+        for group in everything
+        if options.model in (None, group.model)
+        and options.capture_id in (None, group.capture_id)
+        and (options.layout is None or Layout.parse(options.layout) == group.layout)
+    ]
+    if not matching:
+        there = "; ".join(describe_group(group) for group in everything[:3])
+        return f"none of the {total:,} fingerprints matches {' '.join(filters)}; there are: {there}"
+    newest = max(group.last for group in matching)
+    rows = sum(group.rows for group in matching)
+    if newest > now:
+        return (
+            f"no fingerprints in the {options.hours:g} hours before {now:%Y-%m-%d %H:%M} UTC: all "
+            f"{rows:,} are newer or older (the newest is of {newest:%Y-%m-%d %H:%M}): use --hours 0"
+        )
+    reach = int((now - newest) / timedelta(hours=1)) + 1
+    return (
+        f"no fingerprints in the last {options.hours:g} hours: {options.db} holds {rows:,}, the "
+        f"newest of {newest:%Y-%m-%d %H:%M} UTC: --hours {reach} reaches it, --hours 0 takes all"
+    )
+
+
+def selection_of(window: dict[str, Any]) -> Selection:
+    start, end = (
+        datetime.fromisoformat(t) if t else None for t in (window["start"], window["end"])
+    )
+    return Selection(
+        start=start, end=end, model=window["model"], layout=window["layout"],
+        capture_id=window["capture_id"],
+    )  # fmt: skip
+
+
+def part_name(index: int) -> str:
+    return f"rows-{index:05d}.arrow"
+
+
+def run(job: Job) -> tuple[dict[str, Any], str]:
+    with job.open_store() as store:
+        keep = chosen_rows(job, store)
+        kept = int(keep.sum())
+        size = job.options.batch_size
+        total = -(-kept // size)
+        for index, batch in enumerate(full_batches(scan(job, store, COLUMNS), keep, size)):
+            if not job.parts.has(part_name(index)):
+                job.parts.write_batch(part_name(index), batch)
+            job.part_done(index + 1, total)
+    summary = {
+        "rows_in_window": len(keep),
+        "rows": kept,
+        "over_request_limit": len(keep) - kept,
+        "left_out": job.window["left_out"],
+    }
+    says = f"{kept:,} rows of {job.window['model']}"
+    if kept < len(keep):
+        says += f"; {len(keep) - kept:,} over {job.options.max_per_request} a request left out"
+    if other := sum(group["rows"] for group in job.window["left_out"]):
+        says += f"; {other:,} of other models, layouts or captures left out"
+    return summary, says
+
+
+def scan(job: Job, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    return store.scan(
+        selection_of(job.window),
+        snapshot=job.window["snapshot"],
+        columns=columns,
+        batch_rows=job.options.batch_size,
+    )
+
+
+def chosen_rows(job: Job, store: Store) -> NDArray[np.bool_]:
+    """Which rows of the scan to keep, so that one long answer does not become the map: bool[n]."""
+    requests, rows = [], []
+    for batch in scan(job, store, ("request_id", "position", "layer")):
+        job.stop_if_asked()
+        requests.append(request_hashes(batch))
+        rows.append(row_hashes(requests[-1], batch, job.options.seed))
+    if not requests:
+        raise RunError("the rows of this run are no longer in the store: start a new run")
+    return within_request_limit(
+        np.concatenate(requests), np.concatenate(rows), job.options.max_per_request
+    )
+
+
+def full_batches(
+    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_], size: int
+) -> Iterator[pa.RecordBatch]:
+    """The kept rows in batches of exactly `size` (the last one less), however they were scanned."""
+    waiting: list[pa.RecordBatch] = []
+    held = offset = 0
+    for batch in batches:
+        chosen = batch.filter(pa.array(keep[offset : offset + batch.num_rows]))
+        offset += batch.num_rows
+        waiting.append(chosen)
+        held += chosen.num_rows
+        while held >= size:
+            merged = merge(waiting)
+            yield merged.slice(0, size)
+            waiting, held = [merged.slice(size)], held - size
+    if held:
+        yield merge(waiting)
+
+
+def merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of several; their dictionaries are made one, in order of first appearance."""
+    table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+    return table.to_batches()[0] if table.num_rows else batches[0]

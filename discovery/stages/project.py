@@ -1,0 +1,55 @@
+"""standardize and pca: one streamed float64 covariance, and the projection it gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capture_kernels.fingerprint import DIMENSIONS
+
+from ..projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+
+def standardize_parameters(job: Job) -> dict[str, Any]:
+    return {"transform": "sqrt", "scale": "none"}
+
+
+def standardize(job: Job) -> tuple[dict[str, Any], str]:
+    moments = Moments.empty()
+    for done, (_, vectors) in enumerate(job.rows.vectors(), start=1):
+        moments = moments.add(vectors)
+        job.part_done(done, len(job.rows.names))
+    job.parts.write_arrays(
+        "moments.npz",
+        mean=moments.mean,
+        # Shares have one unit already: dividing by each bin's deviation would blow up rare bins.
+        scale=np.ones(DIMENSIONS),
+        covariance=moments.covariance,
+    )
+    return {"transform": "sqrt", "rows": moments.rows}, "square roots, centred, not rescaled"
+
+
+def pca_parameters(job: Job) -> dict[str, Any]:
+    return {"explained": EXPLAINED, "most": MAX_COMPONENTS}
+
+
+def pca(job: Job) -> tuple[dict[str, Any], str]:
+    projection = Projection.fit(**job.stage_parts("standardize").read_arrays("moments.npz"))
+    job.parts.write_arrays(
+        "projection.npz",
+        mean=projection.mean,
+        scale=projection.scale,
+        components=projection.components,
+        explained=projection.explained,
+    )
+    count, held = len(projection.explained), float(projection.explained.sum())
+    summary = {"components": count, "explained": [float(x) for x in projection.explained]}
+    return summary, f"{count} components hold {held:.1%} of the variance"
+
+
+def saved_projection(job: Job) -> Projection:
+    return Projection(**job.stage_parts("pca").read_arrays("projection.npz"))

@@ -1,0 +1,41 @@
+"""quality: what can be measured of a run by itself. Without an earlier run there is no drift."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..metrics import map_quality
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+SAMPLE_ROWS = 2_000
+NEIGHBORS = 15
+
+
+def parameters(job: Job) -> dict[str, Any]:
+    return {"sample": SAMPLE_ROWS, "k": NEIGHBORS, "seed": job.options.seed}
+
+
+def run(job: Job) -> tuple[dict[str, Any], str]:
+    fit = job.stage_parts("neighbors").read_arrays("fit.npz")
+    points = job.stage_parts("umap").read_arrays("map.npz")["points"]
+    cluster = job.stage_parts("cluster")
+    k = min(NEIGHBORS, (len(points) - 1) // 3)
+    found = map_quality(fit["projected"], points, k, SAMPLE_ROWS, job.options.seed)
+    held = cluster.read_arrays("agreement.npz")
+    persistence = cluster.read_arrays("fit.npz")["persistence"]
+    summary = {
+        "trustworthiness": round(found.trustworthiness, 6),
+        "neighbor_recall": round(found.recall, 6),
+        "sampled_rows": min(SAMPLE_ROWS, len(points)),
+        "noise_share": job.summaries["cluster"]["noise_share"],
+        "mean_persistence": float(persistence.mean()) if len(persistence) else None,
+        "classifier_agreement": float(held["agreement"]) if held["rows"] else None,
+        "classifier_held_out_rows": int(held["rows"]),
+        "gate": "not applied: first run, nothing to compare with",
+    }
+    says = f"trustworthiness {found.trustworthiness:.3f}, neighbours kept {found.recall:.0%}"
+    if held["rows"]:
+        says += f", classifier agrees on {float(held['agreement']):.1%} of held-out rows"
+    return summary, says

@@ -1,0 +1,46 @@
+"""A cluster by the vote of the nearest labelled rows: for placed rows and for the classifier."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Votes(NamedTuple):
+    """For m queries: winning cluster int32[m], its share of the weight float32[m], and the place
+    float32[m, 2] that its voters give."""
+
+    cluster: NDArray[np.int32]
+    share: NDArray[np.float32]
+    place: NDArray[np.float32]
+
+
+def vote(
+    distances: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    places: NDArray[np.float32],
+) -> Votes:
+    """The cluster with the most weight among each query's k neighbours, ties to the nearer.
+
+    A neighbour weighs 1 / (its distance + the nearest one's): 1 for an exact match among far ones,
+    nearly even among equally far ones. Only the winner's voters place the query on the map, since
+    a mean over several clusters would lie in the void between them.
+
+    Args:
+        distances: float32[m, k], ascending.
+        labels: int32[m, k], each neighbour's cluster.
+        places: float32[m, k, 2], each neighbour's map coordinates.
+    """
+    weights = 1.0 / (distances + distances[:, :1] + 1e-6)
+    # agree[q, i, j]: neighbours i and j of query q are of one cluster
+    agree = labels[:, :, None] == labels[:, None, :]
+    support = np.einsum("qij,qj->qi", agree, weights)
+    winner = support.argmax(axis=1)
+    rows = np.arange(len(labels))
+    voters = weights * agree[rows, winner]
+    total = voters.sum(axis=1)
+    place = np.einsum("qj,qjc->qc", voters, places) / total[:, None]
+    share = total / weights.sum(axis=1)
+    return Votes(labels[rows, winner], share.astype(np.float32), place.astype(np.float32))

@@ -1,0 +1,109 @@
+"""Planted behaviours: log16 fingerprints whose true behaviour is known.
+
+Each behaviour says how a head spreads its mass over the log2-distance bins and how widely within a
+bin. A row draws its bin masses from a Dirichlet around that, and a context length that is nothing
+to do with the behaviour; entropy follows from both, as it does in a real row. Some behaviours are
+neighbours that overlap, and a share of the rows is noise drawn from no behaviour at all.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.record import make_batch
+
+# (bin centre, width in bins, share) of each bump, and the spread within a bin (0 point .. 1 flat).
+BEHAVIOURS: tuple[tuple[tuple[tuple[float, float, float], ...], float], ...] = (
+    (((0.0, 0.5, 1.0),), 0.3),  # previous token
+    (((1.2, 0.9, 1.0),), 0.7),  # the last few tokens
+    (((3.0, 0.6, 1.0),), 0.2),  # same place in the line above
+    (((4.6, 0.7, 1.0),), 0.3),  # induction within a paragraph
+    (((5.6, 1.1, 1.0),), 0.9),  # paragraph at large
+    (((7.0, 0.5, 1.0),), 0.1),  # a key a page back
+    (((8.6, 0.7, 1.0),), 0.5),  # document retrieval
+    (((8.2, 1.4, 1.0),), 0.95),  # the whole document
+    (((0.3, 0.6, 0.5), (6.8, 0.6, 0.5)), 0.2),  # local and a page back
+    (((0.5, 0.7, 0.55), (3.8, 0.5, 0.45)), 0.5),  # local and the line above
+    (((2.0, 0.4, 0.34), (4.0, 0.4, 0.33), (6.0, 0.4, 0.33)), 0.15),  # a comb: period doubling
+    (((3.0, 2.6, 1.0),), 0.98),  # diffuse
+)
+SHARES = np.array([16, 14, 11, 10, 10, 8, 7, 7, 6, 5, 4, 2], float)
+CONCENTRATION = 60.0
+NOISE = -1
+
+
+def bin_profiles() -> NDArray[np.float64]:
+    """Expected mass of each behaviour in each bin: float64[12, 16], rows summing to 1."""
+    bins = np.arange(16)
+    rows = [
+        sum(s * _normalised(np.exp(-0.5 * ((bins - c) / w) ** 2)) for c, w, s in bumps)
+        for bumps, _ in BEHAVIOURS
+    ]
+    return np.array(rows)
+
+
+def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def planted(
+    rows: int,
+    seed: int,
+    noise: float = 0.05,
+    shares: NDArray[np.float64] = SHARES,
+    profiles: NDArray[np.float64] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """`rows` fingerprints and their behaviours: float32[rows, 20], int64[rows] (-1: noise)."""
+    rng = np.random.default_rng(seed)
+    profiles = bin_profiles() if profiles is None else profiles
+    truth = rng.choice(len(profiles), rows, p=_normalised(shares))
+    truth[rng.random(rows) < noise] = NOISE
+    alpha = CONCENTRATION * profiles[truth] + 0.02
+    alpha[truth == NOISE] = 0.35
+    spread = np.array([spread for _, spread in BEHAVIOURS])[truth]
+    spread = np.where(truth == NOISE, rng.random(rows), spread)
+    spread = np.clip(spread + rng.normal(0, 0.03, rows), 0.0, 1.0)
+
+    context = np.exp(rng.uniform(np.log(1024), np.log(32_768), rows))
+    last_bin = np.floor(np.log2(context)).astype(int)
+    masses = rng.standard_gamma(alpha) * (np.arange(16) <= last_bin[:, None])
+    masses = masses / masses.sum(axis=1, keepdims=True)
+    width = np.maximum(2.0 ** np.arange(16), 2.0)
+    logs = np.log(masses, out=np.zeros_like(masses), where=masses > 0)
+    within = (masses * np.log(width)).sum(axis=1) * spread
+    entropy = np.clip((within - (masses * logs).sum(axis=1)) / np.log(context), 0.0, 1.0)
+    bands = [masses[:, :3].sum(axis=1), masses[:, 3:8].sum(axis=1), masses[:, 8:].sum(axis=1)]
+    vectors = np.column_stack([*bands, entropy, masses]).astype(np.float32)
+    return vectors, truth
+
+
+def planted_batch(
+    vectors: NDArray[np.float32],
+    start: dt.datetime,
+    prefix: str = "planted",
+    rows_per_request: int = 100,
+    model: str = "planted-model",
+    capture_id: str = "planted00000",
+) -> pa.RecordBatch:
+    """The vectors as records: `rows_per_request` decode steps a request, one second a row."""
+    rows = len(vectors)
+    index = np.arange(rows)
+    stamps = np.datetime64(start.replace(tzinfo=None), "us") + index.astype("timedelta64[s]")
+    return make_batch(
+        {
+            "request_id": [f"{prefix}-{i // rows_per_request:07d}" for i in range(rows)],
+            "position": index % rows_per_request,
+            "layer": -1,
+            "captured_at": pa.array(stamps).cast(pa.timestamp("us", tz="UTC")),
+            "model": model,
+            "capture_id": capture_id,
+            "layout": 1,
+            "phase": "output",
+            "vector": vectors,
+        },
+        rows,
+    )
