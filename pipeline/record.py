@@ -102,6 +102,9 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
         if not isinstance(value, pa.Array):
             scalar = isinstance(value, str) or not hasattr(value, "__len__")
             value = pa.repeat(pa.scalar(value), rows) if scalar else pa.array(value)
+        if pa.types.is_dictionary(value.type) and value.dictionary.null_count:
+            # A null among the words hides from is_null: make it a null of the row.
+            value = value.cast(value.type.value_type)
         return value if value.type == field.type else value.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise RecordError(f"column {field.name!r} is no {field.type}: {error}") from None
@@ -123,13 +126,24 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
             or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
         raise RecordError(f"column 'vector' must hold lists of {DIMENSIONS} numbers")
     reasons: dict[str, Any] = {}
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    reasons["wrong length"] = lengths != DIMENSIONS
-    values = np.zeros((rows, DIMENSIONS), np.float32)
-    right = ~reasons["wrong length"]
-    flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
-    values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
-    reasons["NaN or infinity"] = ~np.isfinite(values).all(axis=1)
+    if lists.type == SCHEMA.field("vector").type and not lists.null_count:
+        flat = lists.flatten()
+        # A null among the numbers becomes NaN; without one this is a view.
+        values = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
+        reasons["wrong length"] = np.zeros(rows, bool)
+    else:
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        reasons["wrong length"] = lengths != DIMENSIONS
+        values = np.zeros((rows, DIMENSIONS), np.float32)
+        right = ~reasons["wrong length"]
+        flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
+        values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
+    # The sum of a billion float32 is far from overflowing in float64: one look at it is enough to
+    # see that every number is finite, as nearly always.
+    if np.isfinite(values.sum(dtype=np.float64)):
+        reasons["NaN or infinity"] = np.zeros(rows, bool)
+    else:
+        reasons["NaN or infinity"] = ~np.isfinite(values).all(axis=1)
 
     columns: dict[str, Any] = {"vector": values}
     for field in SCHEMA:

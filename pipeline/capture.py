@@ -1,0 +1,283 @@
+"""An offline capture: prompts in, records in a store, and a summary of what the attention did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint import Layout
+from capture_kernels.zones import ZONES, ZoneRules
+
+from .engines.options import PromptError
+from .record import PHASES, vectors
+from .store.base import Appended, Store
+
+if TYPE_CHECKING:
+    from .engines.transformers import CapturedPrompt, TransformersEngine
+
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+class Prompt(NamedTuple):
+    """One prompt, and its id where the file gave one."""
+
+    id: str | None
+    text: str
+
+
+@dataclass
+class CaptureSummary:
+    """What a capture did so far. Prompts are counted once their rows are in the store."""
+
+    session_id: str
+    model: str
+    capture_id: str
+    layers: tuple[int, ...]
+    layout: Layout
+    prompts: int = 0
+    refused: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    inserted: int = 0
+    duplicates: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    blind_rows: int = 0
+    seconds: float = 0.0
+    zones: dict[str, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = self.prompt_tokens + self.new_tokens
+        return tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, captured: CapturedPrompt, appended: Appended, rules: ZoneRules) -> None:
+        """Count one prompt that is in the store."""
+        self.prompts += 1
+        self.prompt_tokens += captured.prompt_tokens
+        self.new_tokens += len(captured.new_tokens)
+        self.blind_rows += captured.blind_rows
+        self.inserted += appended.inserted
+        self.duplicates += appended.duplicates
+        self.rejected.update(appended.rejected)
+        rows = vectors(captured.batch)
+        finite = np.isfinite(rows).all(axis=1)
+        phases = np.array(captured.batch.column("phase").to_pylist(), dtype=object)[finite]
+        names = rules.classify(rows[finite], self.layout).names
+        for phase, zone in zip(phases, names, strict=True):
+            self.zones.setdefault(phase, Counter())[zone] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "session_id": self.session_id,
+            "model": self.model,
+            "capture_id": self.capture_id,
+            "layers": list(self.layers),
+            "layout": self.layout.label,
+            "prompts": self.prompts,
+            "refused": self.refused,
+            "interrupted": self.interrupted,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "rows": {
+                "inserted": self.inserted,
+                "duplicates": self.duplicates,
+                "rejected": dict(self.rejected),
+                "without_visible_key": self.blind_rows,
+            },
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "zones": {p: {z: self.zones[p][z] for z in ZONES} for p in PHASES if p in self.zones},
+        }
+
+    def lines(self) -> list[str]:
+        """The summary as a person reads it."""
+        layers = ", ".join(map(str, self.layers))
+        out = [
+            f"{self.prompts} prompts, {self.prompt_tokens} prompt and {self.new_tokens} new tokens "
+            f"in {self.seconds:.1f} s ({self.tokens_per_second:.0f} tokens/s), layers {layers}",
+            f"{self.inserted} rows stored, {self.duplicates} were there already "
+            f"(session {self.session_id}, capture {self.capture_id})",
+        ]
+        for reason, count in sorted(self.rejected.items()):
+            out.append(f"{count} rows rejected: {reason}")
+        if self.refused:
+            out.append(f"{len(self.refused)} prompts refused: {', '.join(self.refused[:10])}")
+        if self.zones:
+            out.append("".join([f"{'phase':<8}", *(f"{zone:>18}" for zone in ZONES)]))
+        for phase in PHASES:
+            if counts := self.zones.get(phase):
+                out.append("".join([f"{phase:<8}", *(f"{counts[zone]:>18}" for zone in ZONES)]))
+        return out
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: JSON Lines of {"id", "prompt"} (.jsonl, .ndjson), or one a line.
+
+    Blank lines are left out. Other fields of a JSON line are ignored, and `id` may be left out.
+
+    Raises:
+        OptionError: the file cannot be read, has no prompt, has a line that is no prompt, or has
+            one id twice; the message names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{path} is not UTF-8 text") from None
+    # Not splitlines, which also splits at separators that may stand in a prompt.
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix.lower() in JSON_LINES:
+        prompts = list(_json_prompts(path, lines))
+    else:
+        prompts = [Prompt(None, line.rstrip("\r")) for _, line in lines]
+    if not prompts:
+        raise OptionError(f"{path} has no prompts")
+    return prompts
+
+
+def _json_prompts(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Prompt]:
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise OptionError(f"{where} is not JSON: {error.msg}") from None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise OptionError(f'{where} must be an object with a text "prompt"')
+        if not row["prompt"].strip():
+            raise OptionError(f"{where} has an empty prompt")
+        request_id = row.get("id")
+        if isinstance(request_id, int) and not isinstance(request_id, bool):
+            request_id = str(request_id)
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise OptionError(f"{where} must have a text or a whole number as its id")
+        if request_id is not None and request_id in seen:
+            raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
+        if request_id is not None:
+            seen[request_id] = number
+        yield Prompt(request_id, row["prompt"])
+
+
+def request_ids(prompts: Sequence[Prompt], capture_id: str) -> list[str]:
+    """An id for each prompt: its own, or one made of its text and the capture.
+
+    The same prompt of the same capture has the same id every time, so that running again adds
+    nothing; under another model or other options it is another request.
+    """
+    taken = Counter(prompt.id for prompt in prompts if prompt.id is not None)
+    ids = []
+    for prompt in prompts:
+        if prompt.id is not None:
+            ids.append(prompt.id)
+            continue
+        digest = hashlib.sha256(f"{capture_id}\n{prompt.text}".encode()).hexdigest()[:16]
+        taken[digest] += 1
+        ids.append(f"prompt-{digest}" + (f"-{taken[digest]}" if taken[digest] > 1 else ""))
+    return ids
+
+
+def run_capture(
+    engine: TransformersEngine,
+    prompts: Sequence[Prompt],
+    store: Store,
+    summary: CaptureSummary,
+    *,
+    clock: Callable[[], datetime],
+    warn: Callable[[str], None],
+    progress: Callable[[CaptureSummary], None] = lambda summary: None,
+    rules: ZoneRules | None = None,
+    stopwatch: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run the prompts and append their records, prompt by prompt; `summary` grows on the way.
+
+    A prompt that the model cannot take is counted, told to `warn`, and passed over. Ctrl+C ends
+    the run: the prompts that are finished are stored and counted, and `summary.interrupted` is set.
+    """
+    rules = rules or ZoneRules()
+    began = stopwatch()
+    try:
+        for prompt, request_id in zip(
+            prompts, request_ids(prompts, engine.capture_id), strict=True
+        ):
+            try:
+                captured = engine.capture(
+                    prompt.text, request_id=request_id, session_id=summary.session_id, clock=clock
+                )
+            except PromptError as error:
+                summary.refused.append(request_id)
+                warn(str(error))
+            else:
+                summary.add(captured, store.append(captured.batch), rules)
+            summary.seconds = stopwatch() - began
+            progress(summary)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+    summary.seconds = stopwatch() - began
+
+
+@contextmanager
+def shown_progress(total: int, stream: TextIO | None = None) -> Iterator[ProgressDisplay]:
+    """A bar where `stream` (stderr) is a terminal, and a plain line now and then otherwise."""
+    stream = stream or sys.stderr
+    console = Console(file=stream)
+    if not console.is_terminal:
+        yield ProgressDisplay(_PlainLines(total, stream), lambda line: print(line, file=stream))
+        return
+    columns = (
+        TextColumn("capture"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("capture", total=total, rate="")
+
+        def show(summary: CaptureSummary) -> None:
+            rate = f"{summary.inserted} rows, {summary.tokens_per_second:.0f} tokens/s"
+            bar.update(task, completed=summary.prompts + len(summary.refused), rate=rate)
+
+        yield ProgressDisplay(show, lambda line: bar.console.print(line, markup=False))
+
+
+class ProgressDisplay(NamedTuple):
+    """`show` what a capture did so far, and `say` a line beside it."""
+
+    show: Callable[[CaptureSummary], None]
+    say: Callable[[str], None]
+
+
+class _PlainLines:
+    """One line for each tenth of the prompts, so that a log stays readable."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self.total, self.stream, self.next = total, stream, 1
+
+    def __call__(self, summary: CaptureSummary) -> None:
+        done = summary.prompts + len(summary.refused)
+        if done < self.next:
+            return
+        self.next = min(self.total, done + max(1, self.total // 10))
+        print(
+            f"capture: {done}/{self.total} prompts, {summary.inserted} rows, "
+            f"{summary.tokens_per_second:.0f} tokens/s",
+            file=self.stream,
+            flush=True,
+        )

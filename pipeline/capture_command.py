@@ -1,0 +1,121 @@
+"""`attn capture`: run prompts through a local model and store the fingerprints of its attention."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+from uuid import uuid4
+
+import typer
+
+from capture_kernels.errors import MissingExtraError
+from capture_kernels.fingerprint import Layout
+
+from .capture import CaptureSummary, read_prompts, run_capture, shown_progress
+from .engines.options import CaptureOptions
+
+# Exit code of a program that Ctrl+C ended: 128 + SIGINT.
+INTERRUPTED = 130
+
+
+def capture(
+    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    prompts: Annotated[
+        Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one a line.')
+    ],
+    db: Annotated[str, typer.Option(help="Store: a .db file or a folder.")] = "fingerprints.db",
+    layers: Annotated[
+        str, typer.Option(help="Layers: last, auto (4 over the depth), all, or indices: 2,18,27.")
+    ] = "last",
+    layout: Annotated[str, typer.Option(help="What the 20 numbers mean: log16 or layered.")] = (
+        "log16"
+    ),
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    stride: Annotated[int, typer.Option(help="Capture every Nth position.")] = 1,
+    max_steps: Annotated[
+        int, typer.Option(help="Generated rows captured of one prompt at most; 0 for all.")
+    ] = 0,
+    window: Annotated[int, typer.Option(help="Count only the last N keys; 0 for all.")] = 0,
+    mask_prefix: Annotated[
+        int, typer.Option(help="Never look at the first N tokens (privacy).")
+    ] = 0,
+    sink_tokens: Annotated[
+        int, typer.Option(help="Keep the first N tokens apart as sink mass.")
+    ] = 1,
+    heads: Annotated[
+        str | None, typer.Option(help="Query heads to average over: 0,3. Default: all.")
+    ] = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="One record a layer instead of one for the mean.")
+    ] = False,
+    think_tags: Annotated[
+        bool, typer.Option("--think-tags", help="Mark the rows from <think> to </think>.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    session_id: Annotated[
+        str | None, typer.Option(help="Name of this capture's session. Default: a new one.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object.")
+    ] = False,
+) -> None:
+    """Capture the attention of a local model on a file of prompts."""
+    options = CaptureOptions(
+        layers=layers,
+        layout=Layout.parse(layout),
+        max_new_tokens=max_new_tokens,
+        stride=stride,
+        max_steps=max_steps,
+        window=window,
+        mask_prefix=mask_prefix,
+        sink_tokens=sink_tokens,
+        heads=heads,
+        per_layer=per_layer,
+        think_tags=think_tags,
+        device=device,
+    )
+    work = read_prompts(prompts)
+    try:
+        from transformers.utils import logging as transformers_logging
+
+        from .engines.loading import load_engine
+        from .engines.transformers import utc_now
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("torch", "transformers"):
+            raise
+        raise MissingExtraError(
+            "capture needs torch and transformers: pip install 'attn[capture]'"
+        ) from None
+    from .store import open_store
+
+    # Its bars and warnings about generation would be mixed with ours.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    engine = load_engine(model, options)
+    summary = CaptureSummary(
+        session_id=session_id or f"capture-{uuid4().hex[:12]}",
+        model=engine.name,
+        capture_id=engine.capture_id,
+        layers=engine.layers,
+        layout=options.layout,
+    )
+    with open_store(db, create=True) as store, shown_progress(len(work)) as display:
+        run_capture(
+            engine,
+            work,
+            store,
+            summary,
+            clock=utc_now,
+            warn=lambda line: display.say(f"warning: {line}"),
+            progress=display.show,
+        )
+    if as_json:
+        typer.echo(json.dumps(summary.as_dict()))
+    else:
+        for line in summary.lines():
+            typer.echo(line)
+    if summary.interrupted:
+        print(f"interrupted: {summary.prompts} of {len(work)} prompts are stored", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)

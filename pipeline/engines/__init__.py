@@ -1,0 +1,1 @@
+"""Engines: what runs a model and makes records of its attention."""

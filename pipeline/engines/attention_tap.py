@@ -1,0 +1,153 @@
+"""A tap on the attention of a `transformers` model, through its attention interface.
+
+While a tap is open the model computes its attention under a name of ours, which calls the very
+function and mask function the model used before, so that its outputs are the same to the last bit,
+and then shows the call to the tap. Modules of other models under the same name are let through.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from capture_kernels.errors import OptionError
+
+# The implementations whose scores are known: softmax(scale q.k + mask), up to what kwargs say.
+_BASES: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
+_TAPS: WeakKeyDictionary[torch.nn.Module, AttentionTap] = WeakKeyDictionary()
+
+
+# Arguments that sdpa does not know: some models pass them and some releases drop them silently.
+_EAGER_ONLY = ("softcap", "s_aux")
+
+
+class NeedsEagerError(OptionError):
+    """A model under sdpa whose scores only its own eager attention computes."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of one layer's attention, after it has run.
+
+    `query` is [1, H, Q, D], `key` [1, Hkv, T, D], `value` [1, Hkv, T, Dv], `output` [1, Q, H, Dv];
+    `mask` is [1, 1, Q, T], bool (True: seen) or float (0: seen), or None. `base` names the
+    implementation that ran, and `options` holds the keyword arguments it got.
+    """
+
+    layer: int
+    base: str
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor
+
+
+class AttentionTap:
+    """Shows every attention call of a model's decoder to `observe`, while open.
+
+    Args:
+        model: a causal language model.
+        observe: called after each call of each decoder layer; what it raises stops the model.
+
+    Raises:
+        OptionError: the model's attention does not go through the interface, or runs under an
+            implementation whose scores cannot be known (flash attention, flex attention).
+    """
+
+    def __init__(self, model: PreTrainedModel, observe: Callable[[AttentionCall], None]) -> None:
+        self.model, self.observe = model, observe
+        self.base: str = model.config._attn_implementation
+        name = type(model).__name__
+        if not model._can_set_attn_implementation():
+            raise OptionError(
+                f"{name} cannot be captured: its attention does not go through the attention "
+                "interface of transformers"
+            )
+        if self.base not in _BASES:
+            raise OptionError(
+                f"{name} runs {self.base!r} attention, which cannot be captured: load it with "
+                "attn_implementation='sdpa' or 'eager'"
+            )
+        self.modules = [
+            module
+            for module in model.get_decoder().modules()
+            if isinstance(getattr(module, "layer_idx", None), int)
+        ]
+
+    def __enter__(self) -> AttentionTap:
+        self.model.set_attn_implementation(_tapped_name(self.base))
+        for module in self.modules:
+            _TAPS[module] = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for module in self.modules:
+            _TAPS.pop(module, None)
+        self.model.set_attn_implementation(self.base)
+
+
+def _tapped_name(base: str) -> str:
+    return f"attn_capture_{base}"
+
+
+def _original(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function that `module` would have called under `base`, found where its class looks."""
+    namespace = vars(sys.modules[type(module).__module__])
+    # A model may override an implementation for itself in an interface of its own.
+    interface = namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    function = interface.get(base, namespace.get("eager_attention_forward"))
+    if function is None:
+        raise OptionError(
+            f"{type(module).__name__} cannot be captured: its module has no eager_attention_forward"
+        )
+    return function
+
+
+def _tapped(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tap = _TAPS.get(module)
+        if tap is not None and base == "sdpa":
+            for name in _EAGER_ONLY:
+                if options.get(name) is not None:
+                    raise NeedsEagerError(f"{type(module).__name__} needs eager attention: {name}")
+        result = _original(module, base)(module, query, key, value, attention_mask, **options)
+        if tap is not None:
+            layer: Any = module.layer_idx
+            tap.observe(
+                AttentionCall(
+                    layer, base, module, query, key, value, attention_mask, options, result[0]
+                )
+            )
+        return result
+
+    return attention
+
+
+for _base, _mask in _BASES.items():
+    AttentionInterface.register(_tapped_name(_base), _tapped(_base))
+    AttentionMaskInterface.register(_tapped_name(_base), _mask)

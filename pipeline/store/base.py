@@ -1,0 +1,238 @@
+"""What every store of fingerprints can do, and the values it takes and gives (DESIGN.md 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from capture_kernels.errors import StoreError
+from capture_kernels.fingerprint import DIMENSIONS
+from pipeline import record
+
+BATCH_ROWS = 65_536
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows a scan takes; a field left at None does not narrow it.
+
+    Args:
+        start, end: start <= captured_at < end. A time without a zone is taken as UTC.
+        model, layout, capture_id: the row's own value must equal it.
+    """
+
+    start: datetime | None = None
+    end: datetime | None = None
+    model: str | None = None
+    layout: int | None = None
+    capture_id: str | None = None
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """`start` and `end` in microseconds since 1970, UTC."""
+        return (
+            None if self.start is None else to_micros(self.start),
+            None if self.end is None else to_micros(self.end),
+        )
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What became of the rows of one append. Only `inserted` rows are stored."""
+
+    inserted: int
+    duplicates: int
+    rejected: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows that may be compared with one another: one model, layout and capture_id."""
+
+    model: str
+    layout: int
+    capture_id: str
+    rows: int
+    first: datetime
+    last: datetime
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a store holds now, and what it has turned away since it was made."""
+
+    rows: int
+    requests: int
+    sessions: int
+    first: datetime | None
+    last: datetime | None
+    duplicates: int
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; times are ISO 8601 in UTC."""
+        times = {"first": self.first, "last": self.last}
+        return asdict(self) | {k: v.isoformat() if v else None for k, v in times.items()}
+
+
+class Store(AbstractContextManager["Store"], Protocol):
+    """Fingerprint records, kept once per (request_id, position, layer).
+
+    Every method may be called from several threads. All raise StoreError for a store that cannot be
+    read or written, saying what to do; an append that raises has stored nothing of its batch, or
+    (Parquet, several days in one batch) a part that a second append of the same batch completes.
+    """
+
+    url: str
+
+    def append(self, batch: pa.RecordBatch | pa.Table) -> Appended:
+        """Store the rows that are records and are not there yet; they survive the death of this
+        process from the moment this returns.
+
+        Args:
+            batch: in `record.SCHEMA`, or anything that `record.conform` takes.
+
+        Raises:
+            RecordError: the batch lacks a required column.
+        """
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """A JSON-able mark: a scan with it sees no row that is appended after it."""
+        ...
+
+    def scan(
+        self,
+        selection: Selection = EVERYTHING,
+        *,
+        snapshot: dict[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+        batch_rows: int = BATCH_ROWS,
+    ) -> Iterator[pa.RecordBatch]:
+        """The selected rows, in an order that depends only on what the store holds.
+
+        Args:
+            snapshot: from `snapshot()`; without one, what is stored as the scan starts.
+            columns: names of `record.SCHEMA` fields, any subset in any order; None gives all.
+            batch_rows: the most rows in a batch. No batch is empty.
+
+        Yields:
+            Batches with the columns asked for, in their `record.SCHEMA` types, whose vectors
+            `record.vectors` views without a copy.
+        """
+        ...
+
+    def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
+        """The groups among the selected rows, commonest first."""
+        ...
+
+    def counts(self) -> Counts: ...
+
+    def prune(self, before: datetime) -> int:
+        """Delete the rows with captured_at < `before`; how many there were."""
+        ...
+
+    def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
+        """Note one discovery run and its clusters, in place of what was noted of that run_id.
+
+        Args:
+            run: run_id and created_at; status, engine, model, layout, capture_id, rows, clusters,
+                noise_share, output and manifest (JSON-able) where known. Without a manifest, all
+                of `run` is taken for it.
+            clusters: of each, cluster_id; label, zone, size, share, persistence and centroid
+                (float32[20], a list or 80 bytes) where known; further keys are kept as JSON.
+        """
+        ...
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The discovery runs noted, newest first, without their manifests and clusters."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def to_micros(time: datetime) -> int:
+    """Microseconds since 1970, UTC, exactly; a time without a zone is taken as UTC."""
+    aware = time if time.tzinfo else time.replace(tzinfo=UTC)
+    delta = aware - _EPOCH
+    return (delta.days * 86_400 + delta.seconds) * 1_000_000 + delta.microseconds
+
+
+_EARLIEST = to_micros(datetime.min)
+_LATEST = to_micros(datetime.max)
+
+
+def from_micros(micros: int) -> datetime:
+    """The UTC time `micros` microseconds after 1970, held within the years 1 to 9999."""
+    return _EPOCH + timedelta(microseconds=min(max(micros, _EARLIEST), _LATEST))
+
+
+def wanted_columns(columns: Sequence[str] | None) -> list[str]:
+    """The columns a scan gives; StoreError for a name that the record does not have."""
+    names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
+    if not names:
+        raise StoreError("a scan needs at least one column")
+    for name in names:
+        if name not in record.SCHEMA.names:
+            raise StoreError(
+                f"no column {name!r} in a record: use some of {', '.join(record.SCHEMA.names)}"
+            )
+    return names
+
+
+RUN_FIELDS = ("run_id", "created_at", "status", "engine", "model", "layout", "capture_id", "rows",
+              "clusters", "noise_share", "output", "manifest")  # fmt: skip
+CLUSTER_FIELDS = ("cluster_id", "label", "zone", "size", "share", "persistence", "centroid")
+
+
+def run_values(
+    run: dict[str, Any], clusters: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run and its clusters as plain column values, each with all of its columns.
+
+    Times become ISO 8601, `manifest` and a cluster's further keys (`details`) JSON, and a centroid
+    80 bytes (float32[20], little-endian).
+
+    Raises:
+        StoreError: run_id, created_at or a cluster_id is missing, or a centroid is not 20 numbers.
+    """
+    for name in ("run_id", "created_at"):
+        if not run.get(name):
+            raise StoreError(f"a discovery run cannot be noted without its {name}")
+    noted = {name: run.get(name) for name in RUN_FIELDS}
+    for name in ("created_at", "output"):
+        if noted[name] is not None:
+            time = noted[name]
+            noted[name] = time.isoformat() if isinstance(time, datetime) else str(time)
+    if not isinstance(noted["manifest"], str):
+        noted["manifest"] = json.dumps(run.get("manifest") or run, sort_keys=True, default=str)
+    made = []
+    for cluster in clusters:
+        if cluster.get("cluster_id") is None:
+            raise StoreError(f"a cluster of run {run['run_id']} has no cluster_id")
+        values = {"run_id": run["run_id"]} | {name: cluster.get(name) for name in CLUSTER_FIELDS}
+        values["centroid"] = _centroid(values["centroid"])
+        further = {k: v for k, v in cluster.items() if k not in (*CLUSTER_FIELDS, "run_id")}
+        values["details"] = json.dumps(further, sort_keys=True) if further else None
+        made.append(values)
+    return noted, made
+
+
+def _centroid(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    blob = value if isinstance(value, bytes) else np.asarray(value, "<f4").tobytes()
+    if len(blob) != 4 * DIMENSIONS:
+        raise StoreError(f"a centroid holds {DIMENSIONS} numbers, got {len(blob) / 4:g}")
+    return blob

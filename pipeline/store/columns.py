@@ -1,0 +1,66 @@
+"""Arrow and NumPy columns: distinct rows, extremes per distinct row, words and codes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Distinct(NamedTuple):
+    """The distinct rows of some columns: where each first occurs, and which one each row is."""
+
+    first: Ints
+    code: Ints
+
+
+def distinct(*columns: NDArray[Any]) -> Distinct:
+    """Distinct combinations of whole-number columns of equal length n: first int64[m], code
+    int64[n] in 0..m-1."""
+    rows = len(columns[0])
+    if rows and all((column == column[0]).all() for column in columns):
+        return Distinct(np.zeros(1, np.int64), np.zeros(rows, np.int64))
+    code = np.zeros(rows, np.int64)
+    first = np.zeros(0, np.int64)
+    for column in columns:
+        values, of_column = np.unique(column, return_inverse=True)
+        _, first, code = np.unique(
+            code * len(values) + of_column, return_index=True, return_inverse=True
+        )
+    return Distinct(first, code)
+
+
+def extremes(found: Distinct, values: Ints) -> tuple[Ints, Ints]:
+    """The least and the greatest of `values` for each distinct row: int64[m] each."""
+    count = len(found.first)
+    if count == 1:
+        return values.min(keepdims=True), values.max(keepdims=True)
+    low, high = values[found.first].copy(), values[found.first].copy()
+    np.minimum.at(low, found.code, values)
+    np.maximum.at(high, found.code, values)
+    return low, high
+
+
+def encoded(column: pa.Array) -> tuple[Ints, pa.Array]:
+    """A string column as codes int64[n] into its distinct values; null is a value of its own."""
+    words = column.dictionary_encode(null_encoding="encode")
+    return words.indices.to_numpy(zero_copy_only=False).astype(np.int64), words.dictionary
+
+
+def words(codes: Ints, names: pa.Array) -> pa.DictionaryArray:
+    """A record's dictionary column from codes into `names`, which may repeat."""
+    unique = names.dictionary_encode()
+    indices = unique.indices.to_numpy(zero_copy_only=False).astype(np.int32)[codes]
+    return pa.DictionaryArray.from_arrays(pa.array(indices), unique.dictionary)
+
+
+def integers(column: pa.ChunkedArray | pa.Array) -> Ints:
+    """A whole-number column without nulls as int64[n]."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    values: Ints = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return values

@@ -1,0 +1,212 @@
+"""`attn db`: make, look at, fill, empty and prune a store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint import Layout
+
+from . import Selection, open_store
+from .parquet import ParquetStore
+from .transfer import Imported, export_file, import_file
+
+# Without a terminal, a line is printed each time this many more rows are done.
+PROGRESS_ROWS = 1_000_000
+
+db_app = typer.Typer(no_args_is_help=True, help="Make, look at, fill and prune a store.")
+
+Db = Annotated[Path, typer.Option("--db", help="Store: a .db file or a Parquet folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+@db_app.command("init")
+def init(db: Db) -> None:
+    """Make an empty store, or bring the schema of an old one up to date."""
+    with open_store(db, create=True) as store:
+        print(f"{db} is ready, with {store.counts().rows:,} fingerprints")
+
+
+@db_app.command("info")
+def info(db: Db, as_json: AsJson = False) -> None:
+    """What a store holds."""
+    with open_store(db, read_only=True) as store:
+        counts, groups, runs = store.counts(), store.groups(), store.runs()
+    if as_json:
+        kinds = [
+            {
+                "model": group.model,
+                "layout": group.layout,
+                "capture_id": group.capture_id,
+                "rows": group.rows,
+                "first": group.first.isoformat(),
+                "last": group.last.isoformat(),
+            }
+            for group in groups
+        ]
+        print(json.dumps({"db": str(db), **counts.as_dict(), "groups": kinds, "runs": runs}))
+        return
+    facts = {
+        "fingerprints": f"{counts.rows:,}",
+        "requests": f"{counts.requests:,}",
+        "sessions": f"{counts.sessions:,}",
+        "first": _time(counts.first),
+        "last": _time(counts.last),
+        "duplicates met": f"{counts.duplicates:,}",
+        **{f"rejected, {reason}": f"{n:,}" for reason, n in sorted(counts.rejected.items())},
+        "discovery runs": f"{len(runs):,}" + (f", last {runs[0]['run_id']}" if runs else ""),
+    }
+    _show(str(db), ("", ""), list(facts.items()))
+    rows = [
+        (g.model, Layout(g.layout).label, g.capture_id, f"{g.rows:,}", _time(g.first),
+         _time(g.last))
+        for g in groups
+    ]  # fmt: skip
+    if rows:
+        titles = ("model", "layout", "capture_id", "fingerprints", "first", "last")
+        _show("Comparable with one another", titles, rows)
+
+
+@db_app.command("import")
+def import_command(
+    files: Annotated[list[Path], typer.Argument(help=".parquet, .jsonl or .jsonl.gz files.")],
+    db: Db,
+    as_json: AsJson = False,
+) -> None:
+    """Append the records of files; the store is made where there is none."""
+    results = {}
+    with open_store(db, create=True) as store:
+        for path in files:
+            with _progress(f"importing {path.name}") as progress:
+                results[str(path)] = import_file(store, path, progress)
+        if isinstance(store, ParquetStore):
+            store.compact()
+    if as_json:
+        print(json.dumps({name: vars(imported) for name, imported in results.items()}))
+        return
+    for name, imported in results.items():
+        print(f"{name}: {_import_line(imported)}")
+        for reason, count in sorted(imported.rejected.items()):
+            line = imported.first_lines.get(reason)
+            where = f", first in line {line:,}" if line else ""
+            print(f"  rejected {count:,}: {reason}{where}")
+
+
+@db_app.command("export")
+def export_command(
+    path: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .jsonl.gz file to write.")],
+    db: Db,
+    start: Annotated[datetime | None, typer.Option(help="Captured at or after (UTC).")] = None,
+    end: Annotated[datetime | None, typer.Option(help="Captured before (UTC).")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model's.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Only log16 or layered.")] = None,
+    capture_id: Annotated[str | None, typer.Option(help="Only this capture's.")] = None,
+) -> None:
+    """Write records to a file, all of them or a selection."""
+    chosen = None if layout is None else int(Layout.parse(layout))
+    selection = Selection(start, end, model, chosen, capture_id)
+    with (
+        open_store(db, read_only=True) as store,
+        _progress(f"exporting to {path.name}") as progress,
+    ):
+        rows = export_file(store, path, selection, progress)
+    print(f"{path}: {rows:,} fingerprints")
+
+
+@db_app.command("prune")
+def prune(
+    db: Db,
+    before: Annotated[datetime | None, typer.Option(help="Captured before this (UTC).")] = None,
+    older_than_days: Annotated[float | None, typer.Option(help="Captured that long ago.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    now: Annotated[
+        datetime | None, typer.Option(help="Count --older-than-days from here (UTC).")
+    ] = None,
+) -> None:
+    """Delete old fingerprints. A Parquet folder is compacted as well."""
+    limit = _limit(before, older_than_days, now or datetime.now(UTC))
+    with open_store(db, read_only=dry_run) as store:
+        rows = sum(group.rows for group in store.groups(Selection(end=limit)))
+        what = f"{rows:,} fingerprints captured before {_time(limit)}"
+        if dry_run:
+            print(f"{what} would be deleted from {db}")
+            return
+        if rows and not yes:
+            if not sys.stdin.isatty():
+                raise OptionError("nothing was deleted: add --yes, or --dry-run to see how much")
+            typer.confirm(f"Delete {what} from {db}?", abort=True)
+        deleted = store.prune(limit)
+        if isinstance(store, ParquetStore):
+            store.compact()
+    print(f"deleted {deleted:,} fingerprints from {db}")
+
+
+def _limit(before: datetime | None, older_than_days: float | None, now: datetime) -> datetime:
+    if (before is None) == (older_than_days is None):
+        raise OptionError("say what to delete: either --before TIME or --older-than-days DAYS")
+    if before is not None:
+        return before.replace(tzinfo=UTC) if before.tzinfo is None else before
+    assert older_than_days is not None
+    aware = now.replace(tzinfo=UTC) if now.tzinfo is None else now
+    try:
+        return aware - timedelta(days=older_than_days)
+    except (OverflowError, ValueError):
+        raise OptionError(f"--older-than-days {older_than_days} is out of range") from None
+
+
+def _import_line(imported: Imported) -> str:
+    rejected = sum(imported.rejected.values())
+    return (
+        f"{imported.rows:,} rows, {imported.inserted:,} stored, "
+        f"{imported.duplicates:,} duplicates, {rejected:,} rejected"
+    )
+
+
+def _time(time: datetime | None) -> str:
+    return "-" if time is None else time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _show(title: str, titles: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """A table on a terminal, lines with tabs otherwise."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    table = Table(title=title, title_justify="left", show_header=any(titles))
+    for name in titles:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int], None]]:
+    """Where long work says how many rows are done: a bar on a terminal, plain lines otherwise."""
+    if sys.stderr.isatty():
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what)
+            yield lambda rows: bar.update(task, description=f"{what}: {rows:,} rows")
+        return
+    shown = 0
+
+    def line(rows: int) -> None:
+        nonlocal shown
+        if rows - shown >= PROGRESS_ROWS:
+            shown = rows
+            print(f"{what}: {rows:,} rows", file=sys.stderr, flush=True)
+
+    yield line

@@ -1,0 +1,52 @@
+"""What several test folders share: planted stores, and the `attn` command as a process."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from planted import planted, planted_batch
+
+from pipeline.store import open_store
+
+REPO = Path(__file__).parent.parent
+# Rows are stamped one second apart from here.
+START = dt.datetime(2026, 1, 9, 6, 0, tzinfo=dt.UTC)
+NOW = dt.datetime(2026, 1, 10, 4, 2, 11, tzinfo=dt.UTC)
+
+AttnCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def attn() -> AttnCommand:
+    """Run the `attn` command in a process of its own, as a user does."""
+
+    def run(*arguments: str | Path, stdin: str | None = None, timeout: float = 300):
+        return subprocess.run(
+            [sys.executable, str(REPO / "cli.py"), *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+
+    return run
+
+
+@pytest.fixture
+def planted_store(tmp_path: Path) -> Callable[..., Path]:
+    """Make a store file with planted behaviours; gives its path."""
+
+    def make(rows: int = 1_500, seed: int = 0, name: str = "fingerprints.db", **options) -> Path:
+        path = tmp_path / name
+        with open_store(str(path), create=True) as store:
+            store.append(planted_batch(planted(rows, seed)[0], START, **options))
+        return path
+
+    return make

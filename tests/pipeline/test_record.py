@@ -1,0 +1,157 @@
+"""The record: its schema as written down in a golden file, and what `conform` makes of others."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from capture_kernels.errors import RecordError
+from pipeline import record
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "record_v1.arrow"
+# What the golden file holds, spelt out: never to be made from code that is being tested.
+VECTORS = [
+    [0.5, 0.375, 0.125, 0.25] + [0.0625] * 16,
+    [1.0, 0.0, 0.0, 0.0, 1.0] + [0.0] * 15,
+    [0.0, 0.25, 0.75, 0.984375] + [0.125, 0.0] * 8,
+]
+EXPECTED = [
+    {
+        "request_id": "chat-1", "session_id": "anna", "position": 12, "prompt_len": 12,
+        "layer": -1, "captured_at": datetime(2026, 1, 10, 4, 2, 11, 123456, UTC),
+        "model": "demo", "capture_id": "0123456789ab", "layout": 1, "phase": "output",
+        "token_id": 42, "sink_mass": 0.25, "top_experts": [3, 0, 127], "router_entropy": 0.5,
+        "vector": VECTORS[0],
+    },
+    {
+        "request_id": "chat-1", "session_id": "anna", "position": 13, "prompt_len": 12,
+        "layer": 5, "captured_at": datetime(2026, 1, 10, 4, 2, 11, 123457, UTC),
+        "model": "demo", "capture_id": "0123456789ab", "layout": 1, "phase": "think",
+        "token_id": 0, "sink_mass": 0.0, "top_experts": [], "router_entropy": 0.0,
+        "vector": VECTORS[1],
+    },
+    {
+        "request_id": "ü", "session_id": None, "position": 2147483647, "prompt_len": None,
+        "layer": 32767, "captured_at": datetime(1969, 12, 31, 23, 59, 59, 999999, UTC),
+        "model": "other", "capture_id": "ba9876543210", "layout": 2, "phase": "prompt",
+        "token_id": None, "sink_mass": None, "top_experts": None, "router_entropy": None,
+        "vector": VECTORS[2],
+    },
+]  # fmt: skip
+
+
+def golden() -> pa.RecordBatch:
+    with pa.ipc.open_stream(GOLDEN.read_bytes()) as reader:
+        return reader.read_next_batch()
+
+
+def test_records_of_version_1_still_read_the_same():
+    batch = golden()
+    assert batch.to_pylist() == EXPECTED
+    assert batch.schema.equals(record.SCHEMA, check_metadata=True)
+    assert record.conform(batch).batch.equals(batch)
+    assert record.vectors(batch).tolist() == VECTORS
+
+
+def test_records_of_version_1_can_be_stored(store):
+    assert store.append(golden()).inserted == 3
+    found = [row for batch in store.scan() for row in batch.to_pylist()]
+    assert sorted(found, key=str) == sorted(EXPECTED, key=str)
+
+
+@pytest.mark.parametrize("count", [0, 1, 997])
+def test_a_batch_in_the_schema_conforms_as_it_is(records, count):
+    conformed = record.conform(records(count))
+    assert conformed.batch.to_pylist() == records(count).to_pylist()
+    assert conformed.rejected == {}
+
+
+def test_other_types_are_cast(records):
+    batch = records(90)
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    columns |= {
+        "position": batch.column("position").cast(pa.int64()),
+        "model": batch.column("model").cast(pa.string()),
+        "captured_at": batch.column("captured_at").cast(pa.timestamp("ns", tz="UTC")),
+        "vector": batch.column("vector").cast(pa.list_(pa.float32())),
+        "layout": batch.column("layout").cast(pa.int32()),
+    }
+    assert record.conform(pa.table(columns)).batch.to_pylist() == batch.to_pylist()
+
+
+def test_vectors_of_lists_of_any_length_are_sorted_out(records):
+    batch = records(6)
+    lists = record.vectors(batch).tolist()
+    lists[1], lists[2], lists[4] = [0.5], None, lists[4] + [0.5]
+    index = batch.schema.get_field_index("vector")
+    other = batch.set_column(index, "vector", pa.array(lists, pa.list_(pa.float64())))
+    conformed = record.conform(other)
+    assert conformed.rejected == {"wrong length": 3}
+    assert conformed.batch.to_pylist() == [batch.to_pylist()[n] for n in (0, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("phase", pa.array(["prompt", "dream", None]), {"unknown phase": 1, "missing value": 1}),
+        ("layout", pa.array([1, 3, None], pa.uint8()), {"unknown layout": 1, "missing value": 1}),
+        ("layer", pa.array([-1, -2, None], pa.int16()), {"layer below -1": 1, "missing value": 1}),
+        ("position", pa.array([0, -1, None], pa.int32()),
+         {"negative position": 1, "missing value": 1}),
+        ("model", pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int32()),
+                                                 pa.array(["m", None])), {"missing value": 1}),
+        ("request_id", pa.array(["a", None, "b"]), {"missing value": 1}),
+    ],
+)  # fmt: skip
+def test_rows_that_are_no_records_are_counted_by_reason(records, name, values, reason):
+    batch = records(3)
+    columns = {n: batch.column(n) for n in batch.schema.names} | {name: values}
+    conformed = record.conform(pa.table(columns))
+    assert conformed.rejected == reason
+    assert conformed.batch.num_rows == 3 - sum(reason.values())
+    assert conformed.batch.schema == record.SCHEMA
+
+
+def test_a_row_with_several_faults_is_counted_once(records):
+    vectors = np.full((2, 20), np.nan, np.float32)
+    batch = records(2, vector=vectors, position=pa.array([-1, -1], pa.int32()))
+    assert record.conform(batch).rejected == {"NaN or infinity": 2}
+
+
+def test_a_column_that_cannot_be_read_is_said(records):
+    batch = records(2)
+    columns = {n: batch.column(n) for n in batch.schema.names}
+    with pytest.raises(RecordError, match="'position' is no int32"):
+        record.conform(pa.table(columns | {"position": pa.array(["one", "two"])}))
+    with pytest.raises(RecordError, match="'vector' must hold lists"):
+        record.conform(pa.table(columns | {"vector": pa.array([1.0, 2.0])}))
+    with pytest.raises(RecordError, match="unknown column 'colour'"):
+        record.make_batch({"colour": "red"}, 1)
+    with pytest.raises(RecordError, match="'request_id' is missing"):
+        record.make_batch({}, 1)
+
+
+def test_vectors_are_seen_without_a_copy(records):
+    rows = np.random.default_rng(0).random((50, 20), np.float32)
+    batch = records(50, vector=rows)
+    assert np.shares_memory(record.vectors(batch), rows)
+    assert np.array_equal(record.vectors(batch.slice(10, 5)), rows[10:15])
+
+
+STEPS = [(12, 12, 1), (11, 12, 0), (0, None, 1), (7, None, 8)]
+
+
+@pytest.mark.parametrize(("position", "prompt_len", "step"), STEPS)
+def test_decode_steps(position, prompt_len, step):
+    assert record.decode_step(position, prompt_len) == step
+
+
+def test_a_capture_id_depends_on_values_not_on_order():
+    settings = {"layers": [1, 2], "window": 0, "layout": "log16"}
+    assert record.capture_id(settings) == record.capture_id(dict(reversed(settings.items())))
+    assert record.capture_id(settings) != record.capture_id(settings | {"window": 8})
+    assert len(record.capture_id(settings)) == 12

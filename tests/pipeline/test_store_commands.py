@@ -1,0 +1,85 @@
+"""`attn db`, run as a user does: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.store import open_store
+from pipeline.store.transfer import export_file
+
+
+@pytest.fixture
+def exported(records, tmp_path: Path) -> Path:
+    """A file of 300 records from 2026-01-09 22:00:00 on, a second apart."""
+    path = tmp_path / "records.jsonl"
+    with open_store(tmp_path / "source.db", create=True) as store:
+        store.append(records(300))
+        export_file(store, path)
+    return path
+
+
+def test_a_store_from_init_to_prune(attn, store_path, exported, tmp_path):
+    db = ("--db", store_path)
+    made = attn("db", "init", *db)
+    assert made.returncode == 0 and "is ready, with 0 fingerprints" in made.stdout
+    with exported.open("a") as file:
+        file.write("not a record\n")
+    imported = attn("db", "import", exported, *db)
+    assert imported.returncode == 0, imported.stderr
+    assert "301 rows, 300 stored, 0 duplicates, 1 rejected" in imported.stdout
+    assert "rejected 1: not JSON, first in line 301" in imported.stdout
+    again = json.loads(attn("db", "import", exported, *db, "--json").stdout)
+    assert again[str(exported)]["rejected"] == {"not JSON": 1}
+    assert again[str(exported)]["first_lines"] == {"not JSON": 301}
+
+    plain = attn("db", "info", *db)
+    assert plain.returncode == 0, plain.stderr
+    assert "fingerprints\t300\n" in plain.stdout and "\tlayered\t" in plain.stdout
+    info = json.loads(attn("db", "info", *db, "--json").stdout)
+    assert (info["rows"], info["requests"], info["first"]) == (300, 8, "2026-01-09T22:00:00+00:00")
+    assert sum(group["rows"] for group in info["groups"]) == 300 and info["runs"] == []
+
+    out = tmp_path / "out.parquet"
+    done = attn("db", "export", out, *db, "--model", "small", "--layout", "layered",
+                "--end", "2026-01-09T22:02:00")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}: 40 fingerprints\n"
+
+    until = ("--before", "2026-01-09T22:01:40")
+    assert "100 fingerprints" in attn("db", "prune", *db, *until, "--dry-run").stdout
+    asked = attn("db", "prune", *db, *until)
+    assert asked.returncode == 2 and asked.stderr.startswith(
+        "error: nothing was deleted: add --yes"
+    )
+    assert "deleted 100 fingerprints" in attn("db", "prune", *db, *until, "--yes").stdout
+    aged = attn("db", "prune", *db, "--older-than-days", "1", "--now", "2026-01-10T22:03:20", "-y")
+    assert "deleted 100 fingerprints" in aged.stdout
+    assert json.loads(attn("db", "info", *db, "--json").stdout)["rows"] == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("info", "--db", "none.db"), "does not exist"),
+        (("export", "x.csv", "--db", "there.db"), "use a name that ends in"),
+        (("export", "x.jsonl", "--db", "there.db", "--layout", "round"), "unknown layout 'round'"),
+        (("import", "none.jsonl", "--db", "there.db"), "none.jsonl does not exist"),
+        (("prune", "--db", "there.db"), "either --before TIME or --older-than-days DAYS"),
+        (
+            ("prune", "--db", "there.db", "--before", "2026-01-01", "--older-than-days", "1"),
+            "either",
+        ),
+        (("prune", "--db", "there.db", "--older-than-days", "1e300", "-y"), "out of range"),
+        (("init", "--db", "no/where.db"), "does not exist: make it"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(attn, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    open_store("there.db", create=True).close()
+    done = attn("db", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and said in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout

@@ -1,0 +1,232 @@
+"""The Parquet store: its parts, compaction, snapshots across it, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from capture_kernels.errors import StoreError
+from pipeline import record
+from pipeline.store import Selection, open_store
+from pipeline.store.parquet_folder import FILES_LOCK, MARKER, STATE
+
+START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "fingerprints"
+
+
+@pytest.fixture
+def store(root: Path):
+    with open_store(root, create=True) as opened:
+        yield opened
+
+
+def rows(store, **options) -> list[dict]:
+    return [row for batch in store.scan(**options) for row in batch.to_pylist()]
+
+
+def parts(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.glob("day=*/*"))
+
+
+def test_parts_are_partitioned_by_day_for_any_reader(store, root, records):
+    batch = records(10_000)
+    store.append(batch)
+    assert parts(root) == [
+        "day=2026-01-09/part-000000000001.parquet",
+        "day=2026-01-10/part-000000000001.parquet",
+    ]
+    table = pa.dataset.dataset(root, partitioning="hive").to_table()
+    assert table.num_rows == 10_000
+    assert pq.read_schema(root / parts(root)[0]).equals(record.SCHEMA)
+    assert set(table.column("day").to_pylist()) == {"2026-01-09", "2026-01-10"}
+
+
+def test_compaction_makes_one_part_a_day_and_changes_no_scan(store, root, records):
+    whole = records(12_000)
+    for start in range(0, 11_000, 1_000):
+        store.append(whole.slice(start, 1_500))  # a third of each comes again
+    before, counts, groups = rows(store), store.counts(), store.groups()
+    assert len(before) == 11_500
+    made = len(parts(root))
+    assert store.compact() == made - 2
+    assert len(parts(root)) == 2
+    assert rows(store) == before
+    assert (store.counts(), store.groups()) == (counts, groups)
+    assert pa.dataset.dataset(root, partitioning="hive").to_table().num_rows == 11_500
+    assert store.compact() == 0
+    store.append(whole)
+    store.compact()
+    assert sorted(rows(store), key=str) == sorted(whole.to_pylist(), key=str)
+
+
+def test_a_snapshot_holds_across_compaction(store, records):
+    for start in range(0, 3_000, 500):
+        store.append(records(500, first=start))
+    mark = store.snapshot()
+    expected = rows(store)
+    store.append(records(500, first=2_800))
+    store.append(records(700, first=5_000))
+    store.compact()
+    assert rows(store, snapshot=mark) == expected
+    store.append(records(10, first=9_000))
+    store.compact()
+    assert rows(store, snapshot=json.loads(json.dumps(mark))) == expected
+    assert len(rows(store)) == 3_000 + 300 + 700 + 10
+
+
+def test_a_key_again_on_another_day_stays_with_its_first_record(store, records):
+    late, early = records(50, first=90_000), records(50, first=90_000, captured_at=START)
+    store.append(late)
+    store.append(early)
+    assert rows(store) == late.to_pylist()
+    assert store.groups(Selection(end=START + timedelta(hours=1))) == []
+    assert rows(store, selection=Selection(end=START + timedelta(hours=1))) == []
+    store.prune(START + timedelta(hours=1))
+    assert rows(store) == late.to_pylist()
+
+
+def test_pruning_the_first_record_of_a_key_does_not_bring_out_a_repeat(store, records):
+    store.append(records(50, captured_at=START))
+    store.append(records(50, captured_at=START + timedelta(days=3)))
+    assert store.prune(START + timedelta(days=1)) == 50
+    assert rows(store) == []
+    assert store.counts().rows == 0
+
+
+def test_what_a_crash_leaves_behind_is_passed_over(store, root, records):
+    store.append(records(100))
+    whole = (root / parts(root)[0]).read_bytes()
+    (root / ".part-99-0.tmp").write_bytes(whole[:1_000])
+    (root / "day=2026-01-09" / "notes.txt").write_text("not a part")
+    old = root / ".part-98-0.tmp"
+    old.write_bytes(b"")
+    os.utime(old, (0, 0))
+    assert len(rows(store)) == 100
+    store.compact()
+    assert not old.exists() and (root / ".part-99-0.tmp").exists()
+
+
+def test_a_compaction_that_died_before_removing_its_sources_counts_once(store, root, records):
+    store.append(records(100))
+    store.append(records(100, first=100))
+    saved = {name: (root / name).read_bytes() for name in parts(root)}
+    store.compact()
+    (compacted,) = parts(root)
+    for name, content in saved.items():
+        (root / name).write_bytes(content)
+    with open_store(root) as again:
+        assert len(rows(again)) == again.counts().rows == 200
+        again.compact()
+    assert parts(root) == [compacted]
+
+
+def test_sequence_numbers_go_on_when_the_state_is_lost(store, root, records):
+    store.append(records(10))
+    store.append(records(10, first=10))
+    for content in (None, "{"):
+        (root / STATE).unlink(missing_ok=True)
+        if content:
+            (root / STATE).write_text(content)
+        with open_store(root) as again:
+            mark = again.snapshot()
+            again.append(records(10, first=100 if content else 50))
+            assert again.snapshot()["sequence"] == mark["sequence"] + 1
+            assert len(rows(again, snapshot=mark)) == again.counts().rows - 10
+
+
+def test_two_stores_of_one_folder_see_each_other(store, root, records):
+    with open_store(root) as other:
+        store.append(records(10))
+        other.append(records(10, first=10))
+        store.append(records(10, first=20))
+        assert len(rows(other)) == len(rows(store)) == 30
+        other.compact()
+        assert len(rows(store)) == 30
+
+
+def test_removing_waits_for_a_scan_and_says_when_it_waited_too_long(root, records):
+    with open_store(root, create=True, busy_timeout_s=0.1) as store:
+        for start in range(0, 400, 100):
+            store.append(records(100, first=start))
+        scan = store.scan(batch_rows=100)
+        next(scan)
+        with pytest.raises(StoreError, match="locked by another process"):
+            store.prune(START + timedelta(days=9))
+        assert sum(batch.num_rows for batch in scan) == 300
+        assert store.prune(START + timedelta(days=9)) == 400
+        assert parts(root) == [] and not list(root.glob("day=*"))
+
+
+def test_a_folder_of_another_kind_is_refused_and_kept(root):
+    root.mkdir()
+    (root / "holiday.jpg").write_bytes(b"photo")
+    for options in ({}, {"create": True}, {"read_only": True}):
+        with pytest.raises(StoreError, match="folder of another kind"):
+            open_store(root, **options)
+    assert [path.name for path in root.iterdir()] == ["holiday.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("marker", "said"),
+    [
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ('{"kind": "songs"}', "damaged"),
+        ('{"kind": "attn fingerprint store", "schema_version": 2}', "upgrade attn"),
+    ],
+)
+def test_a_marker_that_cannot_be_used_is_said(store, root, marker, said):
+    (root / MARKER).write_text(marker)
+    with pytest.raises(StoreError, match=said):
+        open_store(root)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.95])
+def test_a_damaged_part_is_named(store, root, records, keep):
+    store.append(records(500))
+    part = root / parts(root)[0]
+    content = part.read_bytes()
+    part.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
+    with pytest.raises(StoreError, match=r"part-000000000001.parquet is damaged.*or delete it"):
+        rows(store)
+
+
+def test_a_part_with_a_damaged_page_is_named(store, root, records):
+    store.append(records(5_000))
+    part = root / parts(root)[0]
+    content = bytearray(part.read_bytes())
+    content[1_000:200_000] = b"\xff" * 199_000
+    part.write_bytes(content)
+    with pytest.raises(StoreError, match="is damaged"):
+        rows(store)
+
+
+def test_a_parquet_file_of_another_program_is_named(store, root, records):
+    (root / "day=2026-01-09").mkdir()
+    pq.write_table(pa.table({"x": [1]}), root / "day=2026-01-09" / "part-000000000009.parquet")
+    with pytest.raises(StoreError, match="not written by this store"):
+        rows(store)
+
+
+def test_a_copy_without_its_locks_can_be_read(store, root, records):
+    store.append(records(20))
+    (root / FILES_LOCK).unlink()
+    (root / "_lock").unlink()
+    with open_store(root, read_only=True) as copy:
+        assert len(rows(copy)) == copy.counts().rows == 20
+
+
+def test_a_run_id_that_is_no_file_name_is_refused(store):
+    with pytest.raises(StoreError, match="cannot be a file name"):
+        store.record_run({"run_id": "../../x", "created_at": "now"}, [])

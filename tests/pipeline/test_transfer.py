@@ -1,0 +1,229 @@
+"""Import and export: Parquet and JSON lines, whole and broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from capture_kernels.errors import OptionError, RecordError, StoreError
+from pipeline import record
+from pipeline.store import Selection, open_store
+from pipeline.store.transfer import BATCH_LINES, export_file, import_file
+
+START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
+FORMATS = ["f.parquet", "f.jsonl", "f.jsonl.gz"]
+
+
+def rows(store) -> list[dict]:
+    return [row for batch in store.scan() for row in batch.to_pylist()]
+
+
+def line(**changes) -> str:
+    made = {
+        "request_id": "r", "position": 0, "layer": -1, "captured_at": "2026-01-10T00:00:00Z",
+        "model": "m", "capture_id": "c", "layout": 1, "phase": "output", "vector": [0.5] * 20,
+    }  # fmt: skip
+    kept = {name: value for name, value in (made | changes).items() if value is not ...}
+    return json.dumps(kept)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("count", [0, 1, 1_009])
+def test_what_is_exported_comes_back_the_same(store, records, tmp_path, name, count):
+    store.append(records(count))
+    path = tmp_path / name
+    assert export_file(store, path) == count
+    with open_store(tmp_path / "again.db", create=True) as again:
+        imported = import_file(again, path)
+        assert (imported.rows, imported.inserted, imported.duplicates) == (count, count, 0)
+        assert rows(again) == rows(store) == records(count).to_pylist()
+        once_more = import_file(again, path)
+        assert (once_more.inserted, once_more.duplicates) == (0, count)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+def test_an_export_is_the_same_bytes_each_time(store, records, tmp_path):
+    store.append(records(500))
+    for name in FORMATS:
+        export_file(store, tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        export_file(store, tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+
+
+def test_a_selection_is_exported_with_progress(store, records, tmp_path):
+    store.append(records(300))
+    told: list[int] = []
+    selection = Selection(start=START + timedelta(seconds=100), model="small")
+    count = export_file(store, tmp_path / "f.jsonl", selection, told.append)
+    lines = [json.loads(text) for text in (tmp_path / "f.jsonl").read_text().splitlines()]
+    assert len(lines) == count == told[-1] == sum(g.rows for g in store.groups(selection))
+    assert {made["model"] for made in lines} == {"small"}
+    assert lines[0]["captured_at"].endswith("+00:00") and len(lines[0]["vector"]) == 20
+
+
+def test_bad_lines_are_counted_with_their_reason_and_first_line(store, tmp_path):
+    path = tmp_path / "f.jsonl"
+    lines = [
+        line(position=0),
+        "",
+        "{half a li",
+        line(position=1, vector=[0.5] * 19),
+        line(position="2"),
+        line(position=3, phase=...),
+        line(position=-4),
+        line(position=2**40),
+        line(position=5, captured_at="yesterday"),
+        line(position=6, vector=[0.5] * 19 + ["x"]),
+        line(position=7, vector=[0.5] * 19 + [1e999]),
+        line(position=8, phase="dream"),
+        "[1]",
+        "more {",
+        line(position=9, request_id="\ud800"),
+        line(position=10, layer=True),
+        line(position=11, vector="abc"),
+        line(position=12, captured_at="2026-01-10T02:00:00+02:00", unknown="field"),
+    ]
+    path.write_text("\n".join(lines))
+    imported = import_file(store, path)
+    assert imported.rejected == {
+        "not JSON": 2, "wrong length": 1, "position is no whole number": 1, "phase is missing": 1,
+        "negative position": 1, "position is out of range": 1,
+        "captured_at is no ISO 8601 time": 1, "vector is no number": 1, "NaN or infinity": 1,
+        "unknown phase": 1, "not a JSON object": 1, "request_id is no text": 1,
+        "layer is no whole number": 1, "vector is no list": 1,
+    }  # fmt: skip
+    assert imported.first_lines == {
+        "not JSON": 3, "wrong length": 4, "position is no whole number": 5, "phase is missing": 6,
+        "negative position": 7, "position is out of range": 8,
+        "captured_at is no ISO 8601 time": 9, "vector is no number": 10, "NaN or infinity": 11,
+        "unknown phase": 12, "not a JSON object": 13, "request_id is no text": 15,
+        "layer is no whole number": 16, "vector is no list": 17,
+    }  # fmt: skip
+    assert (imported.rows, imported.inserted) == (17, 2)
+    assert [row["captured_at"] for row in rows(store)] == [datetime(2026, 1, 10, tzinfo=UTC)] * 2
+
+
+def test_first_lines_are_right_past_the_first_batch(store, tmp_path):
+    path = tmp_path / "f.jsonl"
+    lines = [line(position=n) for n in range(BATCH_LINES + 50)]
+    lines[BATCH_LINES + 20] = line(position=1, vector=[])
+    path.write_text("\n".join(lines) + "\n")
+    imported = import_file(store, path)
+    assert imported.first_lines == {"wrong length": BATCH_LINES + 21}
+    assert imported.inserted == BATCH_LINES + 49
+
+
+def test_vectors_of_plain_lists_and_other_floats_are_imported(store, records, tmp_path):
+    batch = records(50)
+    lists = pa.array(record.vectors(batch).astype(np.float64).tolist(), pa.list_(pa.float64()))
+    columns = {name: batch.column(name) for name in record.SCHEMA.names} | {"vector": lists}
+    pq.write_table(pa.table(columns | {"extra": pa.nulls(50)}), tmp_path / "f.parquet")
+    assert import_file(store, tmp_path / "f.parquet").inserted == 50
+    assert rows(store) == batch.to_pylist()
+
+
+def test_a_parquet_file_without_a_column_is_refused(store, records, tmp_path):
+    table = pa.Table.from_batches([records(5)]).drop_columns(["model"])
+    pq.write_table(table, tmp_path / "f.parquet")
+    with pytest.raises(RecordError, match="'model' is missing"):
+        import_file(store, tmp_path / "f.parquet")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_off_file_is_named_and_what_was_read_is_kept(store, records, tmp_path, name):
+    store.append(records(BATCH_LINES + 100))
+    path = tmp_path / name
+    export_file(store, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with open_store(tmp_path / "again.db", create=True) as again:
+        if name == "f.jsonl":  # the last line only
+            assert import_file(again, path).rejected == {"not JSON": 1}
+        else:
+            with pytest.raises(StoreError, match=f"{name} is damaged"):
+                import_file(again, path)
+        assert again.counts().rows in (0, BATCH_LINES, BATCH_LINES + 99)
+
+
+def test_a_damaged_gzip_and_a_wrong_kind_of_file_are_named(store, tmp_path):
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line().encode())[:-9] + b"123456789")
+    with pytest.raises(StoreError, match="damaged"):
+        import_file(store, tmp_path / "f.jsonl.gz")
+    (tmp_path / "f.parquet").write_text("not Parquet")
+    with pytest.raises(StoreError, match="damaged"):
+        import_file(store, tmp_path / "f.parquet")
+    with pytest.raises(OptionError, match=r"ends in .parquet, .jsonl"):
+        import_file(store, tmp_path / "f.csv")
+    with pytest.raises(StoreError, match="does not exist"):
+        import_file(store, tmp_path / "none.jsonl")
+    with pytest.raises(StoreError, match="does not exist: make it"):
+        export_file(store, tmp_path / "no" / "f.jsonl")
+
+
+def test_a_failed_export_keeps_the_old_file(store, records, tmp_path, monkeypatch):
+    store.append(records(10))
+    path = tmp_path / "f.jsonl"
+    path.write_text("precious")
+
+    def failing(rows: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="No space left"):
+        export_file(store, path, progress=failing)
+    assert path.read_text() == "precious"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".f")] == []
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+floats = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False)
+lines = st.fixed_dictionaries(
+    {
+        "request_id": texts,
+        "session_id": st.none() | texts,
+        "position": st.integers(0, 2**31 - 1),
+        "prompt_len": st.none() | st.integers(-(2**31), 2**31 - 1),
+        "layer": st.integers(-1, 2**15 - 1),
+        "captured_at": st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30)),
+        "model": texts,
+        "capture_id": texts,
+        "layout": st.sampled_from([1, 2]),
+        "phase": st.sampled_from(record.PHASES),
+        "token_id": st.none() | st.integers(-(2**31), 2**31 - 1),
+        "sink_mass": floats,
+        "router_entropy": floats,
+        "top_experts": st.none() | st.lists(st.integers(-(2**15), 2**15 - 1), max_size=3),
+        "vector": st.lists(floats.filter(lambda x: x is not None), min_size=20, max_size=20),
+    }
+)
+
+
+@pytest.mark.parametrize("name", ["f.parquet", "f.jsonl"])
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(made=st.lists(lines, max_size=5, unique_by=lambda r: tuple(r[k] for k in record.KEY)))
+def test_any_records_survive_store_export_and_import(store_path, tmp_path_factory, name, made):
+    folder = tmp_path_factory.mktemp("round")
+    columns = {field.name: [row[field.name] for row in made] for field in record.SCHEMA}
+    vectors = np.array(columns["vector"], np.float32).reshape(-1, 20)
+    kinds = {f.name: f.type for f in record.SCHEMA} | dict.fromkeys(
+        ["model", "capture_id", "phase"], pa.string()
+    )
+    batch = record.make_batch(
+        {n: pa.array(v, kinds[n]) for n, v in columns.items() if n != "vector"}
+        | {"vector": vectors}, len(made),
+    )  # fmt: skip
+    with open_store(folder / store_path.name, create=True) as store:
+        assert store.append(batch).inserted == len(made)
+        assert export_file(store, Path(folder) / name) == len(made)
+        with open_store(folder / f"again{store_path.suffix}", create=True) as again:
+            assert import_file(again, Path(folder) / name).inserted == len(made)
+            assert repr(rows(again)) == repr(rows(store))
+        assert sorted(map(repr, rows(store))) == sorted(map(repr, batch.to_pylist()))
