@@ -56,6 +56,32 @@ def nearest_landmark(projected: NDArray[np.float32], landmarks: NDArray[np.float
     return Nearest(index, distance)
 
 
+def nearest_of_run(
+    projected: NDArray[np.float32],
+    landmarks: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    noise_factor: float,
+) -> Nearest:
+    """The landmark that answers for each row: a noise one only where it is closer than
+    `noise_factor` times the nearest cluster's.
+
+    Args:
+        projected: float32[m, d].
+        landmarks: float32[l, d].
+        labels: int32[l], noise (-1) last.
+    """
+    clusters = int(np.count_nonzero(labels != NOISE))
+    if clusters in (0, len(labels)):
+        return nearest_landmark(projected, landmarks)
+    member = nearest_landmark(projected, landmarks[:clusters])
+    noise = nearest_landmark(projected, landmarks[clusters:])
+    is_noise = noise.distance < noise_factor * member.distance
+    return Nearest(
+        np.where(is_noise, noise.row + clusters, member.row),
+        np.where(is_noise, noise.distance, member.distance),
+    )
+
+
 @functools.cache
 def blas_threads() -> ThreadpoolController:
     """A handle on the BLAS libraries that are loaded; finding them takes milliseconds, so once."""
@@ -93,7 +119,7 @@ class Classifier:
         self.rules = ZoneRules(**manifest["zone_rules"])
         components = np.array(projection["components"], np.float32).reshape(DIMENSIONS, -1)
         self._projection = Projection(
-            np.array(projection["mean"], np.float32),
+            np.array(projection["mean"], np.float32).reshape(-1, DIMENSIONS),
             np.array(projection["scale"], np.float32),
             components,
             np.array(projection["explained"], np.float64),
@@ -106,6 +132,7 @@ class Classifier:
         self._probability = landmarks.column("probability").to_numpy()
         self._place = np.column_stack([landmarks.column(c).to_numpy() for c in ("x", "y")])
         self._reach = float(projection["reach"])
+        self._noise_factor = float(projection["noise_factor"])
         self.labels: dict[int, str] = dict(
             zip(
                 clusters.column("cluster_id").to_pylist(),
@@ -135,7 +162,12 @@ class Classifier:
         # One pass finds NaN, infinity and negative shares, whose square root is not a number.
         if not (np.isfinite(rows).all() and (rows >= 0).all()):
             raise RecordError("a fingerprint's numbers must be finite and not negative")
-        nearest = nearest_landmark(self._projection(rows), self._landmarks)
+        nearest = nearest_of_run(
+            self._projection(rows, self.layout),
+            self._landmarks,
+            self._cluster,
+            self._noise_factor,
+        )
         beyond = nearest.distance > self._reach
         cluster = np.where(beyond, NOISE, self._cluster[nearest.row]).astype(np.int32)
         probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])

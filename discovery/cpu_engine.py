@@ -61,13 +61,18 @@ class CpuEngine:
             return np.asarray(reducer.fit_transform(fit), dtype=np.float32)
 
     def cluster(
-        self, points: NDArray[np.float32], min_cluster_size: int, min_samples: int
+        self,
+        points: NDArray[np.float32],
+        min_cluster_size: int,
+        min_samples: int,
+        max_cluster_size: int,
     ) -> Clustering:
         from hdbscan import HDBSCAN
 
         model = HDBSCAN(
             min_cluster_size=min_cluster_size,
             min_samples=min(min_samples, len(points) - 1),
+            max_cluster_size=max_cluster_size,
             # Exact trees, and no worker processes for the core distances.
             approx_min_span_tree=False,
             core_dist_n_jobs=1,

@@ -56,9 +56,13 @@ class Engine(Protocol):
         """
 
     def cluster(
-        self, points: NDArray[np.float32], min_cluster_size: int, min_samples: int
+        self,
+        points: NDArray[np.float32],
+        min_cluster_size: int,
+        min_samples: int,
+        max_cluster_size: int,
     ) -> Clustering:
-        """HDBSCAN of the map points float32[n, 2]."""
+        """HDBSCAN of the map points float32[n, 2], with no cluster above `max_cluster_size`."""
 
 
 def open_engine(name: str) -> Engine:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import AttnError, RunError
+from capture_kernels.fingerprint import Layout
 from pipeline.record import vectors as batch_vectors
 from pipeline.store import Store, open_store
 
@@ -84,6 +85,7 @@ class Job:
         self.options = options
         self.run_id = run_id
         self.window = window
+        self.layout = Layout(window["layout"])
         self.created_at = created_at
         self.executor = executor
         self.engine: Engine = open_engine(options.engine)

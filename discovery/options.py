@@ -35,10 +35,10 @@ class DiscoverOptions:
     hours: float = 24.0  # 0: all
     min_rows: int = 100
     min_samples: int = 10
-    min_cluster_size: int = 20
+    min_cluster_size: int | None = None  # None: 1% of the fitted rows, 20 at least
     max_per_request: int = 256
-    umap_neighbors: int = 15
-    umap_min_dist: float = 0.1
+    umap_neighbors: int = 30
+    umap_min_dist: float = 0.0
     umap_sample_size: int = 50_000
     batch_size: int = 65_536
     seed: int = 42
@@ -61,7 +61,7 @@ class DiscoverOptions:
             "umap_sample_size": 100, "batch_size": 256, "seed": 0,
         }  # fmt: skip
         for name, least in lowest.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise OptionError(
                     f"{option_name(name)} must be {least} or more, got {getattr(self, name)}"
                 )

@@ -1,9 +1,14 @@
 """From a vector to the space that neighbours, landmarks and the classifier share.
 
-The 20 numbers are shares, so their square roots are taken first: Euclidean distance is then the
-Hellinger distance, which weighs a share of 0.01 that appears or vanishes more than one that moves
-from 0.50 to 0.51. Measured on planted behaviours, `benchmarks/discovery.py` compares it with plain
-vectors and with z-scores, which blow up rare bins and split behaviours.
+Two things are taken out before PCA. Square roots first: the 20 numbers are shares, and between
+square roots Euclidean distance is the Hellinger distance, which sees a share of 0.01 appear or
+vanish. Then the mean of the rows with the same context octave: how far a row could look fills or
+empties histogram bins by itself, and a map of plain vectors is mostly a map of context length.
+What is left is what a row does beyond what its context length dictates. The octave is read off the
+vector (its last bin with any mass), so a classifier needs nothing but the vector.
+
+Nothing is divided by a bin's deviation: shares have one unit already, and z-scores blow up rare
+bins and split behaviours. `benchmarks/discovery.py` measures these choices against each other.
 """
 
 from __future__ import annotations
@@ -14,47 +19,85 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.fingerprint import DIMENSIONS, HIST_BINS, Layout
 
 # cuVS's NN-descent keeps float32 distances only up to 16 dimensions.
 MAX_COMPONENTS = 16
 EXPLAINED = 0.99
 
 
+def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
+    """Elementwise square root, 0 for the negative numbers that no real share has."""
+    return np.sqrt(np.maximum(vectors, 0))
+
+
+def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.int64]:
+    """floor(log2) of how far each row could look: the last histogram bin with mass, int64[n].
+
+    The layered layout has no distances, and its places are relative already: always 0.
+    """
+    if layout is not Layout.LOG16:
+        return np.zeros(len(vectors), np.int64)
+    reached = vectors[:, 4:] > 0
+    last = HIST_BINS - 1 - reached[:, ::-1].argmax(axis=1)
+    return np.where(reached.any(axis=1), last, 0)
+
+
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the square-rooted vectors, added up chunk by chunk in float64."""
+    """Sums over square-rooted vectors by context octave, added up chunk by chunk in float64.
 
-    rows: int
-    total: NDArray[np.float64]  # [20]
-    products: NDArray[np.float64]  # [20, 20]
+    counts int64[16], totals float64[16, 20], products float64[20, 20] (over all octaves).
+    """
+
+    counts: NDArray[np.int64]
+    totals: NDArray[np.float64]
+    products: NDArray[np.float64]
 
     @classmethod
     def empty(cls) -> Moments:
-        return cls(0, np.zeros(DIMENSIONS), np.zeros((DIMENSIONS, DIMENSIONS)))
+        return cls(
+            np.zeros(HIST_BINS, np.int64),
+            np.zeros((HIST_BINS, DIMENSIONS)),
+            np.zeros((DIMENSIONS, DIMENSIONS)),
+        )
 
-    def add(self, vectors: NDArray[np.float32]) -> Moments:
+    def add(self, vectors: NDArray[np.float32], layout: Layout) -> Moments:
         roots = square_roots(vectors.astype(np.float64))
+        octave = context_octave(vectors, layout)
+        members = octave[:, None] == np.arange(HIST_BINS)
         return Moments(
-            self.rows + len(roots), self.total + roots.sum(axis=0), self.products + roots.T @ roots
+            self.counts + members.sum(axis=0),
+            self.totals + members.T.astype(np.float64) @ roots,
+            self.products + roots.T @ roots,
         )
 
     @property
-    def mean(self) -> NDArray[np.float64]:
-        return self.total / self.rows
+    def rows(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """float64[16, 20]: each octave's mean; an octave without rows has its nearest one's."""
+        seen = np.flatnonzero(self.counts)
+        nearest = seen[np.abs(np.arange(HIST_BINS)[:, None] - seen).argmin(axis=1)]
+        return self.totals[nearest] / self.counts[nearest, None]
 
     @property
     def covariance(self) -> NDArray[np.float64]:
-        """float64[20, 20], over all rows."""
-        mean = self.mean
-        return self.products / self.rows - np.outer(mean, mean)
+        """float64[20, 20] about the octaves' means, over all rows."""
+        seen = self.counts > 0
+        means = self.totals[seen] / self.counts[seen, None]
+        between = (means * self.counts[seen, None]).T @ means
+        return (self.products - between) / self.rows
 
 
 @dataclass(frozen=True)
 class Projection:
-    """projected = ((sqrt(vector) - mean) / scale) @ components.
+    """projected = ((sqrt(vector) - mean[octave]) / scale) @ components.
 
-    mean, scale float32[20]; components float32[20, d]; explained float64[d], shares of variance.
+    mean float32[16, 20]; scale float32[20]; components float32[20, d]; explained float64[d], the
+    components' shares of the variance.
     """
 
     mean: NDArray[np.float32]
@@ -83,12 +126,7 @@ class Projection:
             shares[:count],
         )
 
-    def __call__(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    def __call__(self, vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
         """float32[n, 20] to float32[n, d]."""
-        projected = ((square_roots(vectors) - self.mean) / self.scale) @ self.components
-        return np.asarray(projected, np.float32)
-
-
-def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
-    """Elementwise square root, 0 for the negative numbers that no real share has."""
-    return np.sqrt(np.maximum(vectors, 0))
+        centred = square_roots(vectors) - self.mean[context_octave(vectors, layout)]
+        return np.asarray((centred / self.scale) @ self.components, np.float32)

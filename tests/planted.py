@@ -71,7 +71,9 @@ def planted(
     context = np.exp(rng.uniform(np.log(1024), np.log(32_768), rows))
     last_bin = np.floor(np.log2(context)).astype(int)
     masses = rng.standard_gamma(alpha) * (np.arange(16) <= last_bin[:, None])
-    masses = masses / masses.sum(axis=1, keepdims=True)
+    masses = _normalised(masses)
+    # A softmax leaves something on every key: no bin that the context reaches is empty.
+    masses = _normalised(masses + 1e-7 * (np.arange(16) <= last_bin[:, None]))
     width = np.maximum(2.0 ** np.arange(16), 2.0)
     logs = np.log(masses, out=np.zeros_like(masses), where=masses > 0)
     within = (masses * np.log(width)).sum(axis=1) * spread

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..classifier import NOISE, nearest_landmark
-from ..landmarks import choose_landmarks
+from ..classifier import NOISE, nearest_of_run
+from ..landmarks import Landmarks, train_landmarks
 from ..voting import vote
 from .neighbors import rest_part
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 # Below this many rows a group is chance, however small a share of the window was fitted.
 LEAST_CLUSTER = 5
+# What --min-cluster-size is when it is not given.
+DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
+# A cluster with more of the map than this is looked at more closely: attention is a continuum, and
+# HDBSCAN's most persistent answer to one is a single cluster that says nothing.
+LARGEST_CLUSTER = 0.5
 # Share of the fit rows that the landmarks never see, to measure the classifier on.
 HELD_OUT = 0.2
 # Distances to the nearest landmark that the artifacts keep; the last is the classifier's reach.
@@ -25,16 +30,22 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 def parameters(job: Job) -> dict[str, Any]:
     o = job.options
-    return {"min_cluster_size": o.min_cluster_size, "min_samples": o.min_samples, "seed": o.seed}
+    return {
+        "min_cluster_size": o.min_cluster_size,
+        "min_samples": o.min_samples,
+        "largest": LARGEST_CLUSTER,
+        "seed": o.seed,
+    }
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
     fit = job.stage_parts("neighbors").read_arrays("fit.npz")
     points = job.stage_parts("umap").read_arrays("map.npz")["points"]
     fraction = len(points) / job.rows.count
-    size = max(LEAST_CLUSTER, round(job.options.min_cluster_size * fraction))
+    size = smallest_cluster(job.options.min_cluster_size, len(points), fraction)
+    largest = max(size, int(LARGEST_CLUSTER * len(points)))
     if not job.parts.has("fit.npz"):
-        found = job.engine.cluster(points, size, job.options.min_samples)
+        found = job.engine.cluster(points, size, job.options.min_samples, largest)
         job.parts.write_arrays("fit.npz", **found._asdict())
     found_arrays = job.parts.read_arrays("fit.npz")
     labels, probabilities = found_arrays["labels"], found_arrays["probabilities"]
@@ -65,6 +76,14 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     return summary, f"{clusters} clusters, {noise:.1%} noise"
 
 
+def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
+    """Rows of the smallest cluster on the map: as asked, scaled to the share of the window that was
+    fitted; or where nothing was asked 1% of the map, 20 at least."""
+    if asked is None:
+        return max(DEFAULT_LEAST, round(DEFAULT_SHARE * fit_rows))
+    return max(LEAST_CLUSTER, round(asked * fraction))
+
+
 def keep_landmarks(
     job: Job,
     fit: dict[str, NDArray[Any]],
@@ -76,21 +95,48 @@ def keep_landmarks(
     projected, rows = fit["projected"], fit["rows"]
     held = np.random.default_rng(job.options.seed).random(len(rows)) < HELD_OUT
     seen = np.flatnonzero(~held)
-    chosen = seen[choose_landmarks(projected[seen], labels[seen], job.options.seed)]
-    near = nearest_landmark(projected, projected[chosen])
-    quantiles = np.quantile(near.distance[held], QUANTILES) if held.any() else np.zeros(4)
-    answer = np.where(near.distance > quantiles[-1], NOISE, labels[chosen][near.row])
-    counted = held & (labels != NOISE)
-    agreement = float((answer == labels)[counted].mean()) if counted.any() else 0.0
+    found = train_landmarks(projected[seen], labels[seen], job.options.seed)
+    near = nearest_of_run(projected, found.points, found.labels, found.noise_factor)
+    quantiles = np.quantile(near.distance[seen], QUANTILES)
+    answer = np.where(near.distance > quantiles[-1], NOISE, found.labels[near.row])
+    inside, noise = held & (labels != NOISE), held & (labels == NOISE)
+    right = answer == labels
+    job.parts.write_arrays(
+        "agreement.npz",
+        agreement=np.array(right[inside].mean() if inside.any() else np.nan),
+        rows=np.array(inside.sum()),
+        noise_recognised=np.array(right[noise].mean() if noise.any() else np.nan),
+        noise_rows=np.array(noise.sum()),
+    )
+    # A trained landmark is no row of its own: it stands where the rows near it stand.
+    place, probability = stand_ins(job, fit, points, labels, probabilities, found)
     job.parts.write_arrays(
         "landmarks.npz",
-        projected=projected[chosen],
-        place=points[chosen],
-        label=labels[chosen],
-        probability=probabilities[chosen],
+        projected=found.points,
+        place=place,
+        label=found.labels,
+        probability=probability,
         quantiles=quantiles,
+        noise_factor=np.array(found.noise_factor),
     )
-    job.parts.write_arrays(
-        "agreement.npz", agreement=np.array(agreement), rows=np.array(counted.sum())
-    )
-    return len(chosen)
+    return len(found.labels)
+
+
+def stand_ins(
+    job: Job,
+    fit: dict[str, NDArray[Any]],
+    points: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    found: Landmarks,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Map place float32[l, 2] and probability float32[l] of each landmark, from the fit row of its
+    own label that is nearest to it."""
+    place = np.empty((len(found.labels), 2), np.float32)
+    probability = np.zeros(len(found.labels), np.float32)
+    for label in np.unique(found.labels):
+        own, rows = found.labels == label, np.flatnonzero(labels == label)
+        nearest, _ = job.engine.neighbors(fit["projected"][rows], found.points[own], 1)
+        place[own] = points[rows[nearest[:, 0]]]
+        probability[own] = probabilities[rows[nearest[:, 0]]]
+    return place, probability

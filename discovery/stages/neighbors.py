@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Fit rows whose neighbours are looked for at a time.
 CHUNK_ROWS = 8_192
+# Fewest rows of a cell in a stratified sample: enough to be seen as dense.
+CELL_FLOOR = 40
 # Neighbours that place a row which is not of the fit sample.
 PLACING_NEIGHBORS = 5
 
@@ -76,13 +78,14 @@ def search(
 def choose_fit_rows(job: Job) -> None:
     """All rows where they are few enough, a stratified sample of them where they are not."""
     projection = saved_projection(job)
-    projected = np.concatenate([projection(vectors) for _, vectors in job.rows.vectors()])
+    projected = np.concatenate(
+        [projection(vectors, job.layout) for _, vectors in job.rows.vectors()]
+    )
     size = job.options.umap_sample_size
     if len(projected) <= size:
         rows = np.arange(len(projected))
     else:
-        floor = 2 * job.options.min_cluster_size
-        rows = stratified_rows(projected, size, floor, job.options.seed)
+        rows = stratified_rows(projected, size, CELL_FLOOR, job.options.seed)
     job.parts.write_arrays("fit.npz", rows=rows, projected=projected[rows])
 
 
@@ -93,7 +96,7 @@ def rest_chunks(
     projection = saved_projection(job)
     for index in indices:
         rest = job.rows.outside(index, fit_rows)
-        yield projection(job.rows.part_vectors(index)[rest])
+        yield projection(job.rows.part_vectors(index)[rest], job.layout)
 
 
 def self_first(

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 
 def standardize_parameters(job: Job) -> dict[str, Any]:
-    return {"transform": "sqrt", "scale": "none"}
+    return {"transform": "sqrt", "centred": "by context octave", "scale": "none"}
 
 
 def standardize(job: Job) -> tuple[dict[str, Any], str]:
     moments = Moments.empty()
     for done, (_, vectors) in enumerate(job.rows.vectors(), start=1):
-        moments = moments.add(vectors)
+        moments = moments.add(vectors, job.layout)
         job.part_done(done, len(job.rows.names))
     job.parts.write_arrays(
         "moments.npz",
-        mean=moments.mean,
+        mean=moments.means,
         # Shares have one unit already: dividing by each bin's deviation would blow up rare bins.
         scale=np.ones(DIMENSIONS),
         covariance=moments.covariance,
     )
-    return {"transform": "sqrt", "rows": moments.rows}, "square roots, centred, not rescaled"
+    octaves = np.flatnonzero(moments.counts)
+    summary = {"transform": "sqrt", "rows": moments.rows, "octaves": octaves.tolist()}
+    return summary, f"square roots, centred in each of {len(octaves)} context octaves"
 
 
 def pca_parameters(job: Job) -> dict[str, Any]:

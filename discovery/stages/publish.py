@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.fingerprint import DIMENSIONS, Layout
+from capture_kernels.errors import StoreError
+from capture_kernels.fingerprint import DIMENSIONS
 from capture_kernels.zones import ZONES
 from pipeline.record import PHASES
 
@@ -26,6 +27,7 @@ from ..artifacts import (
 )
 from ..checkpoint import file_facts, write_json
 from ..describe import describe_cluster
+from ..options import FREE_ON_RESUME
 from .project import saved_projection
 
 if TYPE_CHECKING:
@@ -55,9 +57,28 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     # Read back what is on disk, not what was meant to be there, before anybody is served by it.
     load_artifacts(job.folder)
     runs.move_latest(job.options.output_dir, job.run_id)
-    with job.open_store() as store:
-        store.record_run(manifest | {"output": str(job.folder)}, clusters.to_pylist())
-    return {}, f"{job.folder} is latest"
+    says = f"{job.folder} is latest"
+    try:
+        with job.open_store() as store:
+            store.record_run(noted_run(job, manifest), clusters.to_pylist())
+    except StoreError as error:
+        # The artifacts are out and whole; a store that cannot be written to does not unpublish them.
+        says += f"; not noted in the store: {error}"
+    return {}, says
+
+
+def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the store keeps of a run."""
+    same = ("run_id", "created_at", "engine", "model", "layout", "capture_id")
+    return {
+        **{name: manifest[name] for name in same},
+        "status": "published",
+        "rows": manifest["counts"]["rows"],
+        "clusters": manifest["counts"]["clusters"],
+        "noise_share": manifest["quality"]["noise_share"],
+        "output": str(job.folder),
+        "manifest": manifest,
+    }
 
 
 def embedding_table(
@@ -85,7 +106,7 @@ def embedding_table(
 
 def clusters_table(job: Job, ids: NDArray[np.int32], rows: dict[str, NDArray[Any]]) -> pa.Table:
     """One row for each cluster: where it lies, what it is like, and rows that show it."""
-    layout = Layout(job.window["layout"])
+    layout = job.layout
     label, place = rows["label"], rows["place"]
     count = len(ids)
     sizes = np.bincount(label[label >= 0], minlength=count)
@@ -136,14 +157,16 @@ def exemplars(
 ) -> list[dict[str, Any]]:
     """The keys of the members nearest to the centroid, at most one of a request, nearest first."""
     projection = saved_projection(job)
-    target = projection(centroid[None])
+    target = projection(centroid[None], job.layout)
     ends = np.searchsorted(members, [*job.rows.offsets[1:], job.rows.count])
     begin = 0
     found: list[tuple[float, int, int]] = []
     for index, end in enumerate(ends):
         local = members[begin:end] - job.rows.offsets[index]
         begin = int(end)
-        apart = np.linalg.norm(projection(job.rows.part_vectors(index)[local]) - target, axis=1)
+        apart = np.linalg.norm(
+            projection(job.rows.part_vectors(index)[local], job.layout) - target, axis=1
+        )
         nearest = np.argsort(apart, kind="stable")[: 20 * EXEMPLARS]
         found += [(float(apart[i]), index, int(local[i])) for i in nearest]
     chosen: dict[str, dict[str, Any]] = {}
@@ -175,30 +198,33 @@ def landmarks_table(job: Job, lookup: NDArray[np.int32]) -> pa.Table:
 def projection_table(job: Job) -> pa.Table:
     """One row: the arrays of `Projection`, and the distances to the nearest landmark."""
     projection = saved_projection(job)
-    quantiles = job.stage_parts("cluster").read_arrays("landmarks.npz")["quantiles"]
+    landmarks = job.stage_parts("cluster").read_arrays("landmarks.npz")
+    quantiles = landmarks["quantiles"]
     floats = pa.list_(pa.float32())
     return pa.table(
         {
             "transform": pa.array(["sqrt"]),
-            "mean": pa.array([projection.mean], floats),
+            "mean": pa.array([projection.mean.reshape(-1)], floats),
             "scale": pa.array([projection.scale], floats),
             "components": pa.array([projection.components.reshape(-1)], floats),
             "explained": pa.array([projection.explained], pa.list_(pa.float64())),
             "distance_quantiles": pa.array([quantiles], pa.list_(pa.float64())),
             "reach": pa.array([float(quantiles[-1])]),
+            "noise_factor": pa.array([float(landmarks["noise_factor"])]),
         }
     )
 
 
 def build_manifest(job: Job, clusters: int, noise_share: float) -> dict[str, Any]:
     window, summaries = job.window, job.summaries
-    parameters = job.options.as_json()
-    parameters.pop("zone_rules")
+    given = job.options.as_json()
+    free = {*FREE_ON_RESUME, "zone_rules"} - {"db"}
+    parameters = {name: value for name, value in given.items() if name not in free}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": job.run_id,
         "created_at": job.created_at,
-        "layout": Layout(window["layout"]).label,
+        "layout": job.layout.label,
         "capture_id": window["capture_id"],
         "model": window["model"],
         "engine": job.engine.name,

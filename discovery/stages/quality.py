@@ -33,6 +33,9 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         "mean_persistence": float(persistence.mean()) if len(persistence) else None,
         "classifier_agreement": float(held["agreement"]) if held["rows"] else None,
         "classifier_held_out_rows": int(held["rows"]),
+        "classifier_noise_recognised": (
+            float(held["noise_recognised"]) if held["noise_rows"] else None
+        ),
         "gate": "not applied: first run, nothing to compare with",
     }
     says = f"trustworthiness {found.trustworthiness:.3f}, neighbours kept {found.recall:.0%}"

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZONES
 
 if TYPE_CHECKING:
@@ -18,8 +17,7 @@ def parameters(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
-    layout = Layout(job.window["layout"])
-    zoned = [job.options.zone_rules.classify(v, layout) for _, v in job.rows.vectors()]
+    zoned = [job.options.zone_rules.classify(v, job.layout) for _, v in job.rows.vectors()]
     index = np.concatenate([z.zone for z in zoned])
     confidence = np.concatenate([z.confidence for z in zoned])
     job.parts.write_arrays("zones.npz", index=index, confidence=confidence)

@@ -19,10 +19,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
-from adbc_driver_manager import Error
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
+
+from .base import BATCH_ROWS
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
@@ -50,7 +51,7 @@ _MEANINGS = (
 )  # fmt: skip
 
 
-def store_error(path: Path, error: Error) -> StoreError:
+def store_error(path: Path, error: dbapi.Error) -> StoreError:
     """What an error of the driver means to the user."""
     text = str(error)
     for words, meaning in _MEANINGS:
@@ -78,7 +79,7 @@ class Database(AbstractContextManager["Database"]):
         uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
         try:
             self._connection = dbapi.connect(uri, autocommit=True)
-        except Error as error:
+        except dbapi.Error as error:
             raise store_error(path, error) from None
         try:
             # NORMAL: a committed batch survives the death of the process, kill -9 included. Power
@@ -102,7 +103,7 @@ class Database(AbstractContextManager["Database"]):
         self,
         sql: str,
         parameters: Sequence[Any] | pa.RecordBatch | None = None,
-        batch_rows: int = 1024,
+        batch_rows: int = BATCH_ROWS,
     ) -> pa.Table:
         """The answer to one query.
 
@@ -115,7 +116,7 @@ class Database(AbstractContextManager["Database"]):
             with self._connection.cursor(adbc_stmt_kwargs={_BATCH_ROWS: str(batch_rows)}) as cursor:
                 cursor.execute(sql, parameters)
                 return cursor.fetch_arrow_table()
-        except Error as error:
+        except dbapi.Error as error:
             raise store_error(self.path, error) from None
 
     def rows(self, sql: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
@@ -130,7 +131,7 @@ class Database(AbstractContextManager["Database"]):
                     cursor.executemany(sql, parameters)
                 else:
                     cursor.execute(sql, parameters)
-        except Error as error:
+        except dbapi.Error as error:
             raise store_error(self.path, error) from None
 
     @contextmanager
