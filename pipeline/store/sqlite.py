@@ -107,6 +107,7 @@ class SqliteStore:
         """See `Store.prune`. The file keeps its size; the room is used again by later rows."""
         self._check_writable()
         limit, deleted = to_micros(before), 0
+        keys_of_one = 1 << rows_.REQUEST_SHIFT
         with self._lock:
             old = "SELECT DISTINCT block FROM blocks WHERE first_at < ? ORDER BY block"
             blocks = [block for (block,) in self._db.rows(old, (limit,))]
@@ -116,9 +117,9 @@ class SqliteStore:
                         deleted += self._prune_block(block, limit)
             with self._db.transaction():
                 self._db.run(
-                    "DELETE FROM requests WHERE NOT EXISTS (SELECT 1 FROM fingerprints WHERE"
-                    f" key >= request_ref << {rows_.REQUEST_SHIFT}"
-                    f" AND key - (request_ref << {rows_.REQUEST_SHIFT}) < {1 << rows_.REQUEST_SHIFT})"
+                    "DELETE FROM requests WHERE NOT EXISTS (SELECT 1 FROM fingerprints WHERE key"
+                    f" BETWEEN request_ref << {rows_.REQUEST_SHIFT}"
+                    f" AND (request_ref << {rows_.REQUEST_SHIFT}) + {keys_of_one - 1})"
                 )
                 self._db.run("DELETE FROM sessions WHERE last_at < ?", (limit,))
         return deleted
