@@ -20,10 +20,12 @@ from capture_kernels.zones import ZoneRules
 from . import runs
 from .artifacts import MANIFEST, load_artifacts, read_manifest
 from .options import FREE_ON_RESUME, DiscoverOptions, option_name
-from .progress import listener_for_terminal
+from .progress import Listener, listener_for_terminal
 
 # Lines of a stream that are classified together.
 CLASSIFY_LINES = 4_096
+# Exit code of a run that is kept but not served.
+GATE_FAILED = 3
 
 runs_app = typer.Typer(no_args_is_help=True, help="Look at the runs of an output folder.")
 
@@ -59,6 +61,12 @@ def discover(
     resume: Annotated[str | None, typer.Option(help="Finish this stopped run.")] = None,
     max_memory_gb: Annotated[float | None, typer.Option(help="Memory of Dask's workers.")] = None,
     max_hours: Annotated[float | None, typer.Option(help="Stop at a checkpoint after.")] = None,
+    websocket_port: Annotated[
+        int | None, typer.Option(help="Serve the progress events here, on 127.0.0.1.")
+    ] = None,
+    no_gate: Annotated[
+        bool, typer.Option("--no-gate", help="Serve the run even if its quality check fails.")
+    ] = False,
     zone_thresholds: Annotated[
         Path | None, typer.Option(help="TOML file with the strong values of zones.")
     ] = None,
@@ -69,10 +77,12 @@ def discover(
 ) -> None:
     """Find the behaviours in a store's fingerprints and publish them.
 
-    Exit codes: 0 published, 2 cannot be done as asked, 4 stopped at --max-hours, 130 Ctrl+C,
-    143 SIGTERM; after 4, 130 and 143 the printed --resume command finishes the run.
+    Exit codes: 0 published, 2 cannot be done as asked, 3 published but not made latest, since its
+    quality check failed, 4 stopped at --max-hours, 130 Ctrl+C, 143 SIGTERM; after 4, 130 and 143
+    the printed --resume command finishes the run.
     """
     from .job import discover as run_job
+    from .live import LiveEvents
     from .stopping import Interrupted, StopRequest, stop_on_signals
 
     if resume:
@@ -83,17 +93,21 @@ def discover(
         umap_neighbors=umap_neighbors, umap_min_dist=umap_min_dist,
         umap_sample_size=umap_sample_size, batch_size=batch_size, seed=seed, layout=layout,
         model=model, capture_id=capture_id, engine=engine, long_running=long_running,
-        scheduler=scheduler, max_memory_gb=max_memory_gb, max_hours=max_hours,
+        scheduler=scheduler, max_memory_gb=max_memory_gb, max_hours=max_hours, no_gate=no_gate,
         zone_rules=ZoneRules.from_toml(zone_thresholds) if zone_thresholds else ZoneRules(),
     )  # fmt: skip
     stop = StopRequest()
+    listeners: list[Listener] = [listener_for_terminal()]
+    live = LiveEvents(websocket_port) if websocket_port is not None else None
+    if live:
+        listeners.append(live)
     try:
         with stop_on_signals(stop):
             manifest = run_job(
                 options,
                 resume=resume,
                 now=now.replace(tzinfo=UTC) if now else None,
-                listeners=[listener_for_terminal()],
+                listeners=listeners,
                 stop=stop,
             )
     except Interrupted as interrupted:
@@ -102,15 +116,20 @@ def discover(
             print(f"finish it with: {again}{' --long-running' if long_running else ''}",
                   file=sys.stderr)  # fmt: skip
         raise
+    finally:
+        if live:
+            live.close()
     if as_json:
         print(json.dumps(manifest, sort_keys=True))
     else:
         show_run(output / manifest["run_id"], manifest)
+    if not manifest["quality"]["gate"]["passed"] and not no_gate:
+        raise typer.Exit(GATE_FAILED)
 
 
 def refuse_changes_on_resume(ctx: typer.Context) -> None:
     """A resumed run keeps what it was started with; a changed option would make it another run."""
-    free = {*FREE_ON_RESUME, "resume", "as_json"}
+    free = {*FREE_ON_RESUME, "resume", "as_json", "websocket_port"}
     for name in ctx.params:
         source = ctx.get_parameter_source(name)
         if name not in free and source is not None and source.name == "COMMANDLINE":

@@ -50,6 +50,7 @@ class DiscoverOptions:
     scheduler: str | None = None
     max_memory_gb: float | None = None
     max_hours: float | None = None
+    no_gate: bool = False
     zone_rules: ZoneRules = field(default_factory=ZoneRules)
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class DiscoverOptions:
                 )
         if self.umap_min_dist > 1:
             raise OptionError(f"--umap-min-dist must be at most 1, got {self.umap_min_dist}")
-        for name in ("max_memory_gb", "max_hours"):
+        for name in ("max_memory_gb", "max_hours", "no_gate"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise OptionError(f"{option_name(name)} must be more than 0, got {value}")

@@ -56,13 +56,16 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     write_json(job.folder / MANIFEST, manifest)
     # Read back what is on disk, not what was meant to be there, before anybody is served by it.
     load_artifacts(job.folder)
-    runs.move_latest(job.options.output_dir, job.run_id)
-    says = f"{job.folder} is latest"
+    if job.options.no_gate or manifest["quality"]["gate"]["passed"]:
+        runs.move_latest(job.options.output_dir, job.run_id)
+        says = f"{job.folder} is latest"
+    else:
+        says = f"{job.folder} is kept, and latest stays where it was"
     try:
         with job.open_store() as store:
             store.record_run(noted_run(job, manifest), clusters.to_pylist())
     except StoreError as error:
-        # The artifacts are out and whole; a store that cannot be written to does not unpublish them.
+        # The artifacts are out and whole: a store that is read-only does not unpublish them.
         says += f"; not noted in the store: {error}"
     return {}, says
 

@@ -17,6 +17,15 @@ def parameters(job: Job) -> dict[str, Any]:
     return {"sample": SAMPLE_ROWS, "k": NEIGHBORS, "seed": job.options.seed}
 
 
+def gate(clusters: int) -> dict[str, Any]:
+    """Whether this run may be served, and why not. It is the first to be compared with nothing, so
+    the one thing asked is that it found something."""
+    reasons = (
+        [] if clusters else ["no clusters: try a longer --hours or a smaller --min-cluster-size"]
+    )
+    return {"passed": not reasons, "reasons": reasons}
+
+
 def run(job: Job) -> tuple[dict[str, Any], str]:
     fit = job.stage_parts("neighbors").read_arrays("fit.npz")
     points = job.stage_parts("umap").read_arrays("map.npz")["points"]
@@ -25,7 +34,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     found = map_quality(fit["projected"], points, k, SAMPLE_ROWS, job.options.seed)
     held = cluster.read_arrays("agreement.npz")
     persistence = cluster.read_arrays("fit.npz")["persistence"]
-    summary = {
+    summary: dict[str, Any] = {
         "trustworthiness": round(found.trustworthiness, 6),
         "neighbor_recall": round(found.recall, 6),
         "sampled_rows": min(SAMPLE_ROWS, len(points)),
@@ -36,9 +45,10 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         "classifier_noise_recognised": (
             float(held["noise_recognised"]) if held["noise_rows"] else None
         ),
-        "gate": "not applied: first run, nothing to compare with",
+        "gate": gate(len(persistence)),
     }
     says = f"trustworthiness {found.trustworthiness:.3f}, neighbours kept {found.recall:.0%}"
     if held["rows"]:
         says += f", classifier agrees on {float(held['agreement']):.1%} of held-out rows"
+    says += "".join(f"; FAILED: {reason}" for reason in summary["gate"]["reasons"])
     return summary, says

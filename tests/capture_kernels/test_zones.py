@@ -98,21 +98,63 @@ def test_many_rows_have_the_zones_of_the_rows_one_by_one(layout):
     assert empty.names == []
 
 
-@pytest.mark.parametrize(("layout", "bins"), [(Layout.LOG16, 16), (Layout.LAYERED, 8)])
-def test_ripple_is_the_low_share_of_the_spectrum(layout, bins):
-    vectors = random_vectors(50, layout)
-    energy = np.abs(np.fft.fft(vectors[:, 4 : 4 + bins].astype(np.float64), axis=1)) ** 2
-    frequency = np.minimum(np.arange(bins), bins - np.arange(bins))
-    low = (frequency >= 1) & (frequency <= bins // 8)
-    expected = energy[:, low].sum(axis=1) / energy[:, 1:].sum(axis=1)
-    np.testing.assert_allclose(ripple(vectors, layout), expected, atol=1e-5)
+BINS = [(Layout.LOG16, 16), (Layout.LAYERED, 8)]
 
 
-@pytest.mark.parametrize(("layout", "bins"), [(Layout.LOG16, 16), (Layout.LAYERED, 8)])
+def with_histogram(masses):
+    vectors = np.zeros((1, 20), np.float32)
+    vectors[0, 4 : 4 + len(masses)] = masses
+    return vectors
+
+
+def test_ripple_of_three_bins_is_what_comes_out_by_hand():
+    # Square roots 1, 3, 2: the half wave has (1 - 2)**2 / 2 = 0.5, the whole wave
+    # (1 - 2 * 3 + 2)**2 / 6 = 1.5, and there is no other.
+    for layout in LAYOUTS:
+        assert ripple(with_histogram([1, 9, 4]), layout)[0] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("layout", "bins"), BINS)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_ripple_is_the_low_share_of_the_spectrum_of_the_bins_that_are_reached(layout, bins, scale):
+    vectors = random_vectors(bins * 20, layout)
+    reach = np.arange(len(vectors)) % bins + 1
+    vectors[:, 4 : 4 + bins] *= np.arange(bins) < reach[:, None]
+    expected = []
+    for vector, reached in zip(vectors.astype(np.float64), reach, strict=True):
+        amplitudes = np.sqrt(vector[4 : 4 + reached])
+        energy = np.abs(np.fft.fft(np.concatenate([amplitudes, amplitudes[::-1]])))[:reached] ** 2
+        expected.append(energy[2 : bins // 2].sum() / energy[1:].sum() if reached > 1 else 0.0)
+    found = ripple(vectors * np.float32(scale), layout)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "bins"), BINS)
+def test_a_slope_and_a_fast_wave_are_no_ripple_and_a_slow_wave_is_nothing_else(layout, bins):
+    for half_waves in range(1, bins):
+        wave = np.cos(np.pi * half_waves * (np.arange(bins) + 0.5) / bins)
+        found = ripple(with_histogram((1 + wave / 2) ** 2), layout)[0]
+        assert found == pytest.approx(1.0 if 2 <= half_waves < bins // 2 else 0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "bins"), BINS)
 def test_a_constant_histogram_has_no_ripple(layout, bins):
-    vectors = np.zeros((2, 20), np.float32)
-    vectors[0, 4 : 4 + bins] = 1 / bins
-    assert ripple(vectors, layout).tolist() == [0.0, 0.0]
+    assert ripple(np.zeros((1, 20), np.float32), layout).tolist() == [0.0]
+    for reach in range(1, bins + 1):
+        assert ripple(with_histogram([1 / reach] * reach), layout).tolist() == [0.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    vector=st.lists(
+        st.floats(0, float(np.finfo(np.float32).max), width=32), min_size=20, max_size=20
+    ),
+)
+def test_ripple_is_a_share_whatever_the_histogram(layout, vector):
+    share = ripple(np.array([vector], np.float32), layout)
+    assert share.dtype == np.float32
+    assert 0.0 <= share[0] <= 1.0
 
 
 def test_a_file_overrides_the_thresholds_it_names(tmp_path):

@@ -1,0 +1,195 @@
+"""What the discovery benchmarks share: the machine, the job, the plain recipe, the sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from discovery.artifacts import Artifacts, load_artifacts
+from discovery.job import discover
+from discovery.options import DiscoverOptions
+from pipeline.record import KEY, conform
+from pipeline.store import Selection, open_store
+
+REPO = Path(__file__).resolve().parents[1]
+SAMPLE = REPO / "examples" / "sample" / "fingerprints.parquet"
+LIBRARIES = ("numpy", "scikit-learn", "umap-learn", "hdbscan", "pyarrow")
+# A fixed clock, so that a run's name and window do not depend on the day of the benchmark.
+NOW = datetime(2026, 1, 10, 4, 2, 11, tzinfo=UTC)
+# The plain recipe. Of 20 numbers 16 are free (three are sums of others, the histogram sums to 1).
+PLAIN_COMPONENTS, PLAIN_CLUSTER_SIZE, PLAIN_MIN_SAMPLES = 16, 20, 10
+
+
+class WrongAnswerError(Exception):
+    """A figure or an answer is not what it must be."""
+
+
+def about(libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
+    """Date, versions and machine, to stand beside figures. No host names and no paths."""
+    versions = {"python": platform.python_version()}
+    for library in libraries:
+        try:
+            versions[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions,
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        },
+    }
+
+
+def cpu_model() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def write_figures(path: Path, figures: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**about(), **figures}, indent=2) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def read_records(path: Path) -> pa.Table:
+    """The records of a store, or of a Parquet file, that a run would take: those of the commonest
+    model, layout and capture."""
+    if path.is_file() and path.suffix == ".parquet":
+        batches = [conform(batch).batch for batch in pq.read_table(path).to_batches()]
+        table = pa.Table.from_batches(batches).unify_dictionaries()
+        groups = table.group_by(["model", "layout", "capture_id"]).aggregate([([], "count_all")])
+        top = groups.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
+        keep = np.ones(len(table), bool)
+        for name in ("model", "layout", "capture_id"):
+            column = table.column(name)
+            plain = column.cast(pa.string()) if name != "layout" else column
+            keep &= np.array(plain.to_pylist()) == top[name]
+        return table.filter(pa.array(keep)).combine_chunks()
+    with open_store(path, read_only=True) as store:
+        group = store.groups()[0]
+        chosen = Selection(model=group.model, layout=group.layout, capture_id=group.capture_id)
+        return pa.Table.from_batches(list(store.scan(chosen))).unify_dictionaries().combine_chunks()
+
+
+def make_store(path: Path, records: pa.Table | pa.RecordBatch) -> Path:
+    """A store file of its own, which the job may note its runs in."""
+    with open_store(path, create=True) as store:
+        store.append(records)
+    return path
+
+
+class Run(NamedTuple):
+    """A finished run of the job: its artifacts, and the seconds that it took."""
+
+    artifacts: Artifacts
+    seconds: float
+
+
+def run_job(db: Path, output: Path, seed: int) -> Run:
+    """The job as `attn discover --hours 0 --seed SEED` runs it."""
+    options = DiscoverOptions(db=str(db), output=str(output), hours=0, seed=seed)
+    began = time.perf_counter()
+    discover(options, now=NOW)
+    seconds = time.perf_counter() - began
+    return Run(load_artifacts(output), seconds)
+
+
+def by_key(table: pa.Table) -> pa.Table:
+    """The table in the order of its records' keys."""
+    return table.sort_by([(name, "ascending") for name in KEY])
+
+
+def check_same_keys(a: pa.Table, b: pa.Table, what: str) -> None:
+    """Raise WrongAnswerError unless both hold the same records in the same order."""
+    for name in KEY:
+        if a.num_rows != b.num_rows or not a.column(name).equals(b.column(name)):
+            raise WrongAnswerError(f"{what}: not the same records")
+
+
+class Plain(NamedTuple):
+    """What the plain recipe gives: labels int[n], map float32[n, 2], the space float32[n, 16] that
+    the map is of, seconds, and the fitted steps to place other rows with."""
+
+    labels: NDArray[np.int64]
+    points: NDArray[np.float32]
+    space: NDArray[np.float32]
+    seconds: float
+    steps: tuple[Any, Any, Any, Any]
+
+
+def plain_recipe(vectors: NDArray[np.float32], seed: int) -> Plain:
+    """The peer: StandardScaler, PCA, UMAP and HDBSCAN(20, 10), otherwise by their defaults.
+
+    Args:
+        vectors: float32[n, 20].
+    """
+    from hdbscan import HDBSCAN
+    from sklearn.decomposition import PCA
+    from sklearn.preprocessing import StandardScaler
+    from umap import UMAP
+
+    began = time.perf_counter()
+    scaler = StandardScaler()
+    pca = PCA(PLAIN_COMPONENTS, random_state=seed)
+    space = pca.fit_transform(scaler.fit_transform(vectors))
+    with warnings.catch_warnings():
+        # umap-learn warns that a seed means one thread.
+        warnings.filterwarnings("ignore", message="n_jobs value")
+        reducer = UMAP(random_state=seed)
+        points = reducer.fit_transform(space)
+    clusterer = HDBSCAN(
+        min_cluster_size=PLAIN_CLUSTER_SIZE, min_samples=PLAIN_MIN_SAMPLES, prediction_data=True
+    ).fit(points)
+    seconds = time.perf_counter() - began
+    return Plain(
+        np.asarray(clusterer.labels_),
+        np.asarray(points, np.float32),
+        np.asarray(space, np.float32),
+        seconds,
+        (scaler, pca, reducer, clusterer),
+    )
+
+
+def explained_share(
+    labels: NDArray[np.integer[Any]], values: NDArray[np.float64]
+) -> dict[str, float]:
+    """How much of a number's variance the clusters explain, over the rows that are in one.
+
+    eta_squared is the between-cluster share; epsilon_squared is corrected for the number of
+    clusters (Kelley 1935), 0 on average where there is nothing.
+    """
+    inside = labels >= 0
+    _, group = np.unique(labels[inside], return_inverse=True)
+    x = values[inside]
+    sizes = np.bincount(group)
+    n, k = len(x), len(sizes)
+    if k < 2 or n <= k:
+        return {"eta_squared": 0.0, "epsilon_squared": 0.0}
+    means = np.bincount(group, x) / sizes
+    eta = 1.0 - ((x - means[group]) ** 2).sum() / ((x - x.mean()) ** 2).sum()
+    return {
+        "eta_squared": float(eta),
+        "epsilon_squared": float(1.0 - (1.0 - eta) * (n - 1) / (n - k)),
+    }
+
+
+def log2_position(table: pa.Table) -> NDArray[np.float64]:
+    return np.log2(np.maximum(table.column("position").to_numpy(), 1))
