@@ -107,9 +107,10 @@ def run_job(db: Path, output: Path, seed: int) -> Run:
     """The job as `attn discover --hours 0 --seed SEED` runs it."""
     options = DiscoverOptions(db=str(db), output=str(output), hours=0, seed=seed)
     began = time.perf_counter()
-    discover(options, now=NOW)
+    run_id = discover(options, now=NOW)["run_id"]
     seconds = time.perf_counter() - began
-    return Run(load_artifacts(output), seconds)
+    # By its own name: `latest` does not move to a run that fails its gate.
+    return Run(load_artifacts(output / run_id), seconds)
 
 
 def by_key(table: pa.Table) -> pa.Table:

@@ -8,8 +8,8 @@ by their keys; noise counts as a cluster of its own, among the true ones and amo
 Exits 1 where ARI, ARI between two seeds, or trustworthiness is below 0.9.
 
 The peer is what one would write: StandardScaler, PCA, UMAP by its defaults and HDBSCAN(20, 10) on
-the map, on --peer-rows rows; the job runs on the same rows as well. Each map's trustworthiness is
-to the space that it is a map of.
+the map, on --peer-rows rows drawn anew; the job runs on the same rows as well. Each map's
+trustworthiness is to the space that it is a map of.
 
 The ablation maps and clusters the same rows as the job does, in four spaces: plain vectors,
 z-scores, square roots, and square roots centred by context octave, which is the job's. Where the
@@ -76,13 +76,15 @@ class Planted:
 def agreement(
     truth: NDArray[np.integer[Any]], found: NDArray[np.integer[Any]]
 ) -> dict[str, float | int]:
-    """ARI over all rows and over those of a behaviour, clusters, and the share called noise."""
+    """ARI over all rows and over those of a behaviour, clusters, the share called noise, and the
+    share of the true noise that is."""
     real = truth >= 0
     return {
         "ari": float(adjusted_rand_score(truth, found)),
         "ari_without_true_noise": float(adjusted_rand_score(truth[real], found[real])),
         "clusters": len(np.unique(found[found >= 0])),
         "noise_share": float((found < 0).mean()),
+        "true_noise_called_noise": float((found[~real] < 0).mean()),
     }
 
 
@@ -103,6 +105,15 @@ def measure_job(data: Planted, seeds: int, output: Path) -> dict[str, Any]:
         }
     pairs = [float(adjusted_rand_score(a, b)) for a, b in combinations(labels.values(), 2)]
     return {"rows": len(data.truth), "seeds": runs, "ari_between_seeds": pairs}
+
+
+def warm_up(folder: Path) -> None:
+    """Compile what the libraries compile at first use, which no figure should hold."""
+    folder.mkdir()
+    # From 4,096 rows on UMAP searches neighbours by another way.
+    data = Planted(4_200, folder)
+    common.plain_recipe(data.vectors, FIRST_SEED)
+    common.run_job(data.db, folder, FIRST_SEED)
 
 
 def measure_peer(data: Planted) -> dict[str, Any]:
@@ -172,15 +183,19 @@ def measure_ablation(data: Planted, most: int) -> dict[str, dict[str, Any]]:
     return figures
 
 
+def summary(run: dict[str, Any]) -> str:
+    return (
+        f"ARI {run['ari']:.3f} (without true noise {run['ari_without_true_noise']:.3f}), "
+        f"trustworthiness {run['trustworthiness']:.3f}, {run['clusters']} clusters of 12, noise "
+        f"{run['noise_share']:.1%} (of the true noise {run['true_noise_called_noise']:.1%}), "
+        f"{run['seconds']:.1f} s"
+    )
+
+
 def print_job(job: dict[str, Any]) -> None:
     print(f"the job, {job['rows']:,} planted rows")
     for seed, run in job["seeds"].items():
-        print(
-            f"  seed {seed}: ARI {run['ari']:.3f} (without true noise "
-            f"{run['ari_without_true_noise']:.3f}), trustworthiness {run['trustworthiness']:.3f}, "
-            f"{run['clusters']} clusters of 12, noise {run['noise_share']:.1%}, "
-            f"{run['seconds']:.1f} s"
-        )
+        print(f"  seed {seed}: {summary(run)}")
         stages = "  ".join(f"{name} {s:.1f}" for name, s in run["stage_seconds"].items())
         print(f"    seconds: {stages}")
     if job["ari_between_seeds"]:
@@ -193,12 +208,7 @@ def print_figures(figures: dict[str, Any]) -> None:
     print_job(small)
     ours = small["seeds"][str(FIRST_SEED)]
     print(
-        f"the plain recipe, {peer['rows']:,} of the same rows: ARI {peer['ari']:.3f} (without true "
-        f"noise {peer['ari_without_true_noise']:.3f}), trustworthiness "
-        f"{peer['trustworthiness']:.3f}, {peer['clusters']} clusters of 12, noise "
-        f"{peer['noise_share']:.1%}, {peer['seconds']:.1f} s"
-    )
-    print(
+        f"the plain recipe, the same {peer['rows']:,} rows\n  seed {FIRST_SEED}: {summary(peer)}\n"
         f"the job to the plain recipe: ARI {ours['ari'] / max(peer['ari'], 1e-9):.2f}x, "
         f"seconds {ours['seconds'] / peer['seconds']:.2f}x"
     )
@@ -236,6 +246,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as made:
             folder, small = Path(made), Path(made) / "small"
             small.mkdir()
+            warm_up(folder / "warm-up")
             data = Planted(options.rows, folder)
             figures = {"job": measure_job(data, options.seeds, folder / "full")}
             few = Planted(min(options.peer_rows, options.rows), small)

@@ -129,4 +129,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArtifactError(
             f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
         )
+    if not isinstance(manifest.get("files"), dict):
+        raise ArtifactError(f"{path} is damaged: run attn discover again")
     return manifest

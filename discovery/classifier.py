@@ -155,7 +155,11 @@ class Classifier:
         Raises:
             RecordError: another shape, or a number that is not finite.
         """
-        rows = np.asarray(vectors, dtype=np.float32)
+        try:
+            with np.errstate(over="ignore"):  # too large becomes infinity, which is refused below
+                rows = np.asarray(vectors, dtype=np.float32)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RecordError(f"a fingerprint is {DIMENSIONS} numbers: {error}") from None
         rows = rows.reshape(1, -1) if rows.ndim == 1 else rows
         if rows.ndim != 2 or rows.shape[1] != DIMENSIONS:
             raise RecordError(f"a fingerprint has {DIMENSIONS} numbers, got shape {rows.shape}")

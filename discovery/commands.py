@@ -24,6 +24,8 @@ from .progress import Listener, listener_for_terminal
 
 # Lines of a stream that are classified together.
 CLASSIFY_LINES = 4_096
+# The largest float32: a fingerprint cannot hold more.
+LARGEST = 3.4028235e38
 # Exit code of a run that is kept but not served.
 GATE_FAILED = 3
 
@@ -225,7 +227,7 @@ def classify(
 
     classifier = Classifier.load(artifacts)
     try:
-        stream = file.open(encoding="utf-8") if file else sys.stdin
+        stream = file.open("rb") if file else sys.stdin.buffer
     except OSError as error:
         raise OptionError(f"cannot read {file}: {error.strerror}") from None
     with stream:
@@ -243,14 +245,14 @@ def parse_lines(lines: Any) -> Iterator[tuple[list[float], dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RecordError(f"line {number} is not JSON") from None
         rest = {}
         if isinstance(value, dict):
             rest = {k: v for k, v in value.items() if k != "vector"}
             value = value.get("vector")
         numbers = isinstance(value, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < float("inf")
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
             for x in value
         )
         if not numbers or len(value) != 20:

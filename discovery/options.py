@@ -10,6 +10,8 @@ from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZoneRules
 
+# A century: further back there is nothing, and before the year 1 there are no dates.
+MOST_HOURS = 876_600
 # What may differ when a run is finished elsewhere: it decides how, not what, is computed.
 FREE_ON_RESUME = (
     "db",
@@ -19,6 +21,7 @@ FREE_ON_RESUME = (
     "scheduler",
     "max_memory_gb",
     "max_hours",
+    "no_gate",
 )
 
 
@@ -62,15 +65,19 @@ class DiscoverOptions:
             "umap_sample_size": 100, "batch_size": 256, "seed": 0,
         }  # fmt: skip
         for name, least in lowest.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
+            # Not `value < least`: NaN is not less than anything.
+            if getattr(self, name) is not None and not getattr(self, name) >= least:
                 raise OptionError(
                     f"{option_name(name)} must be {least} or more, got {getattr(self, name)}"
                 )
-        if self.umap_min_dist > 1:
-            raise OptionError(f"--umap-min-dist must be at most 1, got {self.umap_min_dist}")
-        for name in ("max_memory_gb", "max_hours", "no_gate"):
+        for name, most in {"umap_min_dist": 1, "seed": 2**32 - 1, "hours": MOST_HOURS}.items():
+            if getattr(self, name) > most:
+                raise OptionError(
+                    f"{option_name(name)} must be at most {most}, got {getattr(self, name)}"
+                )
+        for name in ("max_memory_gb", "max_hours"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise OptionError(f"{option_name(name)} must be more than 0, got {value}")
         if self.scheduler and not self.long_running:
             raise OptionError("--scheduler needs --long-running")

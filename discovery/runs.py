@@ -53,7 +53,9 @@ def run_ids(output: Path) -> list[str]:
     """All runs of the folder, oldest first, finished or not."""
     if not output.is_dir():
         return []
-    return sorted(p.name for p in output.iterdir() if p.is_dir() and RUN_ID.fullmatch(p.name))
+    found = (p.name for p in output.iterdir() if p.is_dir() and RUN_ID.fullmatch(p.name))
+    # -10 comes after -9.
+    return sorted(found, key=lambda run_id: (run_id[:19], int(run_id[20:] or 1)))
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def stratified_rows(
     while (excess := int(quota.sum()) - size) != 0:
         room = quota > floor if excess > 0 else quota < counts
         if not room.any():
-            room = quota > 0
+            room = quota == quota.max()
         index = np.flatnonzero(room)[np.argsort(-quota[room], kind="stable")][: abs(excess)]
         quota[index] -= np.sign(excess)
     order = np.lexsort((rng.random(n), cell))

@@ -93,7 +93,7 @@ def nothing_found(store: Store, options: Any, now: datetime) -> str:
         return f"none of the {total:,} fingerprints matches {' '.join(filters)}; there are: {there}"
     newest = max(group.last for group in matching)
     rows = sum(group.rows for group in matching)
-    if newest > now:
+    if newest >= now:
         return (
             f"no fingerprints in the {options.hours:g} hours before {now:%Y-%m-%d %H:%M} UTC: all "
             f"{rows:,} are newer or older (the newest is of {newest:%Y-%m-%d %H:%M}): use --hours 0"
@@ -123,6 +123,11 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     with job.open_store() as store:
         keep = chosen_rows(job, store)
         kept = int(keep.sum())
+        if kept < job.options.min_rows:
+            raise RunError(
+                f"--max-per-request {job.options.max_per_request} leaves {kept} of {len(keep):,} "
+                f"rows, --min-rows is {job.options.min_rows}: raise it, or 0 for all"
+            )
         size = job.options.batch_size
         total = -(-kept // size)
         for index, batch in enumerate(full_batches(scan(job, store, COLUMNS), keep, size)):

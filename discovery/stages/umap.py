@@ -26,6 +26,10 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     init = projected[:, :2]
     widest = float(np.abs(init).max())
     init = init * np.float32(INIT_SPREAD / widest) if widest else init
+    # umap-learn divides by each axis' range, which is 0 where all rows are alike.
+    alike = np.ptp(init, axis=0) == 0
+    spread = np.random.default_rng(job.options.seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
+    init = np.where(alike, spread, init).astype(np.float32)
     points = job.engine.layout(
         projected, fit_neighbors(job), init, job.options.umap_min_dist, job.options.seed
     )

@@ -1,0 +1,208 @@
+"""Parts on disk that are whole or not there, and belong to one key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import REPO
+
+from capture_kernels.errors import RunError
+from discovery.checkpoint import StageParts, chained_key, file_facts, write_atomically, write_json
+
+# Writes a part of each kind in a process that may write no file above 20,000 bytes: a disk that
+# is full in the middle of a file. Says for each kind what came of it.
+FULL_DISK = textwrap.dedent(
+    """
+    import io, json, resource, sys
+    from pathlib import Path
+    import numpy as np, pyarrow as pa
+    from capture_kernels.errors import RunError
+    from discovery.artifacts import write_parquet
+    from discovery.checkpoint import StageParts, write_json
+
+    folder = Path(sys.argv[1])
+    parts = StageParts(folder / "stage", "key")
+    parts.write_arrays("kept.npz", values=np.arange(10))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    noise = np.random.default_rng(0).random(50_000)
+    writers = {
+        "kept.npz": lambda: parts.write_arrays("kept.npz", values=noise),
+        "arrays.npz": lambda: parts.write_arrays("arrays.npz", values=noise),
+        "batch.arrow": lambda: parts.write_batch(
+            "batch.arrow", pa.record_batch({"x": pa.array(noise)})),
+        "value.json": lambda: write_json(parts.path("value.json"), noise.tolist()),
+        "table.parquet": lambda: write_parquet(
+            parts.path("table.parquet"), pa.table({"x": noise})),
+    }
+    said = {}
+    for name, write in writers.items():
+        try:
+            write()
+            said[name] = "written"
+        except RunError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
+    """
+)
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    for name, message in said.items():
+        assert message == (
+            f"cannot write {tmp_path}/stage/{name}: File too large; free space and resume"
+        )
+    assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == ["kept.npz", "key"]
+    kept = StageParts(tmp_path / "stage", "key").read_arrays("kept.npz")
+    assert kept["values"].tolist() == list(range(10))
+
+
+def test_a_part_appears_under_its_name_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "part"
+    path.write_bytes(b"before")
+
+    def write(file):
+        file.write(b"after, ")
+        assert path.read_bytes() == b"before"
+        file.write(b"whole")
+
+    write_atomically(path, write)
+    assert path.read_bytes() == b"after, whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_into_a_folder_that_is_gone_says_which_file(tmp_path):
+    with pytest.raises(RunError, match=r"cannot write .*gone/value\.json: No such file"):
+        write_json(tmp_path / "gone" / "value.json", {})
+
+
+def test_json_holds_no_number_that_json_does_not_have(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "value.json", {"x": float("nan")})
+    assert not (tmp_path / "value.json").exists()
+
+
+def test_the_same_key_finds_its_parts_and_another_key_finds_none(tmp_path):
+    first = StageParts(tmp_path / "umap", "one")
+    first.write_arrays("map.npz", points=np.eye(3, dtype=np.float32))
+    first.finish({"rows": 3}, "3 rows", 0.5)
+    again = StageParts(tmp_path / "umap", "one")
+    assert again.has("map.npz")
+    assert again.finished() is not None
+    other = StageParts(tmp_path / "umap", "two")
+    assert not other.has("map.npz")
+    assert other.finished() is None
+    assert other.names("") == ["key"]
+    # And going back does not bring them back.
+    assert not StageParts(tmp_path / "umap", "one").has("map.npz")
+
+
+def test_a_folder_without_its_key_is_emptied(tmp_path):
+    stage = StageParts(tmp_path / "umap", "one")
+    stage.write_arrays("map.npz", points=np.eye(3))
+    (tmp_path / "umap" / "key").unlink()
+    assert not StageParts(tmp_path / "umap", "one").has("map.npz")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 257])
+def test_arrays_and_batches_come_back_as_they_were(tmp_path, rows):
+    stage = StageParts(tmp_path / "stage", "k")
+    arrays = {
+        "floats": np.random.default_rng(0).random((rows, 20), np.float32),
+        "ids": np.arange(rows, dtype=np.int64),
+        "flag": np.array(True),
+        "nothing": np.array(np.nan),
+    }
+    stage.write_arrays("some.npz", **arrays)
+    back = stage.read_arrays("some.npz")
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert back[name].dtype == array.dtype
+        np.testing.assert_array_equal(back[name], array)
+    words = pa.array(["b", "a", None] * rows).dictionary_encode()
+    batch = pa.record_batch({"word": words, "n": pa.array(range(3 * rows), pa.int32())})
+    stage.write_batch("rows.arrow", batch)
+    assert stage.read_batch("rows.arrow").equals(batch)
+
+
+def test_an_object_array_is_refused_since_reading_it_would_run_code(tmp_path):
+    stage = StageParts(tmp_path / "stage", "k")
+    with pytest.raises(ValueError, match="allow_pickle"):
+        stage.write_arrays("objects.npz", values=np.array([{"a": 1}], object))
+    assert not stage.has("objects.npz")
+
+
+def test_a_finished_stage_says_what_it_was_told(tmp_path):
+    stage = StageParts(tmp_path / "stage", "k")
+    assert stage.finished() is None
+    stage.write_arrays("a.npz", x=np.arange(3))
+    stage.write_arrays("b.npz", x=np.arange(4))
+    (stage.folder / ".a.npz.99.tmp").write_bytes(b"left by a killed process")
+    summary = {"rows": 7, "shares": {"x": 0.1}, "none": None, "list": [1, 2]}
+    stage.finish(summary, "7 rows", 1.25)
+    saved = StageParts(tmp_path / "stage", "k").finished()
+    assert saved["summary"] == summary
+    assert (saved["says"], saved["seconds"], saved["key"]) == ("7 rows", 1.25, "k")
+    assert saved["parts"] == {name: file_facts(stage.path(name)) for name in ("a.npz", "b.npz")}
+    assert stage.names(".npz") == ["a.npz", "b.npz"]
+
+
+@pytest.mark.parametrize("damage", ["one bit", "cut short", "missing", "longer"])
+def test_a_damaged_part_of_a_finished_stage_is_named(tmp_path, damage):
+    stage = StageParts(tmp_path / "stage", "k")
+    for name in ("a.npz", "b.npz"):
+        stage.write_arrays(name, x=np.arange(100))
+    stage.finish({}, "", 0.0)
+    part = stage.path("b.npz")
+    content = part.read_bytes()
+    if damage == "one bit":
+        part.write_bytes(content[:150] + bytes([content[150] ^ 1]) + content[151:])
+    elif damage == "cut short":
+        part.write_bytes(content[:-1])
+    elif damage == "longer":
+        part.write_bytes(content + b"\0")
+    else:
+        part.unlink()
+    with pytest.raises(RunError) as refused:
+        StageParts(tmp_path / "stage", "k").finished()
+    assert str(part) in str(refused.value)
+    assert f"delete {stage.folder} and resume" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_stages_key_depends_on_its_parameters_and_on_all_stages_before_it():
+    def keys(first: dict, second: dict) -> tuple[str, str]:
+        one = chained_key("", "extract", first)
+        return one, chained_key(one, "pca", second)
+
+    base = keys({"seed": 1, "rows": 2}, {"most": 16})
+    assert keys({"rows": 2, "seed": 1}, {"most": 16}) == base
+    changed_late = keys({"seed": 1, "rows": 2}, {"most": 15})
+    assert changed_late[0] == base[0]
+    assert changed_late[1] != base[1]
+    changed_early = keys({"seed": 2, "rows": 2}, {"most": 16})
+    assert changed_early[0] != base[0]
+    assert changed_early[1] != base[1]
+    assert chained_key("", "extract", {}) != chained_key("", "umap", {})
+
+
+def test_file_facts_are_the_size_and_the_sha256(tmp_path):
+    path: Path = tmp_path / "abc"
+    path.write_bytes(b"abc")
+    assert file_facts(path) == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }

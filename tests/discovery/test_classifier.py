@@ -1,0 +1,305 @@
+"""The classifier: one run's artifacts name the behaviour of any fingerprint, on any CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPO
+from planted import planted
+from published import RUN_ID, Mixed, Published, labels_by_row, layered, mixed, published
+
+from capture_kernels.errors import RecordError
+from capture_kernels.fingerprint import Layout
+from capture_kernels.zones import ZONES, ZoneRules
+from discovery.classifier import Classifier, nearest_landmark
+
+
+@pytest.fixture(scope="session")
+def run(attn, tmp_path_factory) -> Published:
+    return published(attn, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def mixed_run(attn, tmp_path_factory) -> Mixed:
+    return mixed(attn, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def classifier(run) -> Classifier:
+    return Classifier.load(run.output)
+
+
+def test_the_rows_of_a_run_get_the_cluster_that_the_run_gave_them(run, classifier):
+    given = labels_by_row(run.folder, len(run.vectors))
+    found = classifier.classify(run.vectors)
+    inside = given >= 0
+    assert (found.cluster_id[inside] == given[inside]).mean() >= 0.97
+
+
+@pytest.mark.parametrize("seed", [101, 102])
+def test_new_rows_get_the_cluster_of_their_behaviour(run, classifier, seed):
+    labels = labels_by_row(run.folder, len(run.vectors))
+    counts = np.zeros((labels.max() + 2, run.truth.max() + 1))
+    planted_rows = run.truth >= 0
+    np.add.at(counts, (labels[planted_rows], run.truth[planted_rows]), 1)
+    behaviour_of = counts.argmax(axis=1)  # of each cluster; the last is noise
+    behaviour_of[-1] = -1
+    vectors, truth = planted(3_001, seed)
+    found = behaviour_of[classifier.classify(vectors).cluster_id]
+    assert (found[truth >= 0] == truth[truth >= 0]).mean() >= 0.95
+
+
+def test_the_run_measured_its_classifier_on_rows_that_it_had_not_seen(classifier, run):
+    quality = json.loads((run.folder / "manifest.json").read_text())["quality"]
+    assert quality["classifier_agreement"] >= 0.95
+    assert 800 < quality["classifier_held_out_rows"] < 1_500
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        np.full(20, 50.0),
+        np.r_[np.zeros(4), np.zeros(15), 9.0],
+        np.full(20, 1e30),
+    ],
+)
+def test_a_vector_far_from_all_that_the_run_saw_is_noise_without_a_label(classifier, vector):
+    found = classifier.classify(vector)
+    assert found.cluster_id.tolist() == [-1]
+    assert found.probability.tolist() == [0.0]
+    manifold = classifier.answer(vector)[0]["manifold"]
+    assert (manifold["cluster_id"], manifold["cluster_label"]) == (-1, None)
+    assert manifold["zone"] in ZONES
+
+
+@pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 1_000])
+def test_a_batch_is_classified_as_its_rows_are_one_by_one(classifier, rows):
+    vectors, _ = planted(rows, rows)
+    whole = classifier.classify(vectors)
+    for row in range(0, rows, max(1, rows // 25)):
+        alone = classifier.classify(vectors[row])
+        for batch, single in zip(whole, alone, strict=True):
+            np.testing.assert_array_equal(batch[row], single[0])
+
+
+def test_no_rows_give_no_answers(classifier):
+    found = classifier.classify(np.empty((0, 20), np.float32))
+    assert [len(column) for column in found] == [0] * 5
+    assert found.place.shape == (0, 2)
+    assert classifier.answer(np.empty((0, 20), np.float32)) == []
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [],
+        [0.1] * 19,
+        [0.1] * 21,
+        np.zeros((3, 4, 20)),
+        np.zeros((2, 16)),
+        0.5,
+        "twenty numbers",
+        [[0.1] * 20, [0.1] * 19],
+        [{"vector": 1}] * 20,
+        [None] * 20,
+        [0.1] * 19 + [float("nan")],
+        [0.1] * 19 + [float("inf")],
+        [0.1] * 19 + [1e300],
+        [0.1] * 19 + [10**400],
+        [0.1] * 19 + [-1e-6],
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_fingerprint_is_refused(classifier, vectors):
+    with pytest.raises(RecordError) as refused:
+        classifier.classify(vectors)
+    assert "\n" not in str(refused.value)
+
+
+def test_zones_are_those_of_the_one_table_of_rules(classifier, mixed_run):
+    vectors, _ = planted(2_000, 8)
+    expected = ZoneRules().classify(vectors, Layout.LOG16)
+    found = classifier.classify(vectors)
+    np.testing.assert_array_equal(found.zone, expected.zone)
+    np.testing.assert_array_equal(found.zone_confidence, expected.confidence)
+    answers = classifier.answer(vectors[:50])
+    assert [answer["manifold"]["zone"] for answer in answers] == expected.names[:50]
+
+
+def test_an_answer_is_json_with_the_label_of_its_cluster(run, classifier):
+    answers = classifier.answer(run.vectors[:200])
+    assert json.loads(json.dumps(answers)) == answers
+    for answer in answers:
+        assert set(answer) == {"manifold", "schema_version", "run_id"}
+        assert (answer["schema_version"], answer["run_id"]) == (1, RUN_ID)
+        manifold = answer["manifold"]
+        assert manifold["cluster_label"] == classifier.labels.get(manifold["cluster_id"])
+        assert 0 <= manifold["probability"] <= 1
+        assert 0 < manifold["confidence"] <= 1
+        assert manifold["cluster_label"] is not None or manifold["cluster_id"] == -1
+
+
+@pytest.mark.parametrize(("rows", "landmarks", "dimensions"), [(1, 1, 2), (300, 7, 16), (513, 999, 5)])
+def test_the_nearest_landmark_is_exact(rows, landmarks, dimensions):
+    rng = np.random.default_rng(rows)
+    points = rng.normal(size=(landmarks, dimensions)).astype(np.float32)
+    queries = rng.normal(size=(rows, dimensions)).astype(np.float32)
+    queries[0] = points[-1]
+    found = nearest_landmark(queries, points)
+    exact = np.linalg.norm(queries[:, None].astype(float) - points[None], axis=2)
+    np.testing.assert_array_equal(found.row, exact.argmin(axis=1))
+    np.testing.assert_allclose(found.distance, exact.min(axis=1), rtol=1e-5)
+    assert found.distance[0] == 0.0
+
+
+def test_classifying_needs_no_library_but_numpy_and_arrow(run):
+    script = textwrap.dedent(
+        """
+        import json, sys
+        from discovery.classifier import Classifier
+        classifier = Classifier.load(sys.argv[1])
+        print(len(classifier.answer([[0.05] * 20] * 3)))
+        print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(run.output)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    count, modules = done.stdout.splitlines()
+    assert count == "3"
+    heavy = {"sklearn", "umap", "numba", "hdbscan", "scipy", "dask", "distributed", "torch",
+             "pandas", "cudf", "cuml", "cupy"}  # fmt: skip
+    assert not heavy & set(json.loads(modules))
+
+
+# The command.
+
+
+@pytest.fixture
+def lines(run) -> list[str]:
+    """Fingerprints as JSON lines: a list, an object with fields of its own, a blank line, ..."""
+    vectors = run.vectors[:4].tolist()
+    return [
+        json.dumps(vectors[0]),
+        json.dumps({"vector": vectors[1], "request_id": "my request", "note": {"a": [1]}}),
+        "   ",
+        json.dumps({"request_id": "é", "vector": vectors[2]}),
+        "",
+        json.dumps(vectors[3]) + "\r",
+    ]
+
+
+def test_classify_answers_a_file_and_a_stream_alike(attn, run, classifier, lines, tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    from_file = attn("classify", "--artifacts", run.output, file)
+    from_stream = attn("classify", "--artifacts", run.folder, stdin="\n".join(lines) + "\n")
+    assert from_file.returncode == from_stream.returncode == 0, from_file.stderr
+    assert from_file.stdout == from_stream.stdout
+    assert from_file.stderr == from_stream.stderr == ""
+    answers = [json.loads(line) for line in from_file.stdout.splitlines()]
+    expected = classifier.answer(run.vectors[:4])
+    assert answers[0] == expected[0]
+    assert answers[1] == {"request_id": "my request", "note": {"a": [1]}, **expected[1]}
+    assert answers[2] == {"request_id": "é", **expected[2]}
+    assert answers[3] == expected[3]
+
+
+def test_classify_of_nothing_answers_nothing(attn, run):
+    done = attn("classify", "--artifacts", run.output, stdin="\n\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FLAT = [0.05] * 20
+BAD_LINES = [
+    b"not json",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"{}",
+    b"7",
+    b"null",
+    b'{"vector": null}',
+    b'{"vector": "text"}',
+    json.dumps(FLAT[1:]).encode(),
+    json.dumps([*FLAT, 0.05]).encode(),
+    json.dumps([*FLAT[1:], "0.05"]).encode(),
+    json.dumps([*FLAT[1:], True]).encode(),
+    json.dumps([*FLAT[1:], float("nan")]).encode(),
+    json.dumps([*FLAT[1:], float("inf")]).encode(),
+    json.dumps([*FLAT[1:], 1e300]).encode(),
+    json.dumps([*FLAT[1:], 10**400]).encode(),
+    json.dumps([*FLAT[1:], -0.1]).encode(),
+    json.dumps([FLAT]).encode(),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[-24:]))
+def test_a_line_that_is_no_fingerprint_is_named(bad, capsysbinary):
+    from discovery.commands import parse_lines
+
+    good = json.dumps(FLAT).encode() + b"\n"
+    parsed = parse_lines([good, b"\n", bad + b"\n", good])
+    assert next(parsed) == (FLAT, {})
+    with pytest.raises(RecordError, match=r"^line 3 "):
+        next(parsed)
+
+
+def test_classify_stops_at_a_bad_line_with_one_line_that_names_it(attn, run, lines, tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+    for done in (
+        attn("classify", "--artifacts", run.output, file),
+        attn("classify", "--artifacts", run.output, stdin="\n".join([*lines, "[1, 2"])),
+    ):
+        assert done.returncode == 2
+        assert done.stderr == "error: line 7 is not JSON\n"
+
+
+def test_classify_without_artifacts_or_without_its_file_says_so(attn, run, tmp_path):
+    no_run = attn("classify", "--artifacts", tmp_path, stdin="")
+    assert no_run.returncode == 2
+    assert no_run.stderr.startswith(f"error: {tmp_path} holds no finished run")
+    no_file = attn("classify", "--artifacts", run.output, tmp_path / "nowhere.jsonl")
+    assert no_file.returncode == 2
+    assert no_file.stderr == f"error: cannot read {tmp_path}/nowhere.jsonl: No such file or directory\n"
+
+
+def test_classify_ends_quietly_when_its_reader_has_enough(run, tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text(f"{json.dumps(FLAT)}\n" * 20_000)
+    command = [sys.executable, str(REPO / "cli.py"), "classify", "--artifacts", str(run.output)]
+    with subprocess.Popen(
+        [*command, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert json.loads(process.stdout.readline())["schema_version"] == 1
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_a_layered_run_classifies_layered_rows(attn, mixed_run, tmp_path):
+    output = tmp_path / "layered"
+    done = attn("discover", "--db", mixed_run.db, "--output", output, "--layout", "layered",
+                "--hours", "0")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((output / "latest" / "manifest.json").read_text())
+    assert (manifest["layout"], manifest["counts"]["rows"]) == ("layered", 300)
+    assert manifest["counts"]["clusters"] >= 3
+    classifier = Classifier.load(output)
+    assert classifier.layout is Layout.LAYERED
+    vectors = layered(101, 5)
+    found = classifier.classify(vectors)
+    expected = ZoneRules().classify(vectors, Layout.LAYERED)
+    np.testing.assert_array_equal(found.zone, expected.zone)
+    folder: Path = Path(os.path.realpath(output / "latest"))
+    assert all("tokens back" not in label for label in classifier.labels.values()), folder

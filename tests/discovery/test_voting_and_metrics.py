@@ -1,0 +1,152 @@
+"""Votes of neighbours, neighbours in the form UMAP takes, and the figures of a map's quality."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.manifold import trustworthiness
+
+from discovery.cpu_engine import CpuEngine, by_size
+from discovery.metrics import map_quality
+from discovery.stages.neighbors import self_first
+from discovery.voting import Votes, vote
+
+
+def one_vote(distances: list[float], labels: list[int]) -> Votes:
+    places = np.arange(2 * len(labels), dtype=np.float32).reshape(1, -1, 2)
+    return vote(np.array([distances], np.float32), np.array([labels], np.int32), places)
+
+
+@pytest.mark.parametrize(
+    ("distances", "labels", "winner"),
+    [
+        ([0.5], [3], 3),
+        ([0.1, 0.2, 0.3], [2, 2, 9], 2),
+        ([1.0, 1.0, 1.0, 1.0, 1.0], [4, 7, 7, 4, 4], 4),
+        ([1.0, 1.0], [7, 4], 7),  # a tie: the nearer
+        ([1.0, 1.0, 1.0, 1.0], [5, 1, 1, 5], 5),  # a tie: the one whose first voter is nearer
+        ([0.0, 1.0, 1.0, 1.0], [6, 2, 2, 2], 6),  # an exact match outweighs many far ones
+        ([0.9, 1.0, 1.0, 1.0], [6, 2, 2, 2], 2),  # among nearly equal ones the majority
+        ([0.2, 0.2, 0.2], [-1, -1, 0], -1),  # noise votes like any other
+        ([0.0, 0.0, 0.0], [1, 0, 0], 0),  # exact duplicates
+    ],
+)
+def test_the_cluster_with_the_most_weight_wins_and_ties_go_to_the_nearer(distances, labels, winner):
+    found = one_vote(distances, labels)
+    assert found.cluster.tolist() == [winner]
+    assert found.cluster.dtype == np.int32
+    assert 0 < found.share[0] <= 1
+
+
+def test_the_share_is_that_of_the_winners_in_all_the_weight():
+    found = one_vote([1.0, 1.0, 3.0], [1, 1, 2])
+    # Weights 1/2, 1/2 and 1/4.
+    assert found.share[0] == pytest.approx(0.8, abs=1e-5)
+    assert one_vote([1.0, 2.0, 3.0], [5, 5, 5]).share[0] == pytest.approx(1.0)
+
+
+@given(
+    k=st.integers(1, 9),
+    rows=st.integers(0, 12),
+    seed=st.integers(0, 2**31),
+    clusters=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_a_row_is_placed_among_the_voters_that_won(k, rows, seed, clusters):
+    rng = np.random.default_rng(seed)
+    distances = np.sort(rng.exponential(size=(rows, k)).astype(np.float32), axis=1)
+    distances[: rows // 3] = 0.0
+    labels = rng.integers(-1, clusters, (rows, k)).astype(np.int32)
+    places = rng.normal(scale=10, size=(rows, k, 2)).astype(np.float32)
+    found = vote(distances, labels, places)
+    assert found.place.shape == (rows, 2)
+    angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    directions = np.stack([np.cos(angles), np.sin(angles)])
+    for row in range(rows):
+        winners = places[row, labels[row] == found.cluster[row]]
+        assert len(winners)
+        # Inside the convex hull: in no direction farther out than the outermost winner.
+        outermost = (winners @ directions).max(axis=0)
+        assert np.all(found.place[row] @ directions <= outermost + 1e-3)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(20, 3), (61, 7), (129, 5), (300, 15), (1_001, 15)])
+def test_map_quality_over_all_rows_is_scikit_learns_trustworthiness(rows, k):
+    rng = np.random.default_rng(rows)
+    space = rng.normal(size=(rows, 6)).astype(np.float32)
+    points = (space[:, :2] + 0.5 * rng.normal(size=(rows, 2))).astype(np.float32)
+    found = map_quality(space, points, k, sample=rows, seed=0)
+    assert found.trustworthiness == pytest.approx(
+        trustworthiness(space.astype(float), points.astype(float), n_neighbors=k), abs=1e-12
+    )
+    apart = np.linalg.norm(space[:, None].astype(float) - space[None], axis=2)
+    on_map = np.linalg.norm(points[:, None].astype(float) - points[None], axis=2)
+    for distances in (apart, on_map):
+        np.fill_diagonal(distances, np.inf)
+    near, kept = np.argsort(apart, axis=1)[:, :k], np.argsort(on_map, axis=1)[:, :k]
+    recall = np.mean([len(set(a) & set(b)) / k for a, b in zip(near, kept, strict=True)])
+    assert found.recall == pytest.approx(recall)
+
+
+def test_a_perfect_map_scores_one_and_a_shuffled_one_does_not():
+    points = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
+    assert map_quality(points, points, 10, 500, 0) == (1.0, 1.0)
+    shuffled = map_quality(points, np.random.default_rng(1).permutation(points), 10, 500, 0)
+    assert shuffled.trustworthiness == pytest.approx(0.5, abs=0.05)
+    assert shuffled.recall < 0.1
+
+
+def test_a_sample_of_the_rows_estimates_the_quality_of_all():
+    rng = np.random.default_rng(5)
+    space = rng.normal(size=(3_000, 4)).astype(np.float32)
+    points = space[:, :2].copy()
+    whole = map_quality(space, points, 15, 3_000, 0)
+    part = map_quality(space, points, 15, 501, 0)
+    assert part == map_quality(space, points, 15, 501, 0)
+    assert part.trustworthiness == pytest.approx(whole.trustworthiness, abs=0.01)
+    assert part.recall == pytest.approx(whole.recall, abs=0.03)
+
+
+@given(
+    rows=st.integers(2, 40),
+    distinct=st.integers(1, 6),
+    start=st.integers(0, 20),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_every_row_is_its_own_first_neighbour_even_among_duplicates(rows, distinct, start, data):
+    k = data.draw(st.integers(1, rows))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    points = rng.normal(size=(distinct, 3)).astype(np.float32)[rng.integers(0, distinct, rows)]
+    start = min(start, rows - 1)
+    indices, distances = CpuEngine().neighbors(points, points[start:], k)
+    # Libraries list duplicates in any order: try all sorts of them.
+    for row in range(len(indices)):
+        same = np.flatnonzero(distances[row] == distances[row, 0])
+        indices[row, same] = rng.permutation(indices[row, same])
+    found, apart = self_first(indices, distances, start)
+    assert found.shape == apart.shape == indices.shape
+    assert found[:, 0].tolist() == list(range(start, rows))
+    assert np.all(apart[:, 0] == 0)
+    assert np.all(np.diff(apart, axis=1) >= -1e-6)
+    for row in range(len(found)):
+        before, after = set(indices[row].tolist()), set(found[row].tolist())
+        assert len(after) == k
+        # Nothing is lost but, where the row itself was missing, the last one.
+        assert after - before <= {start + row}
+        assert len(before - after) <= 1
+        for neighbour, distance in zip(found[row], apart[row], strict=True):
+            exact = np.linalg.norm(points[neighbour].astype(float) - points[start + row])
+            assert distance == pytest.approx(exact, abs=2e-3)
+
+
+def test_clusters_are_numbered_by_falling_size_and_noise_stays_noise():
+    labels = np.array([2, 2, 2, 0, -1, 1, 1, -1, 2], np.int64)
+    probabilities = np.linspace(0, 1, 9)
+    found = by_size(labels, probabilities, np.array([0.1, 0.2, 0.3]))
+    assert found.labels.tolist() == [0, 0, 0, 2, -1, 1, 1, -1, 0]
+    assert found.persistence.tolist() == [0.3, 0.2, 0.1]
+    nothing = by_size(np.full(4, -1, np.int64), np.zeros(4), np.array([]))
+    assert nothing.labels.tolist() == [-1] * 4
