@@ -7,7 +7,7 @@ DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test lint bench test-gpu bench-gpu clean
+.PHONY: discover test lint bench sample test-gpu bench-gpu clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,15 @@ lint: $(VENV)/.dev
 # Every figure that the README quotes.
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py --out benchmarks/results
+
+# The shipped fingerprints, from the shipped model and prompts.
+sample: $(VENV)/.dev
+	rm -f build/sample.db*
+	mkdir -p build
+	$(BIN)/attn capture --model examples/demo_model --prompts examples/sample/prompts.jsonl \
+		--db build/sample.db --layers auto --stride 5 --max-new-tokens 64 --think-tags \
+		--session-id sample
+	$(BIN)/attn db export $(SAMPLE) --db build/sample.db
 
 # On a machine with an NVIDIA GPU, with the Python that has its packages: make test-gpu PYTHON=...
 test-gpu:

@@ -1,4 +1,4 @@
-"""Runs that several test files look at, made once a session: numba compiles UMAP in each process."""
+"""Runs that several test files look at, made once a session: each process compiles UMAP anew."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def mixed(attn: AttnCommand, base: Path) -> Mixed:
             prefix = f"{model}{layout}{capture_id}"
             batch = planted_batch(vectors, START, prefix, model=model, capture_id=capture_id)
             layouts = pa.array([layout] * rows, pa.uint8())
-            store.append(batch.set_column(batch.schema.get_field_index("layout"), "layout", layouts))
+            store.append(
+                batch.set_column(batch.schema.get_field_index("layout"), "layout", layouts)
+            )
     done = attn("discover", "--db", db, "--output", output, *ALL_NOW)
     assert done.returncode == 0, done.stderr
     return Mixed(db, output, done.stdout, done.stderr)

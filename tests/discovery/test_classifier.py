@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,7 +123,7 @@ def test_what_is_no_fingerprint_is_refused(classifier, vectors):
     assert "\n" not in str(refused.value)
 
 
-def test_zones_are_those_of_the_one_table_of_rules(classifier, mixed_run):
+def test_zones_are_those_of_the_one_table_of_rules(classifier):
     vectors, _ = planted(2_000, 8)
     expected = ZoneRules().classify(vectors, Layout.LOG16)
     found = classifier.classify(vectors)
@@ -147,7 +146,9 @@ def test_an_answer_is_json_with_the_label_of_its_cluster(run, classifier):
         assert manifold["cluster_label"] is not None or manifold["cluster_id"] == -1
 
 
-@pytest.mark.parametrize(("rows", "landmarks", "dimensions"), [(1, 1, 2), (300, 7, 16), (513, 999, 5)])
+@pytest.mark.parametrize(
+    ("rows", "landmarks", "dimensions"), [(1, 1, 2), (300, 7, 16), (513, 999, 5)]
+)
 def test_the_nearest_landmark_is_exact(rows, landmarks, dimensions):
     rng = np.random.default_rng(rows)
     points = rng.normal(size=(landmarks, dimensions)).astype(np.float32)
@@ -244,7 +245,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[-24:]))
-def test_a_line_that_is_no_fingerprint_is_named(bad, capsysbinary):
+def test_a_line_that_is_no_fingerprint_is_named(bad):
     from discovery.commands import parse_lines
 
     good = json.dumps(FLAT).encode() + b"\n"
@@ -271,7 +272,7 @@ def test_classify_without_artifacts_or_without_its_file_says_so(attn, run, tmp_p
     assert no_run.stderr.startswith(f"error: {tmp_path} holds no finished run")
     no_file = attn("classify", "--artifacts", run.output, tmp_path / "nowhere.jsonl")
     assert no_file.returncode == 2
-    assert no_file.stderr == f"error: cannot read {tmp_path}/nowhere.jsonl: No such file or directory\n"
+    assert no_file.stderr.startswith(f"error: cannot read {tmp_path}/nowhere.jsonl: No such file")
 
 
 def test_classify_ends_quietly_when_its_reader_has_enough(run, tmp_path):
@@ -301,5 +302,5 @@ def test_a_layered_run_classifies_layered_rows(attn, mixed_run, tmp_path):
     found = classifier.classify(vectors)
     expected = ZoneRules().classify(vectors, Layout.LAYERED)
     np.testing.assert_array_equal(found.zone, expected.zone)
-    folder: Path = Path(os.path.realpath(output / "latest"))
-    assert all("tokens back" not in label for label in classifier.labels.values()), folder
+    # Its histogram is of places in the context, so that no label speaks of distances.
+    assert not any("tokens back" in label for label in classifier.labels.values())

@@ -115,9 +115,9 @@ def another_job(output: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_job_is_refused_while_the_first_is_at_work_and_told_which(tmp_path):
     output = tmp_path / "made" / "by the lock"
     with another_job(output) as process:
-        with pytest.raises(RunError, match=rf"\(process {process.pid}\) is writing to"):
-            with runs.output_lock(output):
-                pytest.fail("two jobs in one folder")
+        said = rf"\(process {process.pid}\) is writing to"
+        with pytest.raises(RunError, match=said), runs.output_lock(output):
+            pytest.fail("two jobs in one folder")
         process.communicate("")
         assert process.returncode == 0
         with runs.output_lock(output):

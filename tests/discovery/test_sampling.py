@@ -1,4 +1,4 @@
-"""Which rows a run looks at: the limit of a request, and the sample that a large map is fitted on."""
+"""Which rows a run looks at: the limit of a request, and the sample that a map is fitted on."""
 
 from __future__ import annotations
 
