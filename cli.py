@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 import typer
-from pipeline.store.commands import db_app
 from typer.core import TyperGroup
 
 from capture_kernels.errors import AttnError
 from discovery.commands import classify, discover, runs_app
 from pipeline.capture_command import capture
+from pipeline.store.commands import db_app
 
 
 class UserErrors(TyperGroup):

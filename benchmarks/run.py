@@ -4,8 +4,8 @@
     python benchmarks/run.py --out DIR --gpu [--only NAME,...]   # the ones that need a GPU
 
 Each runs in a process of its own and writes DIR/<name>.json (with --gpu, DIR/<name>-gpu.json):
-its figures, date, versions, machine and command. DIR/figures.md is the table of the figures of
-every file that is there. Exits 1 when one of them failed; the others run all the same.
+its figures, date, versions, machine and command. DIR/README-figures.md is the table of the
+figures of every file that is there. Exits 1 when one failed; the others run all the same.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def main() -> int:
     ending = "-gpu.json" if options.gpu else ".json"
     good = [run(chosen[name], options.out / f"{name}{ending}") for name in names]
     table = figures_table(options.out)
-    (options.out / "figures.md").write_text(table, encoding="utf-8")
+    (options.out / "README-figures.md").write_text(table, encoding="utf-8")
     print(table)
     return 0 if all(good) else 1
 

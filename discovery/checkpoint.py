@@ -87,8 +87,15 @@ class StageParts:
         return self.path(part).exists()
 
     def write_arrays(self, part: str, **arrays: NDArray[Any]) -> None:
-        """Save named arrays as one `.npz` part."""
-        write_atomically(self.path(part), lambda file: np.savez(file, allow_pickle=False, **arrays))
+        """Save named arrays as one `.npz` part.
+
+        Raises:
+            ValueError: an array of Python objects, which only pickle could hold.
+        """
+        for name, array in arrays.items():
+            if array.dtype.hasobject:
+                raise ValueError(f"{name} holds Python objects: parts never need pickle")
+        write_atomically(self.path(part), lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
 
     def read_arrays(self, part: str) -> dict[str, NDArray[Any]]:
         with np.load(self.path(part), allow_pickle=False) as saved:

@@ -160,7 +160,8 @@ class Classifier:
                 rows = np.asarray(vectors, dtype=np.float32)
         except (ValueError, TypeError, OverflowError) as error:
             raise RecordError(f"a fingerprint is {DIMENSIONS} numbers: {error}") from None
-        rows = rows.reshape(1, -1) if rows.ndim == 1 else rows
+        if rows.ndim == 1:  # one vector, or an empty list of them
+            rows = rows.reshape(1 if rows.size else 0, rows.size or DIMENSIONS)
         if rows.ndim != 2 or rows.shape[1] != DIMENSIONS:
             raise RecordError(f"a fingerprint has {DIMENSIONS} numbers, got shape {rows.shape}")
         # One pass finds NaN, infinity and negative shares, whose square root is not a number.

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from capture_kernels.errors import OptionError, RecordError
+from capture_kernels.errors import ArtifactError, OptionError, RecordError
 from capture_kernels.zones import ZoneRules
 
 from . import runs
@@ -150,7 +150,11 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
         if not (folder / MANIFEST).exists():
             rows.append({"run_id": run_id, "state": "unfinished"})
             continue
-        manifest = read_manifest(folder)
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError as error:
+            rows.append({"run_id": run_id, "state": "unreadable", "reason": str(error)})
+            continue
         rows.append(
             {
                 "run_id": run_id,

@@ -78,6 +78,7 @@ class Job:
         run_id: str,
         window: dict[str, Any],
         created_at: str,
+        engine: Engine,
         executor: Executor,
         progress: Progress,
         stop: StopRequest,
@@ -88,7 +89,7 @@ class Job:
         self.layout = Layout(window["layout"])
         self.created_at = created_at
         self.executor = executor
-        self.engine: Engine = open_engine(options.engine)
+        self.engine = engine
         self.folder = options.output_dir / run_id
         self.summaries: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
@@ -165,8 +166,13 @@ def discover(
     stop = stop or StopRequest()
     stop.limit_hours(options.max_hours)
     output = options.output_dir
+    engine = open_engine(options.engine)
     with ExitStack() as cleanup:
         cleanup.enter_context(runs.output_lock(output))
+        executor: Executor = InlineExecutor()
+        if options.long_running:
+            executor = DaskExecutor(options.scheduler, options.max_memory_gb)
+        cleanup.callback(executor.close)
         if resume:
             run_id = runs.run_folder(output, resume).name
             options, saved = resumed_options(output / run_id, options)
@@ -182,11 +188,8 @@ def discover(
 
         progress = Progress(output / run_id / "progress.jsonl", run_id, listeners or [])
         cleanup.callback(progress.close)
-        executor: Executor = InlineExecutor()
-        if options.long_running:
-            executor = DaskExecutor(options.scheduler, options.max_memory_gb)
-        cleanup.callback(executor.close)
-        job = Job(options, run_id, saved["window"], saved["created_at"], executor, progress, stop)
+        job = Job(options, run_id, saved["window"], saved["created_at"], engine, executor,
+                  progress, stop)  # fmt: skip
         started = "run_resumed" if resume else "run_started"
         progress.emit(started, engine=f"{job.engine.name} engine, {executor.description}")
         try:

@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .classifier import NOISE, nearest_landmark
+from .classifier import NOISE, blas_threads, nearest_landmark
 
 MOST_CLUSTER = 960
 MOST_NOISE = 64
 # Rows that the choice looks at; more adds time and hardly any agreement.
 CANDIDATE_ROWS = 60_000
+# Fewest rows that a landmark stands for.
+ROWS_EACH = 4
 EPOCHS = 30
 BATCH_ROWS = 256
 RATE = 0.1
@@ -46,12 +48,19 @@ def train_landmarks(
         projected: float32[n, d], n > 0.
         labels: int32[n], -1 for noise.
     """
-    rng = np.random.default_rng(seed)
+    # Its matrices are small: threads cost more than they give, most of all on a busy machine.
+    with blas_threads().limit(limits=1):
+        return _train(projected, labels, np.random.default_rng(seed))
+
+
+def _train(
+    projected: NDArray[np.float32], labels: NDArray[np.int32], rng: np.random.Generator
+) -> Landmarks:
     n = len(projected)
     rows = np.sort(rng.choice(n, min(n, CANDIDATE_ROWS), replace=False))
     points, wanted = projected[rows], labels[rows]
     inside, noise = points[wanted != NOISE], points[wanted == NOISE]
-    noise_points = centres(noise, MOST_NOISE, rng)
+    noise_points = centres(noise, min(MOST_NOISE, max(1, len(noise) // ROWS_EACH)), rng)
     if len(inside) == 0:
         return Landmarks(noise_points, np.full(len(noise_points), NOISE, np.int32), 1.0)
 
@@ -60,6 +69,8 @@ def train_landmarks(
     sizes = np.bincount(group)
     # Shares by the square root of the size: a small cluster's border is as hard as a large one's.
     quota = np.maximum(1, np.sqrt(sizes) / np.sqrt(sizes).sum() * MOST_CLUSTER).astype(int)
+    # A landmark for every row would say nothing of how far rows lie from their landmarks.
+    quota = np.minimum(quota, np.maximum(1, sizes // ROWS_EACH))
     starts = [centres(inside[group == g], int(quota[g]), rng) for g in range(len(clusters))]
     start_labels = np.repeat(clusters, [len(s) for s in starts]).astype(np.int32)
     moved = learn_borders(inside, own, np.concatenate(starts), start_labels, rng)

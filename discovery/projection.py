@@ -1,14 +1,16 @@
 """From a vector to the space that neighbours, landmarks and the classifier share.
 
-Two things are taken out before PCA. Square roots first: the 20 numbers are shares, and between
-square roots Euclidean distance is the Hellinger distance, which sees a share of 0.01 appear or
-vanish. Then the mean of the rows with the same context octave: how far a row could look fills or
-empties histogram bins by itself, and a map of plain vectors is mostly a map of context length.
-What is left is what a row does beyond what its context length dictates. The octave is read off the
-vector (its last bin with any mass), so a classifier needs nothing but the vector.
+Square roots first: the 20 numbers are shares, and between square roots Euclidean distance is the
+Hellinger distance, which sees a share of 0.01 appear or vanish. That alone would also see most of
+all how far a row could look, which fills or empties histogram bins by itself, so the mean of the
+rows with the same context octave is taken out. What is left is what a row does beyond what its
+context length dictates. The octave is read off the vector (its last bin with any mass), so a
+classifier needs nothing but the vector.
 
 Nothing is divided by a bin's deviation: shares have one unit already, and z-scores blow up rare
-bins and split behaviours. `benchmarks/discovery.py` measures these choices against each other.
+bins. `benchmarks/discovery.py` measures these choices against each other: planted behaviours are
+found in all of these spaces, but on the shipped sample the share of log2(position) that the
+clusters explain is lowest in this one, and highest with square roots that are not centred.
 """
 
 from __future__ import annotations

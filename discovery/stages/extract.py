@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,7 @@ def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
     Raises:
         RunError: too few rows; the message says how many there are and what would reach them.
     """
-    hours = options.hours
-    start = now - timedelta(hours=hours) if hours else None
-    layout = int(Layout.parse(options.layout)) if options.layout else None
-    wanted = Selection(
-        start=start, end=now if hours else None, model=options.model, layout=layout,
-        capture_id=options.capture_id,
-    )  # fmt: skip
+    wanted = wanted_rows(options, now, options.hours)
     groups = store.groups(wanted)
     if not groups:
         raise RunError(nothing_found(store, options, now))
@@ -48,11 +43,13 @@ def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
     if chosen.rows < options.min_rows:
         raise RunError(
             f"only {chosen.rows} fingerprints of {describe_group(chosen)} in the window, "
-            f"--min-rows is {options.min_rows}: widen --hours or lower --min-rows"
+            f"--min-rows is {options.min_rows}: "
+            + ("widen --hours or " if options.hours else "")
+            + "lower --min-rows"
         )
     return {
-        "start": start.isoformat() if start else None,
-        "end": now.isoformat() if hours else None,
+        "start": wanted.start.isoformat() if wanted.start else None,
+        "end": wanted.end.isoformat() if wanted.end else None,
         "model": chosen.model,
         "layout": chosen.layout,
         "capture_id": chosen.capture_id,
@@ -98,10 +95,32 @@ def nothing_found(store: Store, options: Any, now: datetime) -> str:
             f"no fingerprints in the {options.hours:g} hours before {now:%Y-%m-%d %H:%M} UTC: all "
             f"{rows:,} are newer or older (the newest is of {newest:%Y-%m-%d %H:%M}): use --hours 0"
         )
-    reach = int((now - newest) / timedelta(hours=1)) + 1
+    oldest = min(group.first for group in matching)
+    reach, most = (math.ceil((now - t) / timedelta(hours=1)) for t in (newest, oldest))
+    # The newest row alone is no run: wider until there are as many as one needs.
+    while reach < most and rows_within(store, options, now, reach) < options.min_rows:
+        reach *= 2
     return (
         f"no fingerprints in the last {options.hours:g} hours: {options.db} holds {rows:,}, the "
-        f"newest of {newest:%Y-%m-%d %H:%M} UTC: --hours {reach} reaches it, --hours 0 takes all"
+        f"newest of {newest:%Y-%m-%d %H:%M} UTC: --hours {reach} reaches "
+        f"{rows_within(store, options, now, reach):,}, --hours 0 takes all"
+    )
+
+
+def rows_within(store: Store, options: Any, now: datetime, hours: float) -> int:
+    """Rows of the commonest group in the `hours` before `now`."""
+    groups = store.groups(wanted_rows(options, now, hours))
+    return groups[0].rows if groups else 0
+
+
+def wanted_rows(options: Any, now: datetime, hours: float) -> Selection:
+    """What the options ask for, in the `hours` before `now` (0: whenever)."""
+    return Selection(
+        start=now - timedelta(hours=hours) if hours else None,
+        end=now if hours else None,
+        model=options.model,
+        layout=int(Layout.parse(options.layout)) if options.layout else None,
+        capture_id=options.capture_id,
     )
 
 

@@ -55,17 +55,18 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     if sampled:
         todo = [i for i in range(len(job.rows.names)) if not job.parts.has(rest_part(i))]
         done = total - len(todo)
-        k = min(PLACING_NEIGHBORS, len(rows))
-        found = job.executor.run(search, rest_chunks(job, todo, rows), (job.engine, projected, k))
+        placing = min(PLACING_NEIGHBORS, len(rows))
+        found = job.executor.run(
+            search, rest_chunks(job, todo, rows), (job.engine, projected, placing)
+        )
         for index, (indices, distances) in zip(todo, found, strict=True):
             job.parts.write_arrays(rest_part(index), indices=indices, distances=distances)
             done += 1
             job.part_done(done, total)
-    summary = {"fit_rows": len(rows), "sampled": sampled, "k": job.options.umap_neighbors,
-               "method": "exact"}  # fmt: skip
-    says = f"exact, {job.options.umap_neighbors} of each of {len(rows):,} rows"
+    summary = {"fit_rows": len(rows), "sampled": sampled, "k": k, "method": "exact"}
+    says = f"exact, {k} of each of {len(rows):,} rows"
     if sampled:
-        says += f" (a stratified sample; {job.rows.count - len(rows):,} placed by {k})"
+        says += f" (a stratified sample; {job.rows.count - len(rows):,} placed by {placing})"
     return summary, says
 
 

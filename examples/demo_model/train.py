@@ -110,6 +110,7 @@ def weighted_loss(
 ) -> torch.Tensor:
     """Mean cross-entropy of the next tokens, in nats, weighted by their levels."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    assert logits is not None  # a causal model given token ids has logits
     loss = functional.cross_entropy(
         logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
     )
@@ -166,7 +167,8 @@ def train(options: argparse.Namespace, began: float) -> None:
         recipe = Recipe(tuple(options.lengths), shares)
         saved = folder / "tokenizer.json"
         with Workers(options.workers, saved, folder, prose, recipe, options.seed) as workers:
-            model = LlamaForCausalLM(make_config(options, tokenizer)).to(device)
+            model = LlamaForCausalLM(make_config(options, tokenizer))
+            model.to(device)  # type: ignore[arg-type]  # the stub takes the wrapped function's self
             fast = AutoTokenizer.from_pretrained(folder)
             fit(options, began, workers, model, fast)
             save(model, tokenizer, options.out)

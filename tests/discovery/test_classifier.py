@@ -92,13 +92,12 @@ def test_no_rows_give_no_answers(classifier):
     found = classifier.classify(np.empty((0, 20), np.float32))
     assert [len(column) for column in found] == [0] * 5
     assert found.place.shape == (0, 2)
-    assert classifier.answer(np.empty((0, 20), np.float32)) == []
+    assert classifier.answer(np.empty((0, 20), np.float32)) == classifier.answer([]) == []
 
 
 @pytest.mark.parametrize(
     "vectors",
     [
-        [],
         [0.1] * 19,
         [0.1] * 21,
         np.zeros((3, 4, 20)),

@@ -235,10 +235,6 @@ def test_an_empty_window_says_which_hours_reach_the_rows(attn, small, tmp_path, 
     assert "fingerprints of planted-model (log16, capture planted00000) in the window" in found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the hours that are named reach the newest row, not as many rows as a run needs",
-)
 def test_the_hours_that_an_empty_window_names_are_enough_for_a_run(attn, small, tmp_path):
     window = ["discover", "--db", small, "--output", tmp_path / "out", "--now",
               f"{NOW:%Y-%m-%dT%H:%M:%S}"]  # fmt: skip
@@ -546,11 +542,6 @@ def test_runs_in_one_output_folder_never_share_an_id_and_latest_is_the_last(tmp_
     assert state["reserved"] == {}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a small run has as many landmarks as rows, so that its reach and its noise factor, "
-    "measured on the rows that the landmarks came from, turn nearly every new row into noise",
-)
 @pytest.mark.parametrize("rows", [300, 1_000])
 def test_a_small_run_has_a_classifier_that_agrees_with_it(tmp_path, rows):
     folder = quietly(make_store(tmp_path / "small.db", planted(rows, 0)[0]), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere, however roughly, is finished by --resume to the same artifacts."""
+"""A run that is stopped anywhere, however roughly, is finished to the same artifacts."""
 
 from __future__ import annotations
 
