@@ -21,5 +21,5 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     count = len(persistence)
     first = reserve_cluster_ids(job.options.output_dir, job.run_id, count)
     job.parts.write_arrays("ids.npz", ids=np.arange(first, first + count, dtype=np.int32))
-    says = "first run: no earlier run to match"
+    says = f"first run of its lineage: {count} new ids from {first}, no earlier run is matched"
     return {"parent": None, "says": says, "born": list(range(first, first + count))}, says
