@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
@@ -212,10 +215,13 @@ def run_capture(
     """
     rules = rules or ZoneRules()
     began = stopwatch()
-    try:
+    with first_interrupt_noted() as noted, suppress(KeyboardInterrupt):
         for prompt, request_id in zip(
             prompts, request_ids(prompts, engine.capture_id), strict=True
         ):
+            summary.interrupted = True  # unless this prompt gets to its end
+            if noted:
+                break
             try:
                 captured = engine.capture(
                     prompt.text, request_id=request_id, session_id=summary.session_id, clock=clock
@@ -225,11 +231,31 @@ def run_capture(
                 warn(str(error))
             else:
                 summary.add(captured, store.append(captured.batch), rules)
+            summary.interrupted = False
             summary.seconds = stopwatch() - began
             progress(summary)
-    except KeyboardInterrupt:
-        summary.interrupted = True
     summary.seconds = stopwatch() - began
+
+
+@contextmanager
+def first_interrupt_noted() -> Iterator[list[int]]:
+    """Inside the block the first Ctrl+C is only noted, in the list, so that it cannot fall into the
+    middle of an append or get lost in a library's callback; a second one is an interrupt."""
+    noted: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted  # only the main thread can have a handler, and only it is interrupted
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -182,7 +182,10 @@ def test_a_file_size_limit_loses_nothing_that_was_acknowledged(tmp_path):
 
 READ_ONLY = """
 root = sys.argv[2]
-open_store(root + "/warm.db", create=True).close()  # loads the driver while we still may
+# Loads the driver and the modules that a scan needs while we still may read them.
+with open_store(root + "/warm.db", create=True) as warm:
+    warm.append(batch(10))
+    list(warm.scan())
 os.chmod(root, int(sys.argv[3], 8))
 if os.getuid() == 0:
     os.setgid(65534)
