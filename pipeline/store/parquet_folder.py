@@ -63,8 +63,9 @@ class Folder:
                 f"the folder {root.parent} does not exist: make it, or give another path"
             )
         try:
-            there = root.is_dir() and any(root.iterdir())
-            if there and not (root / MARKER).is_file():
+            there = (root / MARKER).is_file()
+            # Another process may be making this store now: its first files are no foreign ones.
+            if not there and root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir()):
                 raise StoreError(
                     f"{root} is a folder of another kind, and was not touched: give another path"
                 )
@@ -205,3 +206,8 @@ class Folder:
                 (self.root / name).parent.rmdir()
         except OSError as error:
             raise StoreError(f"cannot delete {self.root / name}: {error.strerror}") from None
+
+
+def _of_a_new_store(path: Path) -> bool:
+    """Whether this is one of the files that are there before the marker is."""
+    return path.name in (APPEND_LOCK, FILES_LOCK, MARKER) or path.name.startswith(f".{MARKER}.")
