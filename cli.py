@@ -1,16 +1,21 @@
-"""The `attn` command: thin. Each command imports what it needs when it runs."""
+"""The `attn` command: thin. A command imports its heavy libraries when it runs."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from capture_kernels.errors import AttnError
-from discovery.commands import classify, discover, runs_app
+from discovery.classify_command import classify
+from discovery.commands import discover, runs_app
 from pipeline.capture_command import capture
 from pipeline.store.commands import db_app
+
+# Typer shows only the child of the class that it raises for words it cannot parse.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class UserErrors(TyperGroup):
@@ -22,6 +27,13 @@ class UserErrors(TyperGroup):
         except AttnError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
+        except UsageError as error:
+            if not error.format_message():  # a group without a command shows its help
+                raise
+            command = getattr(error, "ctx", None)
+            where = command.command_path if command else "attn"
+            print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
+            raise typer.Exit(2) from None
         except BrokenPipeError:
             # The reader (head, say) has what it wanted.
             sys.stderr.close()

@@ -21,6 +21,9 @@ from .checkpoint import file_facts, write_atomically
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+# Without these a run can neither be shown nor served.
+NEEDED = {"run_id", "layout", "capture_id", "model", "counts", "quality", "stages", "zone_rules"}
+FILES = tuple(f"{name}.parquet" for name in ("embedding", "clusters", "landmarks", "projection"))
 
 _WORD = pa.dictionary(pa.int32(), pa.string())
 EMBEDDING = pa.schema(
@@ -129,6 +132,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArtifactError(
             f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
         )
-    if not isinstance(manifest.get("files"), dict):
+    files = manifest.get("files")
+    if not (isinstance(files, dict) and set(manifest) >= NEEDED and set(FILES) <= set(files)):
         raise ArtifactError(f"{path} is damaged: run attn discover again")
     return manifest

@@ -31,10 +31,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; free space and resume") from error
-    sync_folder(path.parent)
+        raise RunError(f"cannot write {path}: {error.strerror}; mend that and resume") from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -116,6 +116,7 @@ class Classifier:
         clusters = artifacts.table("clusters")
         self.run_id = artifacts.run_id
         self.layout = Layout.parse(manifest["layout"])
+        self.capture_id = str(manifest["capture_id"])
         self.rules = ZoneRules(**manifest["zone_rules"])
         components = np.array(projection["components"], np.float32).reshape(DIMENSIONS, -1)
         self._projection = Projection(

@@ -1,12 +1,12 @@
-"""`attn discover`, `attn runs` and `attn classify`."""
+"""`attn discover` and `attn runs`."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from capture_kernels.errors import ArtifactError, OptionError, RecordError
+from capture_kernels.errors import ArtifactError, OptionError
 from capture_kernels.zones import ZoneRules
 
 from . import runs
 from .artifacts import MANIFEST, load_artifacts, read_manifest
 from .options import FREE_ON_RESUME, DiscoverOptions, option_name
-from .progress import Listener, listener_for_terminal
+from .progress import Event, Listener, listener_for_terminal
 
-# Lines of a stream that are classified together.
-CLASSIFY_LINES = 4_096
-# The largest float32: a fingerprint cannot hold more.
-LARGEST = 3.4028235e38
 # Exit code of a run that is kept but not served.
 GATE_FAILED = 3
 
@@ -99,7 +95,12 @@ def discover(
         zone_rules=ZoneRules.from_toml(zone_thresholds) if zone_thresholds else ZoneRules(),
     )  # fmt: skip
     stop = StopRequest()
-    listeners: list[Listener] = [listener_for_terminal()]
+    begun: dict[str, str] = {}
+
+    def note_run(event: Event) -> None:
+        begun["run_id"] = event["run_id"]
+
+    listeners: list[Listener] = [note_run, listener_for_terminal()]
     live = LiveEvents(websocket_port) if websocket_port is not None else None
     if live:
         listeners.append(live)
@@ -112,11 +113,13 @@ def discover(
                 listeners=listeners,
                 stop=stop,
             )
-    except Interrupted as interrupted:
-        if interrupted.run_id:
-            again = f"attn discover --db {db} --output {output} --resume {interrupted.run_id}"
-            print(f"finish it with: {again}{' --long-running' if long_running else ''}",
-                  file=sys.stderr)  # fmt: skip
+    except BaseException as error:
+        # However it ended, what is done is kept.
+        if run_id := begun.get("run_id"):
+            again = resume_command(options, run_id)
+            print(f"finish it with: {again}", file=sys.stderr)
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("stopped at once", 128 + signal.SIGINT) from None
         raise
     finally:
         if live:
@@ -127,6 +130,18 @@ def discover(
         show_run(output / manifest["run_id"], manifest)
     if not manifest["quality"]["gate"]["passed"] and not no_gate:
         raise typer.Exit(GATE_FAILED)
+
+
+def resume_command(options: DiscoverOptions, run_id: str) -> str:
+    """The command that finishes a run in the way that it was begun."""
+    words = ["attn", "discover", "--db", options.db, "--output", options.output]
+    words += ["--resume", run_id]
+    words += ["--long-running"] if options.long_running else []
+    words += ["--no-gate"] if options.no_gate else []
+    for name in ("scheduler", "max_memory_gb"):
+        if (value := getattr(options, name)) is not None:
+            words += [option_name(name), str(value)]
+    return shlex.join(words)
 
 
 def refuse_changes_on_resume(ctx: typer.Context) -> None:
@@ -158,7 +173,7 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
         rows.append(
             {
                 "run_id": run_id,
-                "state": "latest" if run_id == latest else "published",
+                "state": state_of(manifest, latest),
                 "rows": manifest["counts"]["rows"],
                 "clusters": manifest["counts"]["clusters"],
                 "noise_share": manifest["quality"]["noise_share"],
@@ -177,6 +192,12 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
             table.add_row(row["run_id"], row["state"], count, str(row.get("clusters", "")), noise,
                           row.get("model", ""))  # fmt: skip
         console().print(table)
+
+
+def state_of(manifest: dict[str, Any], latest: str | None) -> str:
+    if manifest["run_id"] == latest:
+        return "latest"
+    return "published" if manifest["quality"]["gate"]["passed"] else "failed its check"
 
 
 @runs_app.command("show")
@@ -216,54 +237,6 @@ def show_run(folder: Path, manifest: dict[str, Any]) -> None:
         + (f", classifier agreement {agreement:.1%}" if agreement is not None else "")
         + f"\n{folder}"
     )
-
-
-def classify(
-    artifacts: Annotated[Path, typer.Option(help="A run folder, or an output folder.")],
-    file: Annotated[Path | None, typer.Argument(help="JSON lines; stdin when left out.")] = None,
-) -> None:
-    """Name the behaviour of fingerprints: JSON lines in, JSON lines out.
-
-    A line is a list of 20 numbers, or an object whose "vector" is one; an object's other fields
-    come back beside the answer.
-    """
-    from .classifier import Classifier
-
-    classifier = Classifier.load(artifacts)
-    try:
-        stream = file.open("rb") if file else sys.stdin.buffer
-    except OSError as error:
-        raise OptionError(f"cannot read {file}: {error.strerror}") from None
-    with stream:
-        parsed = parse_lines(stream)
-        while block := list(islice(parsed, CLASSIFY_LINES)):
-            answers = classifier.answer([vector for vector, _ in block])
-            for answer, (_, rest) in zip(answers, block, strict=True):
-                print(json.dumps({**rest, **answer}))
-
-
-def parse_lines(lines: Any) -> Iterator[tuple[list[float], dict[str, Any]]]:
-    """Each line's vector and what else it held. RecordError names the line that is neither."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            raise RecordError(f"line {number} is not JSON") from None
-        rest = {}
-        if isinstance(value, dict):
-            rest = {k: v for k, v in value.items() if k != "vector"}
-            value = value.get("vector")
-        numbers = isinstance(value, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
-            for x in value
-        )
-        if not numbers or len(value) != 20:
-            raise RecordError(
-                f"line {number} needs a vector of 20 finite numbers, none of them negative"
-            )
-        yield value, rest
 
 
 def console() -> Console:

@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 
 def open_engine(name: str) -> Engine:
-    """The engine called `name`; "auto" takes the fastest that answers on this machine."""
+    """The engine called `name`; "auto" is the CPU engine, the only one there is so far."""
     if name not in ENGINES:
         raise OptionError(f"unknown engine {name!r}: use {' or '.join(ENGINES)}")
     from .cpu_engine import CpuEngine

@@ -9,10 +9,13 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
-from capture_kernels.errors import OptionError
+from capture_kernels.errors import OptionError, RunError
 
+# What a worker needs for its libraries and a chunk.
+WORKER_BYTES = 0.5e9
 # Chunks handed out ahead of the one being waited for, for each worker.
 AHEAD = 2
 
@@ -65,8 +68,15 @@ class DaskExecutor:
                 ) from None
         else:
             workers = len(os.sched_getaffinity(0))
-            # The coordinator holds the fit rows too, so the workers share three quarters.
-            limit = int(max_memory_gb * 0.75e9 / workers) if max_memory_gb else "auto"
+            limit: int | str = "auto"
+            if max_memory_gb:
+                # The coordinator holds the fit rows too, so the workers share three quarters.
+                shared = max_memory_gb * 0.75e9
+                workers = min(workers, int(shared // WORKER_BYTES))
+                if not workers:
+                    least = WORKER_BYTES / 0.75e9
+                    raise OptionError(f"--max-memory-gb must be {least:.1f} or more")
+                limit = int(shared / workers)
             self._cluster = LocalCluster(
                 n_workers=workers, threads_per_worker=1, memory_limit=limit,
                 dashboard_address=None, host="127.0.0.1",
@@ -74,21 +84,33 @@ class DaskExecutor:
             self._client = Client(self._cluster)
             # Ctrl+C reaches the whole process group; only the coordinator may decide to stop.
             self._client.run(ignore_interrupts)
-        self._workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
+        self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
+        if not self._workers:
+            self.close()
+            raise OptionError(f"the Dask scheduler at {scheduler} has no workers: start some")
         where = f"at {scheduler}" if scheduler else "on this machine"
         self.description = f"Dask, {self._workers} workers {where}"
 
     def run(
         self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
     ) -> Iterator[Any]:
-        remote = [self._client.scatter(item, broadcast=True, hash=False) for item in shared]
+        from distributed import KilledWorker
+
         waiting: deque[Any] = deque()
-        for chunk in chunks:
-            waiting.append(self._client.submit(function, *remote, chunk, pure=False))
-            if len(waiting) >= AHEAD * self._workers:
+        try:
+            remote = [self._client.scatter(item, broadcast=True, hash=False) for item in shared]
+            for chunk in chunks:
+                waiting.append(self._client.submit(function, *remote, chunk, pure=False))
+                if len(waiting) >= AHEAD * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except (KilledWorker, CancelledError, TimeoutError, OSError) as error:
+            # What a cluster that is gone, or a worker that ran out of memory, looks like from here.
+            raise RunError(
+                f"the Dask cluster failed ({type(error).__name__}): give it more memory or lower "
+                "--batch-size, and resume"
+            ) from error
 
     def close(self) -> None:
         self._client.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.errors import AttnError, RunError
+from capture_kernels.errors import RunError
 from capture_kernels.fingerprint import Layout
 from pipeline.record import vectors as batch_vectors
 from pipeline.store import Store, open_store
@@ -98,8 +98,8 @@ class Job:
         self._stop = stop
         self._finished: dict[str, StageParts] = {}
 
-    def open_store(self) -> Store:
-        return open_store(self.options.db)
+    def open_store(self, *, read_only: bool = False) -> Store:
+        return open_store(self.options.db, read_only=read_only)
 
     def stage_parts(self, name: str) -> StageParts:
         return self._finished[name]
@@ -167,19 +167,23 @@ def discover(
     stop.limit_hours(options.max_hours)
     output = options.output_dir
     engine = open_engine(options.engine)
+    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    # Everything that can be refused is looked at before anything is written.
+    with open_store(options.db, read_only=True) as store:
+        window = None if resume else extract.freeze_window(store, options, moment)
+    if resume:
+        runs.run_folder(output, resume)
     with ExitStack() as cleanup:
         cleanup.enter_context(runs.output_lock(output))
+        runs.clean_up(output)
+        if resume:
+            run_id = runs.run_folder(output, resume).name
+            options, saved = resumed_options(output / run_id, options)
         executor: Executor = InlineExecutor()
         if options.long_running:
             executor = DaskExecutor(options.scheduler, options.max_memory_gb)
         cleanup.callback(executor.close)
-        if resume:
-            run_id = runs.run_folder(output, resume).name
-            options, saved = resumed_options(output / run_id, options)
-        else:
-            moment = (now or datetime.now(UTC)).astimezone(UTC)
-            with open_store(options.db) as store:
-                window = extract.freeze_window(store, options, moment)
+        if not resume:
             run_id = runs.new_run_id(output, moment)
             saved = {"run_id": run_id, "created_at": moment.isoformat(), "window": window}
             checkpoint = output / run_id / CHECKPOINT
@@ -194,12 +198,12 @@ def discover(
         progress.emit(started, engine=f"{job.engine.name} engine, {executor.description}")
         try:
             manifest = job.run()
-        except Interrupted as interrupted:
-            progress.emit("run_interrupted", reason=interrupted.reason)
-            interrupted.run_id = run_id
+        except (Interrupted, KeyboardInterrupt) as stopped:
+            progress.emit("run_interrupted", reason=str(stopped) or "at once")
             raise
-        except AttnError as error:
-            progress.emit("run_failed", reason=str(error))
+        except BaseException as error:
+            # A bug as much as a full disk: the log says how the run ended.
+            progress.emit("run_failed", reason=str(error) or type(error).__name__)
             raise
         progress.emit("run_finished", clusters=manifest["counts"]["clusters"])
         publish.clear_checkpoint(output / run_id / CHECKPOINT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from capture_kernels.errors import OptionError
@@ -34,7 +35,8 @@ class LiveEvents:
         from websockets.sync.server import serve
 
         try:
-            self._server = serve(self._follow, HOST, port)
+            # No page of a browser may read along: only clients that send no origin.
+            self._server = serve(self._follow, HOST, port, origins=[None])
         except (OSError, OverflowError) as error:
             raise OptionError(
                 f"cannot serve on port {port}: {error}; choose --websocket-port"
@@ -42,6 +44,7 @@ class LiveEvents:
         self._lock = threading.Lock()
         self._so_far: list[Event] = []
         self._clients: set[queue.Queue[Event | None]] = set()
+        self._closed = False
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -55,7 +58,7 @@ class LiveEvents:
                 try:
                     client.put_nowait(event)
                 except queue.Full:
-                    self._clients.remove(client)
+                    self._dismiss(client)
 
     def _follow(self, connection: ServerConnection) -> None:
         from websockets.exceptions import ConnectionClosed
@@ -64,6 +67,8 @@ class LiveEvents:
         with self._lock:
             backlog = list(self._so_far)
             self._clients.add(events)
+            if self._closed:
+                self._dismiss(events)
         try:
             for event in backlog:
                 connection.send(json.dumps(event))
@@ -75,10 +80,21 @@ class LiveEvents:
             with self._lock:
                 self._clients.discard(events)
 
+    def _dismiss(self, client: queue.Queue[Event | None]) -> None:
+        """Under the lock: let a client read what it has and end; a full queue makes room first."""
+        self._clients.discard(client)
+        while True:
+            try:
+                return client.put_nowait(None)
+            except queue.Full:
+                with suppress(queue.Empty):
+                    client.get_nowait()
+
     def close(self) -> None:
         """Let every client have its last events, then stop serving."""
         with self._lock:
-            for client in self._clients:
-                client.put(None)
+            self._closed = True
+            for client in list(self._clients):
+                self._dismiss(client)
         self._server.shutdown()
         self._thread.join(timeout=5)

@@ -70,7 +70,8 @@ class DiscoverOptions:
                 raise OptionError(
                     f"{option_name(name)} must be {least} or more, got {getattr(self, name)}"
                 )
-        for name, most in {"umap_min_dist": 1, "seed": 2**32 - 1, "hours": MOST_HOURS}.items():
+        highest = {"umap_min_dist": 1, "seed": 2**32 - 1, "hours": MOST_HOURS, "batch_size": 2**20}
+        for name, most in highest.items():
             if getattr(self, name) > most:
                 raise OptionError(
                     f"{option_name(name)} must be at most {most}, got {getattr(self, name)}"
@@ -81,6 +82,8 @@ class DiscoverOptions:
                 raise OptionError(f"{option_name(name)} must be more than 0, got {value}")
         if self.scheduler and not self.long_running:
             raise OptionError("--scheduler needs --long-running")
+        if self.max_memory_gb and (self.scheduler or not self.long_running):
+            raise OptionError("--max-memory-gb needs --long-running and a cluster of its own")
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "zone_rules": self.zone_rules.as_dict()}

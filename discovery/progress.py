@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from capture_kernels.errors import RunError
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
@@ -32,9 +34,14 @@ class Progress:
     def emit(self, event: str, **fields: Any) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         record: Event = {"event": event, "run_id": self._run_id, "at": at, **fields}
-        self._file.write(json.dumps(record) + "\n")
-        # A reader in another process, and a run that is killed next, both need it now.
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            # A reader in another process, and a run that is killed next, both need it now.
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self._file.name}: {error.strerror}; mend that and resume"
+            ) from error
         for listener in self._listeners:
             listener(record)
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -108,6 +109,19 @@ def release_reservation(output: Path, run_id: str) -> None:
     state = json.loads(path.read_text())
     if state["reserved"].pop(run_id, None) is not None:
         write_json(path, state)
+
+
+def clean_up(output: Path) -> None:
+    """Under the lock: remove what a killed job left behind, and refuse a `latest` that is no link.
+
+    Raises:
+        RunError: `latest` is a file or folder of its own, so that it could never be moved.
+    """
+    latest = output / "latest"
+    if latest.exists() and not latest.is_symlink():
+        raise RunError(f"{latest} is no link to a run: move it away, or choose another --output")
+    for done in output.glob("*/.checkpoint.done"):
+        shutil.rmtree(done)
 
 
 def move_latest(output: Path, run_id: str) -> None:

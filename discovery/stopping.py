@@ -15,13 +15,11 @@ TIME_UP = 4
 
 
 class Interrupted(AttnError):
-    """The run stopped at a checkpoint because it was asked to. `run_id` is set by the job."""
+    """The run stopped at a checkpoint because it was asked to."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.exit_code = exit_code
-        self.run_id = ""
 
 
 class StopRequest:

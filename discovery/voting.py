@@ -1,4 +1,4 @@
-"""A cluster by the vote of the nearest labelled rows: for placed rows and for the classifier."""
+"""A cluster by the vote of the nearest fitted rows, for rows outside the fit sample."""
 
 from __future__ import annotations
 

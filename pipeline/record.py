@@ -210,8 +210,3 @@ def capture_id(settings: Mapping[str, Any]) -> str:
     """
     canonical = json.dumps({**settings, "kernel": KERNEL_VERSION}, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
-
-
-def decode_step(position: int, prompt_len: int | None) -> int:
-    """`step` in the HTTP API: position - prompt_len + 1 (position + 1 with no prompt_len)."""
-    return position + 1 if prompt_len is None else position - prompt_len + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -139,7 +140,7 @@ def part_name(index: int) -> str:
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
-    with job.open_store() as store:
+    with job.open_store(read_only=True) as store:
         keep = chosen_rows(job, store)
         kept = int(keep.sum())
         if kept < job.options.min_rows:
@@ -185,9 +186,22 @@ def chosen_rows(job: Job, store: Store) -> NDArray[np.bool_]:
         rows.append(row_hashes(requests[-1], batch, job.options.seed))
     if not requests:
         raise RunError("the rows of this run are no longer in the store: start a new run")
-    return within_request_limit(
-        np.concatenate(requests), np.concatenate(rows), job.options.max_per_request
-    )
+    every_row = np.concatenate(rows)
+    check_same_rows(job, every_row)
+    return within_request_limit(np.concatenate(requests), every_row, job.options.max_per_request)
+
+
+def check_same_rows(job: Job, rows: NDArray[np.uint64]) -> None:
+    """The parts that a resumed run has kept must be of the rows that it now finds.
+
+    Raises:
+        RunError: rows were deleted since the run began.
+    """
+    digest = np.frombuffer(hashlib.sha256(rows.tobytes()).digest(), np.uint8)
+    if not job.parts.has("found.npz"):
+        job.parts.write_arrays("found.npz", digest=digest)
+    elif not np.array_equal(job.parts.read_arrays("found.npz")["digest"], digest):
+        raise RunError("rows of this run were deleted from the store since: start a new run")
 
 
 def full_batches(

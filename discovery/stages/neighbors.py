@@ -28,8 +28,11 @@ PLACING_NEIGHBORS = 5
 
 def parameters(job: Job) -> dict[str, Any]:
     o = job.options
-    return {"umap_sample_size": o.umap_sample_size, "umap_neighbors": o.umap_neighbors,
-            "min_cluster_size": o.min_cluster_size, "seed": o.seed}  # fmt: skip
+    return {
+        "umap_sample_size": o.umap_sample_size,
+        "umap_neighbors": o.umap_neighbors,
+        "seed": o.seed,
+    }
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:

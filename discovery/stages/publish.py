@@ -19,6 +19,7 @@ from .. import runs
 from ..artifacts import (
     CLUSTERS,
     EMBEDDING,
+    FILES,
     MANIFEST,
     SCHEMA_VERSION,
     landmark_schema,
@@ -33,7 +34,6 @@ from .project import saved_projection
 if TYPE_CHECKING:
     from ..job import Job
 
-FILES = ("embedding", "clusters", "landmarks", "projection")
 EXEMPLARS = 5
 
 
@@ -53,6 +53,8 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     write_parquet(job.folder / "landmarks.parquet", landmarks_table(job, lookup))
     write_parquet(job.folder / "projection.parquet", projection_table(job))
     manifest = build_manifest(job, clusters.num_rows, float((cluster_id < 0).mean()))
+    for left in job.folder.glob(".*.tmp"):  # by a job that was killed while it wrote
+        left.unlink()
     write_json(job.folder / MANIFEST, manifest)
     # Read back what is on disk, not what was meant to be there, before anybody is served by it.
     load_artifacts(job.folder)
@@ -72,10 +74,11 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
 
 def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
     """What the store keeps of a run."""
-    same = ("run_id", "created_at", "engine", "model", "layout", "capture_id")
+    same = ("run_id", "created_at", "engine", "model", "capture_id")
     return {
         **{name: manifest[name] for name in same},
-        "status": "published",
+        "layout": int(job.layout),
+        "status": "published" if manifest["quality"]["gate"]["passed"] else "failed its check",
         "rows": manifest["counts"]["rows"],
         "clusters": manifest["counts"]["clusters"],
         "noise_share": manifest["quality"]["noise_share"],
@@ -221,7 +224,7 @@ def projection_table(job: Job) -> pa.Table:
 def build_manifest(job: Job, clusters: int, noise_share: float) -> dict[str, Any]:
     window, summaries = job.window, job.summaries
     given = job.options.as_json()
-    free = {*FREE_ON_RESUME, "zone_rules"} - {"db"}
+    free = {*FREE_ON_RESUME, "zone_rules"}
     parameters = {name: value for name, value in given.items() if name not in free}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -249,7 +252,7 @@ def build_manifest(job: Job, clusters: int, noise_share: float) -> dict[str, Any
         "quality": {**summaries["quality"], "noise_share": noise_share},
         "zone_rules": job.options.zone_rules.as_dict(),
         "parent_run": None,
-        "files": {f"{name}.parquet": file_facts(job.folder / f"{name}.parquet") for name in FILES},
+        "files": {name: file_facts(job.folder / name) for name in FILES},
     }
 
 

@@ -18,6 +18,7 @@ from capture_kernels.errors import RecordError
 from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZONES, ZoneRules
 from discovery.classifier import Classifier, nearest_landmark
+from discovery.classify_command import parse_line
 
 
 @pytest.fixture(scope="session")
@@ -244,14 +245,29 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[-24:]))
-def test_a_line_that_is_no_fingerprint_is_named(bad):
-    from discovery.commands import parse_lines
-
-    good = json.dumps(FLAT).encode() + b"\n"
-    parsed = parse_lines([good, b"\n", bad + b"\n", good])
-    assert next(parsed) == (FLAT, {})
+def test_a_line_that_is_no_fingerprint_is_named(classifier, bad):
+    assert parse_line(json.dumps(FLAT).encode(), 1, classifier) == (FLAT, {})
     with pytest.raises(RecordError, match=r"^line 3 "):
-        next(parsed)
+        parse_line(bad, 3, classifier)
+
+
+@pytest.mark.parametrize("field", [{"layout": 2}, {"layout": "layered"}, {"capture_id": "other"}])
+def test_a_line_of_another_layout_or_capture_is_refused(classifier, field):
+    line = {"vector": FLAT, "layout": 1, "capture_id": classifier.capture_id}
+    assert parse_line(json.dumps(line).encode(), 1, classifier)[0] == FLAT
+    with pytest.raises(RecordError, match="line 9 "):
+        parse_line(json.dumps(line | field).encode(), 9, classifier)
+
+
+def test_classify_answers_a_live_stream_line_by_line(run):
+    command = [sys.executable, str(REPO / "cli.py"), "classify", "--artifacts", str(run.output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        for _ in range(3):
+            process.stdin.write(json.dumps(FLAT).encode() + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["run_id"]
+        process.stdin.close()
+    assert process.returncode == 0
 
 
 def test_classify_stops_at_a_bad_line_with_one_line_that_names_it(attn, run, lines, tmp_path):
@@ -263,6 +279,8 @@ def test_classify_stops_at_a_bad_line_with_one_line_that_names_it(attn, run, lin
     ):
         assert done.returncode == 2
         assert done.stderr == "error: line 7 is not JSON\n"
+        # What came before it is answered.
+        assert len(done.stdout.splitlines()) == 4
 
 
 def test_classify_without_artifacts_or_without_its_file_says_so(attn, run, tmp_path):

@@ -104,6 +104,62 @@ def test_a_run_killed_at_every_stage_and_in_the_middle_ends_in_the_same_artifact
     assert not (output / RUN_ID / ".checkpoint").exists()
 
 
+def test_a_long_running_run_killed_with_its_cluster_ends_in_the_same_artifacts(
+    attn, left_alone, tmp_path
+):
+    db, expected = left_alone
+    output = tmp_path / "killed"
+    first = ["discover", "--db", str(db), "--output", str(output), "--long-running"]
+    killed_at("progress:extract:2", *first, "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS)
+    for point in ("progress:neighbors:2", "stage_started:umap:", "stage_finished:cluster:"):
+        killed_at(point, *first, "--resume", RUN_ID)
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 0, done.stderr
+    assert fingerprint_of(output / RUN_ID) == expected
+
+
+def test_a_second_interrupt_stops_at_once_and_still_says_how_to_finish(attn, left_alone, tmp_path):
+    db, expected = left_alone
+    output = tmp_path / "impatient"
+    command = [sys.executable, str(REPO / "cli.py"), "discover", "--db", str(db)]
+    command += ["--output", str(output), "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "neighbors" in line:  # the layout comes next, and takes seconds
+            break
+    for _ in range(2):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.7)
+        process.send_signal(signal.SIGINT)
+    said += process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 130, said
+    assert f"--resume {RUN_ID}" in said and "Traceback" not in said
+    assert attn("discover", "--db", db, "--output", output, "--resume", RUN_ID).returncode == 0
+    assert fingerprint_of(output / RUN_ID) == expected
+
+
+def test_a_run_whose_rows_were_pruned_is_not_finished_with_others(attn, left_alone, tmp_path):
+    import datetime as dt
+
+    from conftest import START
+
+    from pipeline.store import open_store
+
+    db, _ = left_alone
+    output = tmp_path / "pruned"
+    first = ["discover", "--db", str(db), "--output", str(output)]
+    killed_at("progress:extract:3", *first, "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS)
+    with open_store(str(db)) as store:
+        assert store.prune(START + dt.timedelta(seconds=400)) == 400
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 2
+    assert "start a new run" in done.stderr
+    assert not (output / "latest").exists()
+
+
 def test_a_run_killed_inside_umap_ends_in_the_same_artifacts(attn, left_alone, tmp_path):
     db, expected = left_alone
     output = tmp_path / "killed"

@@ -142,14 +142,6 @@ def test_vectors_are_seen_without_a_copy(records):
     assert np.array_equal(record.vectors(batch.slice(10, 5)), rows[10:15])
 
 
-STEPS = [(12, 12, 1), (11, 12, 0), (0, None, 1), (7, None, 8)]
-
-
-@pytest.mark.parametrize(("position", "prompt_len", "step"), STEPS)
-def test_decode_steps(position, prompt_len, step):
-    assert record.decode_step(position, prompt_len) == step
-
-
 def test_a_capture_id_depends_on_values_not_on_order():
     settings = {"layers": [1, 2], "window": 0, "layout": "log16"}
     assert record.capture_id(settings) == record.capture_id(dict(reversed(settings.items())))
