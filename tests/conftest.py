@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import subprocess
 import sys
@@ -11,15 +10,9 @@ from pathlib import Path
 
 import pytest
 from planted import planted, planted_batch
+from shared import REPO, START, AttnCommand
 
 from pipeline.store import open_store
-
-REPO = Path(__file__).parent.parent
-# Rows are stamped one second apart from here.
-START = dt.datetime(2026, 1, 9, 6, 0, tzinfo=dt.UTC)
-NOW = dt.datetime(2026, 1, 10, 4, 2, 11, tzinfo=dt.UTC)
-
-AttnCommand = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")

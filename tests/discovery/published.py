@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from conftest import NOW, START, AttnCommand
 from numpy.typing import NDArray
 from planted import planted, planted_batch
+from shared import NOW, START, AttnCommand
 
 from discovery.artifacts import load_artifacts
 from pipeline.store import open_store

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO
 from published import RUN_ID, Mixed, Published, mixed, published
+from shared import REPO
 
 from capture_kernels.errors import ArtifactError
 from capture_kernels.zones import ZONES

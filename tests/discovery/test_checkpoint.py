@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import REPO
+from shared import REPO
 
 from capture_kernels.errors import RunError
 from discovery.checkpoint import StageParts, chained_key, file_facts, write_atomically, write_json
@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     said = json.loads(done.stdout)
     for name, message in said.items():
         assert message == (
-            f"cannot write {tmp_path}/stage/{name}: File too large; free space and resume"
+            f"cannot write {tmp_path}/stage/{name}: File too large; mend that and resume"
         )
     assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == ["kept.npz", "key"]
     kept = StageParts(tmp_path / "stage", "key").read_arrays("kept.npz")

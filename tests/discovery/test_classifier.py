@@ -10,9 +10,9 @@ import textwrap
 
 import numpy as np
 import pytest
-from conftest import REPO
 from planted import planted
 from published import RUN_ID, Mixed, Published, labels_by_row, layered, mixed, published
+from shared import REPO
 
 from capture_kernels.errors import RecordError
 from capture_kernels.fingerprint import Layout

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import NOW, REPO, START
 from planted import planted, planted_batch
 from published import (
     ALL_NOW,
@@ -26,6 +25,7 @@ from published import (
     published,
     published_again,
 )
+from shared import NOW, REPO, START
 from sklearn.metrics import adjusted_rand_score
 
 from capture_kernels.fingerprint import Layout

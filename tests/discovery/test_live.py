@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import NOW, REPO
+from shared import NOW, REPO
 from websockets.sync.client import connect
 
 from discovery.live import LiveEvents

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import NOW, REPO
+from shared import NOW, REPO
 
 from discovery.artifacts import load_artifacts
 from discovery.stages import STAGES
@@ -144,7 +144,7 @@ def test_a_second_interrupt_stops_at_once_and_still_says_how_to_finish(attn, lef
 def test_a_run_whose_rows_were_pruned_is_not_finished_with_others(attn, left_alone, tmp_path):
     import datetime as dt
 
-    from conftest import START
+    from shared import START
 
     from pipeline.store import open_store
 

@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from conftest import NOW, REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import NOW, REPO
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery import runs

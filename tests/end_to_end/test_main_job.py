@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from conftest import REPO
+from shared import REPO
 
 from discovery.artifacts import load_artifacts
 
