@@ -63,9 +63,11 @@ class Folder:
                 f"the folder {root.parent} does not exist: make it, or give another path"
             )
         try:
+            # Another process may be making this store now: its first files are no foreign ones, and
+            # the marker is looked for after the others, since it comes before them.
+            others = root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir())
             there = (root / MARKER).is_file()
-            # Another process may be making this store now: its first files are no foreign ones.
-            if not there and root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir()):
+            if others and not there:
                 raise StoreError(
                     f"{root} is a folder of another kind, and was not touched: give another path"
                 )
