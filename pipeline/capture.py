@@ -116,6 +116,11 @@ class CaptureSummary:
             f"{self.inserted} rows stored, {self.duplicates} were there already "
             f"(session {self.session_id}, capture {self.capture_id})",
         ]
+        if self.duplicates:
+            out.append(
+                "rows with the same id and position are stored once: to capture the same prompts "
+                "with another model or other options, give them other ids or another --db"
+            )
         for reason, count in sorted(self.rejected.items()):
             out.append(f"{count} rows rejected: {reason}")
         if self.refused:
@@ -182,7 +187,8 @@ def request_ids(prompts: Sequence[Prompt], capture_id: str) -> list[str]:
     """An id for each prompt: its own, or one made of its text and the capture.
 
     The same prompt of the same capture has the same id every time, so that running again adds
-    nothing; under another model or other options it is another request.
+    nothing. An id that is made is another one under another model or other options; an id of the
+    prompt's own is used as it is.
     """
     taken = Counter(prompt.id for prompt in prompts if prompt.id is not None)
     ids = []
