@@ -80,7 +80,9 @@ class TerminalBar:
         if kind in ("run_started", "run_resumed"):
             self._bar.start()
         elif kind == "stage_started":
-            self._bar.reset(self._task, description=event["stage"], total=None)
+            # A task's total cannot be taken back, so each stage has a task of its own.
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(event["stage"], total=None)
         elif kind == "progress":
             self._bar.update(self._task, completed=event["done"], total=event["total"])
         elif kind in ("run_finished", "run_failed", "run_interrupted"):

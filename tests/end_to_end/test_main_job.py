@@ -73,10 +73,15 @@ def test_the_shipped_sample_is_what_the_shipped_model_and_prompts_give(attn, tmp
     )
     with open_store(str(db)) as store:
         batches = list(store.scan())
+    # The prompts' own rows: which tokens are generated may hang on a machine's last bit.
     seen = 0
     for batch in batches:
         keys = zip(batch["request_id"].to_pylist(), batch["position"].to_pylist(), strict=True)
-        for key, vector in zip(keys, vectors(batch), strict=True):
-            np.testing.assert_allclose(vector, wanted[key], atol=2e-3)
-            seen += 1
-    assert seen == sum(key[0] in {c["id"] for c in chosen} for key in wanted)
+        phases = batch["phase"].to_pylist()
+        for key, vector, phase in zip(keys, vectors(batch), phases, strict=True):
+            if phase == "prompt":
+                np.testing.assert_allclose(vector, wanted[key], atol=2e-3)
+                seen += 1
+    ids = {row["id"] for row in chosen}
+    prompt_rows = zip(shipped["request_id"].to_pylist(), shipped["phase"].to_pylist(), strict=True)
+    assert seen == sum(name in ids and phase == "prompt" for name, phase in prompt_rows) > 100
