@@ -1,0 +1,82 @@
+"""--long-running on a cluster of somebody else's, and what is said when a cluster cannot do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from shared import NOW
+
+OPTIONS = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--long-running"]
+
+
+@pytest.fixture
+def cluster():
+    """Start a cluster with so many workers; gives the scheduler's address."""
+    from distributed import LocalCluster
+
+    started = []
+
+    def start(workers: int) -> str:
+        started.append(
+            LocalCluster(
+                n_workers=workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+            )
+        )
+        return started[-1].scheduler_address
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_an_existing_cluster_does_the_work_and_stays_up(attn, planted_store, tmp_path, cluster):
+    address, db = cluster(2), planted_store(700)
+    for output in ("first", "second"):
+        done = attn(
+            "discover", "--db", db, "--output", tmp_path / output, *OPTIONS, "--scheduler", address
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"2 workers at {address}" in done.stderr
+    first, second = (
+        pq.read_table(tmp_path / output / "latest" / "embedding.parquet")
+        for output in ("first", "second")
+    )
+    assert first.equals(second)
+
+
+def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
+    attn, planted_store, tmp_path, cluster
+):
+    db, output = planted_store(300), tmp_path / "out"
+    empty = cluster(0)
+    for extra, said in (
+        (["--scheduler", empty], f"{empty} has no workers"),
+        (["--max-memory-gb", "0.1"], "--max-memory-gb must be 0.7 or more"),
+        (["--scheduler", empty, "--max-memory-gb", "4"], "cluster of its own"),
+    ):
+        done = attn("discover", "--db", db, "--output", output, *OPTIONS, *extra)
+        assert done.returncode == 2
+        assert said in done.stderr and "Traceback" not in done.stderr
+    assert not any(path.is_dir() for path in output.glob("*"))
+
+
+def test_a_small_memory_limit_takes_fewer_workers(attn, planted_store, tmp_path):
+    done = attn(
+        "discover", "--db", planted_store(300), "--output", tmp_path / "out", *OPTIONS,
+        "--max-memory-gb", "0.8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Dask, 1 workers on this machine" in done.stderr
+
+
+def test_a_latest_that_is_no_link_is_refused_before_a_run_begins(
+    attn, planted_store, tmp_path: Path
+):
+    output = tmp_path / "copied"
+    (output / "latest").mkdir(parents=True)
+    done = attn("discover", "--db", planted_store(300), "--output", output, "--hours", "0")
+    assert done.returncode == 2
+    assert "latest is no link" in done.stderr
+    assert sorted(p.name for p in output.iterdir()) == [".lock", "latest"]
