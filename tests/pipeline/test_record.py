@@ -57,6 +57,20 @@ def test_records_of_version_1_still_read_the_same():
     assert record.vectors(batch).tolist() == VECTORS
 
 
+def test_a_message_of_version_1_is_a_stream_of_records_that_says_who_sent_it():
+    # One message: an Arrow stream of its own, whose schema says who sent it (DESIGN.md section 7).
+    with pa.ipc.open_stream((GOLDEN.parent / "wire_v1.arrow").read_bytes()) as reader:
+        batch = reader.read_next_batch()
+        with pytest.raises(StopIteration):
+            reader.read_next_batch()
+    sent = {b"sender_id": b"host-1:4242", b"seq": b"7", b"dropped_total": b"3"}
+    assert batch.schema.metadata == sent
+    conformed = record.conform(batch)
+    assert conformed.rejected == {}
+    assert conformed.batch.to_pylist() == EXPECTED
+    assert conformed.batch.schema.equals(record.SCHEMA, check_metadata=True)
+
+
 def test_records_of_version_1_can_be_stored(store):
     assert store.append(golden()).inserted == 3
     found = [row for batch in store.scan() for row in batch.to_pylist()]
