@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RunError
+from pipeline.durable import sync
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -31,19 +32,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror}; mend that and resume") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import ArtifactError, RunError
+from pipeline.durable import sync
 
-from .checkpoint import sync_folder, write_json
+from .checkpoint import write_json
 
 RUN_ID = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d+)?")
 
@@ -130,4 +131,4 @@ def move_latest(output: Path, run_id: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run_id, target_is_directory=True)
     temporary.replace(output / "latest")
-    sync_folder(output)
+    sync(output)

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import StoreError
+from pipeline.durable import sync
 
-from .parquet_parts import Part, read_part, sequences_in_name, sync, write_error
+from .parquet_parts import Part, read_part, sequences_in_name, write_error
 
 SCHEMA_VERSION = 1
 MARKER, STATE, RUNS = "_attn_store.json", "_state.json", "_runs"

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
 from pipeline import record
+from pipeline.durable import sync
 
 from .base import BATCH_ROWS
 from .columns import Ints, distinct, encoded, extremes, integers
@@ -265,15 +266,6 @@ def read_rows(root: Path, part: Part, row_group: int, columns: list[str]) -> pa.
             return file.read_row_group(row_group, columns=columns, use_threads=False)
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(root / part.name, error) from None
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before this returns."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_error(path: Path, error: OSError) -> StoreError:
