@@ -153,7 +153,9 @@ def clusters_in(space: NDArray[np.float32], engine: CpuEngine) -> NDArray[np.int
     near = neighbors_stage.self_first(indices, distances, 0)
     start = space[:, :2]
     start = start * np.float32(umap_stage.INIT_SPREAD / np.abs(start).max())
-    points = engine.layout(space, near, start, options.umap_min_dist, FIRST_SEED)
+    points = engine.layout(
+        space, near, start, options.umap_min_dist, FIRST_SEED, lambda done, total: None
+    )
     least = smallest_cluster(options.min_cluster_size, len(space), 1.0)
     largest = max(least, int(LARGEST_CLUSTER * len(space)))
     return engine.cluster(points, least, options.min_samples, largest).labels

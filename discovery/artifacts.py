@@ -5,17 +5,17 @@ Parquet and JSON only: loading an artifact never runs code.
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint import DIMENSIONS
+from pipeline.record import PHASES
 
 from .checkpoint import file_facts, write_atomically
 
@@ -42,10 +42,19 @@ EMBEDDING = pa.schema(
     ]
 )
 EXEMPLAR = pa.struct([("request_id", pa.string()), ("position", pa.int32()), ("layer", pa.int16())])
+TOKEN = pa.struct(
+    [
+        ("token_id", pa.int32()),
+        ("text", pa.string()),
+        ("share", pa.float64()),
+        ("lift", pa.float64()),
+    ]
+)
 CLUSTERS = pa.schema(
     [
         ("cluster_id", pa.int32()),
         ("label", pa.string()),
+        ("says", pa.string()),
         ("zone", pa.string()),
         ("size", pa.int64()),
         ("share", pa.float64()),
@@ -54,6 +63,8 @@ CLUSTERS = pa.schema(
         ("x", pa.float32()),
         ("y", pa.float32()),
         ("traits", pa.list_(pa.string())),
+        ("phases", pa.struct([(phase, pa.float64()) for phase in PHASES])),
+        ("tokens", pa.list_(TOKEN)),
         ("exemplars", pa.list_(EXEMPLAR)),
         ("born_in", pa.string()),
         ("parents", pa.list_(pa.int32())),
@@ -73,12 +84,19 @@ def landmark_schema(dimensions: int) -> pa.Schema:
     )
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a table so that it is whole and on disk before it has its name."""
-    buffer = io.BytesIO()
-    # No statistics or timestamps that differ between two writings of the same rows.
-    pq.write_table(table, buffer, compression="zstd")
-    write_atomically(path, lambda file: file.write(buffer.getbuffer()))
+def write_parquet(path: Path, rows: pa.Table | pa.RecordBatchReader) -> None:
+    """Write rows so that they are whole and on disk before they have their name.
+
+    Of a reader only one batch is held at a time; each becomes a row group.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        # No statistics or timestamps that differ between two writings of the same rows.
+        with pq.ParquetWriter(file, rows.schema, compression="zstd") as writer:
+            for batch in [rows] if isinstance(rows, pa.Table) else rows:
+                writer.write(batch)
+
+    write_atomically(path, write)
 
 
 @dataclass(frozen=True)

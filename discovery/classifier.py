@@ -88,6 +88,32 @@ def blas_threads() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")
 
 
+class Codebook(NamedTuple):
+    """Landmarks as vectors are named by them: all that it takes, on any machine.
+
+    points float32[l, d]; labels int32[l], noise (-1) last; noise_factor as in `nearest_of_run`;
+    reach, the distance beyond which a row is of no cluster.
+    """
+
+    projection: Projection
+    layout: Layout
+    points: NDArray[np.float32]
+    labels: NDArray[np.int32]
+    noise_factor: float
+    reach: float
+
+    def nearest(self, vectors: NDArray[np.float32]) -> tuple[Nearest, NDArray[np.bool_]]:
+        """The landmark of each vector float32[m, 20], and whether it lies beyond reach: bool[m]."""
+        projected = self.projection(vectors, self.layout)
+        found = nearest_of_run(projected, self.points, self.labels, self.noise_factor)
+        return found, found.distance > self.reach
+
+    def label(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+        """Each vector's label, -1 for noise and beyond reach: int32[m]."""
+        found, beyond = self.nearest(vectors)
+        return np.where(beyond, NOISE, self.labels[found.row]).astype(np.int32)
+
+
 class Classified(NamedTuple):
     """Of m fingerprints: cluster_id int32[m] (-1: none), probability float32[m], map place
     float32[m, 2], zone index int8[m] into ZONES, and zone confidence float32[m]."""
@@ -105,6 +131,10 @@ class Classifier:
     Args:
         artifacts: a verified run.
 
+    Attributes:
+        codebook: its landmarks; place: float32[l, 2], where they are on the map; labels: the
+            clusters' names by id.
+
     Raises:
         ArtifactError: the artifacts do not fit together.
     """
@@ -119,21 +149,26 @@ class Classifier:
         self.capture_id = str(manifest["capture_id"])
         self.rules = ZoneRules(**manifest["zone_rules"])
         components = np.array(projection["components"], np.float32).reshape(DIMENSIONS, -1)
-        self._projection = Projection(
+        fitted = Projection(
             np.array(projection["mean"], np.float32).reshape(-1, DIMENSIONS),
             np.array(projection["scale"], np.float32),
             components,
             np.array(projection["explained"], np.float64),
         )
         flat = landmarks.column("projected").combine_chunks().flatten().to_numpy()
-        self._landmarks = np.ascontiguousarray(flat.reshape(-1, components.shape[1]))
-        if len(self._landmarks) == 0:
+        points = np.ascontiguousarray(flat.reshape(-1, components.shape[1]))
+        if len(points) == 0:
             raise ArtifactError(f"{artifacts.folder} has no landmarks: run attn discover again")
-        self._cluster = landmarks.column("cluster_id").to_numpy()
+        self.codebook = Codebook(
+            fitted,
+            self.layout,
+            points,
+            landmarks.column("cluster_id").to_numpy(),
+            float(projection["noise_factor"]),
+            float(projection["reach"]),
+        )
+        self.place = np.column_stack([landmarks.column(c).to_numpy() for c in ("x", "y")])
         self._probability = landmarks.column("probability").to_numpy()
-        self._place = np.column_stack([landmarks.column(c).to_numpy() for c in ("x", "y")])
-        self._reach = float(projection["reach"])
-        self._noise_factor = float(projection["noise_factor"])
         self.labels: dict[int, str] = dict(
             zip(
                 clusters.column("cluster_id").to_pylist(),
@@ -168,20 +203,14 @@ class Classifier:
         # One pass finds NaN, infinity and negative shares, whose square root is not a number.
         if not (np.isfinite(rows).all() and (rows >= 0).all()):
             raise RecordError("a fingerprint's numbers must be finite and not negative")
-        nearest = nearest_of_run(
-            self._projection(rows, self.layout),
-            self._landmarks,
-            self._cluster,
-            self._noise_factor,
-        )
-        beyond = nearest.distance > self._reach
-        cluster = np.where(beyond, NOISE, self._cluster[nearest.row]).astype(np.int32)
+        nearest, beyond = self.codebook.nearest(rows)
+        cluster = np.where(beyond, NOISE, self.codebook.labels[nearest.row]).astype(np.int32)
         probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])
         zoned = self.rules.classify(rows, self.layout)
         return Classified(
             cluster,
             probability.astype(np.float32),
-            self._place[nearest.row],
+            self.place[nearest.row],
             zoned.zone,
             zoned.confidence,
         )

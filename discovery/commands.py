@@ -17,8 +17,9 @@ from rich.table import Table
 from capture_kernels.errors import ArtifactError, OptionError
 from capture_kernels.zones import ZoneRules
 
-from . import runs
+from . import history_commands, runs
 from .artifacts import MANIFEST, load_artifacts, read_manifest
+from .gate import GateRules
 from .options import FREE_ON_RESUME, DiscoverOptions, option_name
 from .progress import Event, Listener, listener_for_terminal
 
@@ -26,6 +27,9 @@ from .progress import Event, Listener, listener_for_terminal
 GATE_FAILED = 3
 
 runs_app = typer.Typer(no_args_is_help=True, help="Look at the runs of an output folder.")
+runs_app.command("diff")(history_commands.diff)
+runs_app.command("lineage")(history_commands.lineage)
+runs_app.command("gc")(history_commands.gc)
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -57,16 +61,25 @@ def discover(
     ] = False,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
     resume: Annotated[str | None, typer.Option(help="Finish this stopped run.")] = None,
-    max_memory_gb: Annotated[float | None, typer.Option(help="Memory of Dask's workers.")] = None,
+    max_memory_gb: Annotated[
+        float | None, typer.Option(help="Most memory of all processes of the job.")
+    ] = None,
     max_hours: Annotated[float | None, typer.Option(help="Stop at a checkpoint after.")] = None,
     websocket_port: Annotated[
-        int | None, typer.Option(help="Serve the progress events here, on 127.0.0.1.")
+        int | None,
+        typer.Option(help="Serve progress here, and take pause, resume and stop; on 127.0.0.1."),
     ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Serve the run even if its quality check fails.")
     ] = False,
     zone_thresholds: Annotated[
         Path | None, typer.Option(help="TOML file with the strong values of zones.")
+    ] = None,
+    gate_thresholds: Annotated[
+        Path | None, typer.Option(help="TOML file with the limits of the quality check.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json of the model, to name clusters by tokens.")
     ] = None,
     now: Annotated[
         datetime | None, typer.Option(help="End the window here (UTC) instead of now.")
@@ -76,8 +89,8 @@ def discover(
     """Find the behaviours in a store's fingerprints and publish them.
 
     Exit codes: 0 published, 2 cannot be done as asked, 3 published but not made latest, since its
-    quality check failed, 4 stopped at --max-hours, 130 Ctrl+C, 143 SIGTERM; after 4, 130 and 143
-    the printed --resume command finishes the run.
+    quality check failed, 4 stopped at --max-hours or by a client's stop command, 130 Ctrl+C, 143
+    SIGTERM; after 4, 130 and 143 the printed --resume command finishes the run.
     """
     from .job import discover as run_job
     from .live import LiveEvents
@@ -92,6 +105,8 @@ def discover(
         umap_sample_size=umap_sample_size, batch_size=batch_size, seed=seed, layout=layout,
         model=model, capture_id=capture_id, engine=engine, long_running=long_running,
         scheduler=scheduler, max_memory_gb=max_memory_gb, max_hours=max_hours, no_gate=no_gate,
+        tokenizer=str(tokenizer) if tokenizer else None,
+        gate_rules=GateRules.from_toml(gate_thresholds) if gate_thresholds else GateRules(),
         zone_rules=ZoneRules.from_toml(zone_thresholds) if zone_thresholds else ZoneRules(),
     )  # fmt: skip
     stop = StopRequest()
@@ -101,7 +116,7 @@ def discover(
         begun["run_id"] = event["run_id"]
 
     listeners: list[Listener] = [note_run, listener_for_terminal()]
-    live = LiveEvents(websocket_port) if websocket_port is not None else None
+    live = LiveEvents(websocket_port, stop) if websocket_port is not None else None
     if live:
         listeners.append(live)
     try:

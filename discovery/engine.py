@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +47,7 @@ class Engine(Protocol):
         init: NDArray[np.float32],
         min_dist: float,
         seed: int,
+        on_epoch: Callable[[int, int], None],
     ) -> NDArray[np.float32]:
         """The UMAP map of the fit rows: float32[n, 2], reproducible from the neighbours.
 
@@ -53,6 +55,8 @@ class Engine(Protocol):
             fit: float32[n, d].
             neighbors: each row's k nearest, itself first.
             init: float32[n, 2], where the rows start.
+            on_epoch: called with the epochs done and their number, a few times a second; what it
+                raises ends the layout.
         """
 
     def cluster(

@@ -5,7 +5,6 @@ Both give the results in the order of the chunks, so a stage does not know which
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +13,6 @@ from typing import Any, Protocol
 
 from capture_kernels.errors import OptionError, RunError
 
-# What a worker needs for its libraries and a chunk.
-WORKER_BYTES = 0.5e9
 # Chunks handed out ahead of the one being waited for, for each worker.
 AHEAD = 2
 
@@ -34,9 +31,14 @@ class Executor(Protocol):
 
 
 class InlineExecutor:
-    """Runs every chunk in this process."""
+    """Runs every chunk in this process.
 
-    description = "in one process"
+    Args:
+        why: that --long-running was asked for, and why there are no workers all the same.
+    """
+
+    def __init__(self, why: str = "") -> None:
+        self.description = "in one process" + why
 
     def run(
         self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
@@ -51,11 +53,16 @@ class InlineExecutor:
 class DaskExecutor:
     """Runs chunks on a Dask cluster: one of its own on this machine, or one at `scheduler`.
 
+    Args:
+        scheduler: its address; None for a cluster of its own.
+        workers: how many a cluster of its own has.
+        worker_bytes: the memory that each of those may have; None for what the machine has.
+
     Raises:
         OptionError: no scheduler answers at that address.
     """
 
-    def __init__(self, scheduler: str | None, max_memory_gb: float | None) -> None:
+    def __init__(self, scheduler: str | None, workers: int, worker_bytes: int | None) -> None:
         from distributed import Client, LocalCluster
 
         self._cluster = None
@@ -67,18 +74,8 @@ class DaskExecutor:
                     f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler"
                 ) from None
         else:
-            workers = len(os.sched_getaffinity(0))
-            limit: int | str = "auto"
-            if max_memory_gb:
-                # The coordinator holds the fit rows too, so the workers share three quarters.
-                shared = max_memory_gb * 0.75e9
-                workers = min(workers, int(shared // WORKER_BYTES))
-                if not workers:
-                    least = WORKER_BYTES / 0.75e9
-                    raise OptionError(f"--max-memory-gb must be {least:.1f} or more")
-                limit = int(shared / workers)
             self._cluster = LocalCluster(
-                n_workers=workers, threads_per_worker=1, memory_limit=limit,
+                n_workers=workers, threads_per_worker=1, memory_limit=worker_bytes or "auto",
                 dashboard_address=None, host="127.0.0.1",
             )  # fmt: skip
             self._client = Client(self._cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +25,9 @@ from .artifacts import MANIFEST, read_manifest
 from .checkpoint import StageParts, chained_key, write_json
 from .engine import Engine, open_engine
 from .executor import DaskExecutor, Executor, InlineExecutor
+from .memory import MemoryPlan, MemoryWatch, plan_memory
 from .options import FREE_ON_RESUME, DiscoverOptions
+from .parent import Parent, before_this_run, open_parent
 from .progress import Listener, Progress
 from .stages import STAGES, extract, publish
 from .stopping import Interrupted, StopRequest
@@ -36,14 +39,13 @@ RUN_FILE = "run.json"
 class Rows:
     """The rows that extract kept, read from its parts when touched."""
 
-    def __init__(self, parts: StageParts) -> None:
+    def __init__(self, parts: StageParts, count: int, part_rows: int) -> None:
         self._parts = parts
+        self._part_rows = part_rows
         self.names = parts.names(".arrow")
-        sizes = [self.batch(index).num_rows for index in range(len(self.names))]
-        ends = np.cumsum(sizes, dtype=np.int64)
-        self.count = int(ends[-1])
-        self.offsets: list[int] = [0, *ends[:-1].tolist()]
-        self._sizes = sizes
+        self.count = count
+        # All parts are full but the last.
+        self.offsets = list(range(0, count, part_rows))
 
     def batch(self, index: int) -> pa.RecordBatch:
         return self._parts.read_batch(self.names[index])
@@ -59,9 +61,10 @@ class Rows:
 
     def outside(self, index: int, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows of a part are not among the sorted row numbers `chosen`: bool[n]."""
-        start, size = self.offsets[index], self._sizes[index]
-        inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + size)]
-        mask = np.ones(size, bool)
+        start = self.offsets[index]
+        end = min(start + self._part_rows, self.count)
+        inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, end)]
+        mask = np.ones(end - start, bool)
         mask[inside - start] = False
         return mask
 
@@ -76,20 +79,22 @@ class Job:
         self,
         options: DiscoverOptions,
         run_id: str,
-        window: dict[str, Any],
-        created_at: str,
+        saved: dict[str, Any],
         engine: Engine,
         executor: Executor,
         progress: Progress,
         stop: StopRequest,
+        memory: MemoryPlan,
     ) -> None:
         self.options = options
         self.run_id = run_id
-        self.window = window
-        self.layout = Layout(window["layout"])
-        self.created_at = created_at
+        self.window: dict[str, Any] = saved["window"]
+        self.layout = Layout(self.window["layout"])
+        self.created_at: str = saved["created_at"]
+        self.follows: dict[str, Any] = saved["follows"]
         self.executor = executor
         self.engine = engine
+        self.memory = memory
         self.folder = options.output_dir / run_id
         self.summaries: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
@@ -106,15 +111,27 @@ class Job:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        return Rows(self.stage_parts("extract"))
+        kept = self.summaries["extract"]["rows"]
+        return Rows(self.stage_parts("extract"), kept, self.options.batch_size)
+
+    @functools.cached_property
+    def parent(self) -> Parent | None:
+        """The run that this one is compared with, verified; None for the first of its lineage."""
+        run_id = self.follows["parent"]
+        return open_parent(self.options.output_dir, run_id) if run_id else None
 
     def part_done(self, done: int, total: int) -> None:
-        """Tell that a part is on disk, and stop here if that was asked for."""
-        self._progress.emit("progress", stage=self._stage, done=done, total=total)
+        """Tell that a part is done, and stop or wait here if that was asked for."""
+        self._progress.part_done(self._stage, done, total)
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
+        """Raise Interrupted where the run should stop; wait where it is paused."""
         self._stop.check()
+        if self._stop.paused:
+            self._progress.emit("run_paused")
+            self._stop.wait_while_paused()
+            self._progress.emit("run_resumed")
 
     def run(self) -> dict[str, Any]:
         """Run or finish every stage; returns the manifest."""
@@ -139,6 +156,8 @@ class Job:
                 "stage_finished", stage=stage.name, number=number, of=len(STAGES), says=says,
                 seconds=seconds, kept=saved is not None,
             )  # fmt: skip
+            for event, fields in stage.tells(self) if stage.tells else ():
+                self._progress.emit(event, **fields)
         return read_manifest(self.folder)
 
 
@@ -179,36 +198,57 @@ def discover(
         if resume:
             run_id = runs.run_folder(output, resume).name
             options, saved = resumed_options(output / run_id, options)
-        executor: Executor = InlineExecutor()
-        if options.long_running:
-            executor = DaskExecutor(options.scheduler, options.max_memory_gb)
+        rows = (window or saved["window"])["rows"]
+        memory = plan_memory(options, rows, len(os.sched_getaffinity(0)))
+        watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, stop.ask))
+        executor = open_executor(options, memory)
         cleanup.callback(executor.close)
-        if not resume:
+        if window:
             run_id = runs.new_run_id(output, moment)
-            saved = {"run_id": run_id, "created_at": moment.isoformat(), "window": window}
             checkpoint = output / run_id / CHECKPOINT
             checkpoint.mkdir(parents=True)
+            saved = {
+                "run_id": run_id,
+                "created_at": moment.isoformat(),
+                "window": window,
+                "follows": before_this_run(output, run_id, window, options.hours),
+            }
             write_json(checkpoint / RUN_FILE, {**saved, "options": options.as_json()})
 
         progress = Progress(output / run_id / "progress.jsonl", run_id, listeners or [])
         cleanup.callback(progress.close)
-        job = Job(options, run_id, saved["window"], saved["created_at"], engine, executor,
-                  progress, stop)  # fmt: skip
-        started = "run_resumed" if resume else "run_started"
-        progress.emit(started, engine=f"{job.engine.name} engine, {executor.description}")
+        job = Job(options, run_id, saved, engine, executor, progress, stop, memory)
+        progress.emit(
+            "run_started", resumed=resume is not None, model=job.window["model"],
+            layout=job.layout.label, rows=job.window["rows"],
+            engine=f"{job.engine.name} engine, {executor.description}",
+        )  # fmt: skip
         try:
             manifest = job.run()
         except (Interrupted, KeyboardInterrupt) as stopped:
-            progress.emit("run_interrupted", reason=str(stopped) or "at once")
+            says = f"finish it with --resume {run_id}"
+            progress.emit("run_interrupted", reason=str(stopped) or "at once", says=says)
             raise
         except BaseException as error:
             # A bug as much as a full disk: the log says how the run ended.
             progress.emit("run_failed", reason=str(error) or type(error).__name__)
             raise
-        progress.emit("run_finished", clusters=manifest["counts"]["clusters"])
+        progress.emit(
+            "run_finished", clusters=manifest["counts"]["clusters"],
+            peak_memory_gb=round(watch.peak_gb, 3),
+        )  # fmt: skip
         publish.clear_checkpoint(output / run_id / CHECKPOINT)
         runs.release_reservation(output, run_id)
         return manifest
+
+
+def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
+    """Dask where it was asked for and the plan has room for it; else this process."""
+    if options.scheduler or memory.workers:
+        return DaskExecutor(options.scheduler, memory.workers, memory.worker_bytes)
+    if options.long_running:
+        return InlineExecutor(": --max-memory-gb leaves no room for Dask")
+    return InlineExecutor()
 
 
 def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:

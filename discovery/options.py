@@ -10,6 +10,8 @@ from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZoneRules
 
+from .gate import GateRules
+
 # A century: further back there is nothing, and before the year 1 there are no dates.
 MOST_HOURS = 876_600
 # What may differ when a run is finished elsewhere: it decides how, not what, is computed.
@@ -23,6 +25,8 @@ FREE_ON_RESUME = (
     "max_hours",
     "no_gate",
 )
+# Tables of limits, each with a place of its own in the manifest.
+RULES = {"gate_rules": GateRules, "zone_rules": ZoneRules}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class DiscoverOptions:
     max_memory_gb: float | None = None
     max_hours: float | None = None
     no_gate: bool = False
+    tokenizer: str | None = None
+    gate_rules: GateRules = field(default_factory=GateRules)
     zone_rules: ZoneRules = field(default_factory=ZoneRules)
 
     def __post_init__(self) -> None:
@@ -82,17 +88,22 @@ class DiscoverOptions:
                 raise OptionError(f"{option_name(name)} must be more than 0, got {value}")
         if self.scheduler and not self.long_running:
             raise OptionError("--scheduler needs --long-running")
-        if self.max_memory_gb and (self.scheduler or not self.long_running):
-            raise OptionError("--max-memory-gb needs --long-running and a cluster of its own")
+        if self.max_memory_gb and self.scheduler:
+            raise OptionError(
+                "--max-memory-gb is for processes of the job's own: with --scheduler, start that "
+                "cluster's workers with a limit"
+            )
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "zone_rules": self.zone_rules.as_dict()}
+        rules = {name: getattr(self, name).as_dict() for name in RULES}
+        return {**asdict(self), **rules}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> DiscoverOptions:
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in saved.items() if name in known}
-        return cls(**{**values, "zone_rules": ZoneRules(**saved["zone_rules"])})
+        rules = {name: kind(**saved[name]) for name, kind in RULES.items()}
+        return cls(**{**values, **rules})
 
     @property
     def output_dir(self) -> Path:

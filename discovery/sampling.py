@@ -1,17 +1,35 @@
-"""Which rows a run looks at: at most so many of one request, and a fit sample of large windows."""
+"""Which rows a run looks at: at most so many of one request, and a fit sample of large windows.
+
+Both are chosen by hashes and in chunks: a window's rows cost one byte each in memory.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-# Cells of the stratified sample: enough to tell rare behaviours apart, few enough to be cheap.
+from capture_kernels.errors import RunError
+
+# Cells of the stratified sample: enough to tell rare behaviours apart, few enough to be cheap and
+# for one byte to say which one a row is in.
 CELLS = 256
 # Rows of the window that the cells are fitted on.
 CELL_FIT_ROWS = 20_000
+# Rows of the window that are looked at together when the sample is drawn.
+DRAW_ROWS = 1 << 18
+# A row as `RequestLimit` keeps it on disk.
+HASHED = np.dtype([("request", "<u8"), ("row", "<u8"), ("number", "<u8")])
+# Memory that one such row takes while it is compared with its request's others.
+HASHED_BYTES = 100
+# Files of hashes that are open at once.
+MOST_PARTITIONS = 256
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -66,28 +84,124 @@ def within_request_limit(
     return keep
 
 
-def stratified_rows(
-    projected: NDArray[np.float32], size: int, floor: int, seed: int
-) -> NDArray[np.int64]:
-    """A sample of rows in which no region of the space goes missing: sorted int64[size].
+class RequestLimit:
+    """`within_request_limit` for windows whose hashes do not fit in memory.
 
-    Rows are sorted into k-means cells. Each cell gives its share, but at least `floor` rows (or all
-    that it has), so that a small behaviour is still dense enough to be found.
+    Hashes go to files on disk, 24 bytes a row, one file for each of so many partitions of the
+    requests that one can be looked at as a whole. A context manager: on leaving it the files go.
 
     Args:
-        projected: float32[n, d], n > size.
+        folder: made anew for the files, and removed with them.
+        limit: most rows of a request; 0 keeps all, and writes nothing.
+        expected: about how many rows there will be.
+        memory: bytes that one partition may take. The result does not depend on it.
+    """
+
+    def __init__(self, folder: Path, limit: int, expected: int, memory: int) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._block = max(1, memory // HASHED_BYTES)
+        self._partitions = min(MOST_PARTITIONS, -(-max(1, expected) // self._block)) if limit else 0
+        self._open = ExitStack()
+        self._files: list[IO[bytes]] = []
+        self.rows = 0
+
+    def __enter__(self) -> RequestLimit:
+        try:
+            # A run that was killed here left some.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir()
+            for index in range(self._partitions):
+                path = self._folder / f"{index:03d}"
+                self._files.append(self._open.enter_context(path.open("w+b")))
+        except OSError as error:
+            self.__exit__()
+            raise self._refused(error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # What is still buffered is not wanted any more, least of all on a full disk.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            self._open.close()
+
+    def add(self, requests: NDArray[np.uint64], rows: NDArray[np.uint64]) -> None:
+        """Take in the next rows: their request's hashes and their own, uint64[n] each.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        hashed = np.empty(len(rows), HASHED)
+        hashed["request"], hashed["row"] = requests, rows
+        hashed["number"] = np.arange(self.rows, self.rows + len(rows), dtype=np.uint64)
+        self.rows += len(rows)
+        if not self._partitions:
+            return
+        partition = (requests % np.uint64(self._partitions)).astype(np.int64)
+        hashed = hashed[np.argsort(partition, kind="stable")]
+        ends = np.cumsum(np.bincount(partition, minlength=self._partitions))
+        try:
+            for file, own in zip(self._files, np.split(hashed, ends[:-1]), strict=True):
+                file.write(own.data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def kept(self) -> NDArray[np.bool_]:
+        """Which of all rows taken in are within the limit: bool[rows].
+
+        Raises:
+            RunError: the disk is full.
+        """
+        if not self._partitions:
+            return np.ones(self.rows, bool)
+        keep = np.zeros(self.rows, bool)
+        for file in self._files:
+            try:
+                file.flush()
+                file.seek(0)
+            except OSError as error:
+                raise self._refused(error) from error
+            held = np.empty(0, HASHED)
+            # More than one block only where a few requests have most of the rows.
+            while len(block := np.fromfile(file, HASHED, self._block)):
+                held = np.concatenate([held, block])
+                held = held[within_request_limit(held["request"], held["row"], self._limit)]
+            keep[held["number"]] = True
+        return keep
+
+    def _refused(self, error: OSError) -> RunError:
+        return RunError(f"cannot write {self._folder}: {error.strerror}; mend that and resume")
+
+
+def cell_fit_rows(rows: int, seed: int) -> NDArray[np.int64]:
+    """Row numbers, ascending, of the rows that the cells of a window of `rows` are fitted on."""
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.choice(rows, min(rows, CELL_FIT_ROWS), replace=False))
+
+
+def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> Any:
+    """The k-means cells for a sample of `size` rows; their `predict` gives each row's, below 256.
+
+    Args:
+        projected: float32[n, d], the rows that `cell_fit_rows` names.
     """
     from sklearn.cluster import KMeans
 
-    rng = np.random.default_rng(seed)
-    n = len(projected)
-    some = np.sort(rng.choice(n, min(n, CELL_FIT_ROWS), replace=False))
-    cells = KMeans(min(CELLS, size // 8), n_init=1, random_state=seed).fit(projected[some])
-    cell = np.empty(n, np.int32)
-    for start in range(0, n, CELL_FIT_ROWS):
-        block = slice(start, start + CELL_FIT_ROWS)
-        cell[block] = cells.predict(projected[block])
-    counts = np.bincount(cell, minlength=len(cells.cluster_centers_))
+    return KMeans(min(CELLS, size // 8), n_init=1, random_state=seed).fit(projected)
+
+
+def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -> NDArray[np.int64]:
+    """A sample of rows in which no region of the space goes missing: sorted int64[size].
+
+    Each cell gives its share, but at least `floor` rows (or all that it has), so that a small
+    behaviour is still dense enough to be found. Which rows of a cell depends on their numbers and
+    the seed alone.
+
+    Args:
+        cell: uint8[n], each row's cell, n > size.
+    """
+    n = len(cell)
+    counts = np.bincount(cell)
     quota = np.minimum(counts, np.maximum(counts * size // n, floor))
     # Rounding, and the floors, leave a few too many or too few: the largest cells make it up.
     while (excess := int(quota.sum()) - size) != 0:
@@ -96,6 +210,27 @@ def stratified_rows(
             room = quota == quota.max()
         index = np.flatnonzero(room)[np.argsort(-quota[room], kind="stable")][: abs(excess)]
         quota[index] -= np.sign(excess)
-    order = np.lexsort((rng.random(n), cell))
-    rank = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.sort(order[rank < quota[cell[order]]])
+    return drawn_rows(cell, quota, seed)
+
+
+def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """The `quota` rows of each cell whose hashed numbers are lowest, ascending: int64[sum]."""
+    salt = mix64(np.array([seed], np.uint64))
+    rows, keys = np.empty(0, np.int64), np.empty(0, np.uint64)
+    # Above this no row of a cell is among the lowest any more.
+    highest = np.full(len(quota), np.iinfo(np.uint64).max, np.uint64)
+    for start in range(0, len(cell), DRAW_ROWS):
+        own = cell[start : start + DRAW_ROWS]
+        number = np.arange(start, start + len(own))
+        key = mix64(salt ^ number.astype(np.uint64))
+        low = key <= highest[own]
+        rows, keys = np.concatenate([rows, number[low]]), np.concatenate([keys, key[low]])
+        cells = cell[rows]
+        order = np.lexsort((keys, cells))
+        counts = np.bincount(cells, minlength=len(quota))
+        rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        order = order[rank < quota[cells[order]]]
+        rows, keys = rows[order], keys[order]
+        full = np.flatnonzero((counts >= quota) & (quota > 0))
+        highest[full] = keys[np.cumsum(np.minimum(counts, quota))[full] - 1]
+    return np.sort(rows)

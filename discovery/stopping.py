@@ -1,4 +1,5 @@
-"""Stopping a run where it can be resumed: by signal, or when its time is up."""
+"""Stopping a run where it can be resumed, or holding it there: by signal, by command, or when its
+time is up."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ from types import FrameType
 
 from capture_kernels.errors import AttnError
 
-# Exit code of a run that stopped at --max-hours: not failed, and not finished either.
-TIME_UP = 4
+# Exit code of a run that was asked to stop, by --max-hours or by a client: not failed, and not
+# finished either.
+STOPPED = 4
+# Seconds between two looks at what a paused run is asked. It looks instead of being woken, since a
+# signal handler may not touch the lock of what would wake it.
+LOOK_EVERY = 0.1
 
 
 class Interrupted(AttnError):
@@ -23,12 +28,18 @@ class Interrupted(AttnError):
 
 
 class StopRequest:
-    """Whether a run should stop at its next part, and why."""
+    """Whether a run should stop, or wait, at its next part, and why.
+
+    The run calls `check` and `wait_while_paused`. The rest may be called from any thread, and
+    `signalled` by a signal at any moment.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._asked: tuple[str, int] | None = None
         self._deadline: float | None = None
         self._hours: float | None = None
+        self._paused = False
 
     def limit_hours(self, hours: float | None) -> None:
         if hours is not None:
@@ -41,13 +52,44 @@ class StopRequest:
             raise KeyboardInterrupt
         self._signal = number
 
+    def ask(self, reason: str, exit_code: int = STOPPED) -> None:
+        """Stop at the next part, for this reason; the first one given is the one that is told."""
+        if self._asked is None:
+            self._asked = reason, exit_code
+
+    def pause(self) -> str | None:
+        """Wait at the next part; returns why not where the run is about to stop."""
+        if self._signal is not None or self._asked is not None:
+            return "the run is stopping"
+        self._paused = True
+        return None
+
+    def resume(self) -> str | None:
+        """Go on; returns why not where nothing was paused."""
+        if not self._paused:
+            return "the run is not paused"
+        self._paused = False
+        return None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
     def check(self) -> None:
         """Raise Interrupted when the run should stop here."""
         if self._signal is not None:
             name = signal.Signals(self._signal).name
             raise Interrupted(f"{name}, at a checkpoint", 128 + self._signal)
+        if self._asked is not None:
+            raise Interrupted(*self._asked)
         if self._deadline is not None and time.monotonic() > self._deadline:
-            raise Interrupted(f"--max-hours {self._hours:g} is over", TIME_UP)
+            raise Interrupted(f"--max-hours {self._hours:g} is over", STOPPED)
+
+    def wait_while_paused(self) -> None:
+        """Return once the run is resumed; Interrupted when it should stop instead."""
+        while self._paused:
+            time.sleep(LOOK_EVERY)
+            self.check()
 
 
 @contextmanager

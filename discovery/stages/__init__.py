@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..telling import Told, clusters_named, map_found, zones_found
 from . import cluster, extract, lineage, neighbors, project, publish, quality, umap, zones
 
 if TYPE_CHECKING:
@@ -12,12 +13,14 @@ if TYPE_CHECKING:
 
 
 class Stage(NamedTuple):
-    """A stage's name, the parameters that its result depends on, and its work, which returns the
-    summary that the manifest keeps and the line that a person reads."""
+    """A stage's name, the parameters that its result depends on, its work, which returns the
+    summary that the manifest keeps and the line that a person reads, and the events that tell what
+    it found, once it is finished."""
 
     name: str
     parameters: Callable[[Job], dict[str, Any]]
     run: Callable[[Job], tuple[dict[str, Any], str]]
+    tells: Callable[[Job], Iterator[Told]] | None = None
 
 
 STAGES = (
@@ -25,10 +28,10 @@ STAGES = (
     Stage("standardize", project.standardize_parameters, project.standardize),
     Stage("pca", project.pca_parameters, project.pca),
     Stage("neighbors", neighbors.parameters, neighbors.run),
-    Stage("umap", umap.parameters, umap.run),
+    Stage("umap", umap.parameters, umap.run, map_found),
     Stage("cluster", cluster.parameters, cluster.run),
-    Stage("zones", zones.parameters, zones.run),
-    Stage("lineage", lineage.parameters, lineage.run),
+    Stage("zones", zones.parameters, zones.run, zones_found),
+    Stage("lineage", lineage.parameters, lineage.run, clusters_named),
     Stage("quality", quality.parameters, quality.run),
     Stage("publish", publish.parameters, publish.run),
 )

@@ -16,18 +16,18 @@ from capture_kernels.errors import RunError
 from capture_kernels.fingerprint import Layout
 from pipeline.store import Group, Selection, Store
 
-from ..sampling import request_hashes, row_hashes, within_request_limit
+from ..sampling import RequestLimit, request_hashes, row_hashes
 
 if TYPE_CHECKING:
     from ..job import Job
 
-COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "vector")
+COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
 
 
 def parameters(job: Job) -> dict[str, Any]:
     o = job.options
     return {"window": job.window, "max_per_request": o.max_per_request, "seed": o.seed,
-            "batch_size": o.batch_size}  # fmt: skip
+            "batch_size": o.batch_size, "columns": list(COLUMNS)}  # fmt: skip
 
 
 def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def part_name(index: int) -> str:
 def run(job: Job) -> tuple[dict[str, Any], str]:
     with job.open_store(read_only=True) as store:
         keep = chosen_rows(job, store)
-        kept = int(keep.sum())
+        kept = int(np.count_nonzero(keep))
         if kept < job.options.min_rows:
             raise RunError(
                 f"--max-per-request {job.options.max_per_request} leaves {kept} of {len(keep):,} "
@@ -150,13 +150,18 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
             )
         size = job.options.batch_size
         total = -(-kept // size)
+        first, last = [], []
         for index, batch in enumerate(full_batches(scan(job, store, COLUMNS), keep, size)):
+            times = captured_at(batch)
+            first.append(int(times.min()))
+            last.append(int(times.max()))
             if not job.parts.has(part_name(index)):
                 job.parts.write_batch(part_name(index), batch)
             job.part_done(index + 1, total)
     summary = {
         "rows_in_window": len(keep),
         "rows": kept,
+        "captured_at": [min(first), max(last)],
         "over_request_limit": len(keep) - kept,
         "left_out": job.window["left_out"],
     }
@@ -166,6 +171,11 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     if other := sum(group["rows"] for group in job.window["left_out"]):
         says += f"; {other:,} of other models, layouts or captures left out"
     return summary, says
+
+
+def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """When each row was captured, in microseconds since 1970 UTC: int64[n]."""
+    return np.asarray(batch.column("captured_at").cast(pa.int64()).to_numpy())
 
 
 def scan(job: Job, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
@@ -179,25 +189,32 @@ def scan(job: Job, store: Store, columns: tuple[str, ...]) -> Iterator[pa.Record
 
 def chosen_rows(job: Job, store: Store) -> NDArray[np.bool_]:
     """Which rows of the scan to keep, so that one long answer does not become the map: bool[n]."""
-    requests, rows = [], []
-    for batch in scan(job, store, ("request_id", "position", "layer")):
-        job.stop_if_asked()
-        requests.append(request_hashes(batch))
-        rows.append(row_hashes(requests[-1], batch, job.options.seed))
-    if not requests:
-        raise RunError("the rows of this run are no longer in the store: start a new run")
-    every_row = np.concatenate(rows)
-    check_same_rows(job, every_row)
-    return within_request_limit(np.concatenate(requests), every_row, job.options.max_per_request)
+    digest = hashlib.sha256()
+    most, expected = job.options.max_per_request, job.window["rows"]
+    scratch = job.parts.folder / ".hashes"
+    with RequestLimit(scratch, most, expected, job.memory.scratch_bytes) as limit:
+        for batch in scan(job, store, ("request_id", "position", "layer")):
+            job.stop_if_asked()
+            requests = request_hashes(batch)
+            rows = row_hashes(requests, batch, job.options.seed)
+            digest.update(rows.data)
+            limit.add(requests, rows)
+        if not limit.rows:
+            raise RunError("the rows of this run are no longer in the store: start a new run")
+        check_same_rows(job, digest.digest())
+        return limit.kept()
 
 
-def check_same_rows(job: Job, rows: NDArray[np.uint64]) -> None:
+def check_same_rows(job: Job, found: bytes) -> None:
     """The parts that a resumed run has kept must be of the rows that it now finds.
+
+    Args:
+        found: the digest of their hashes.
 
     Raises:
         RunError: rows were deleted since the run began.
     """
-    digest = np.frombuffer(hashlib.sha256(rows.tobytes()).digest(), np.uint8)
+    digest = np.frombuffer(found, np.uint8)
     if not job.parts.has("found.npz"):
         job.parts.write_arrays("found.npz", digest=digest)
     elif not np.array_equal(job.parts.read_arrays("found.npz")["digest"], digest):

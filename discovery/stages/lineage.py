@@ -1,25 +1,222 @@
-"""lineage: cluster ids. Every cluster gets a fresh id; none is matched to an earlier run yet."""
+"""lineage: which cluster of the parent run each one is, and what this run leaves for the next."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.zones import ZONES
+
+from ..classifier import NOISE, Codebook
+from ..drift import RequestCounts, Shares
+from ..lineage import cluster_ids, events, match
+from ..parent import Parent
 from ..runs import reserve_cluster_ids
+from ..sampling import request_hashes, row_hashes
+from .cluster import labelled_rows
+from .project import saved_projection
+from .zones import zones_part
 
 if TYPE_CHECKING:
     from ..job import Job
 
+# Rows of each cluster that stand for it when the next run looks back.
+REFERENCES_EACH = 256
+# A share of rows in both clusters that is worth showing.
+LEAST_LINK = 1e-4
+
 
 def parameters(job: Job) -> dict[str, Any]:
-    return {"matching": "none"}
+    return {"parent": job.parent.run_id if job.parent else None, "references": REFERENCES_EACH}
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
-    persistence = job.stage_parts("cluster").read_arrays("fit.npz")["persistence"]
-    count = len(persistence)
-    first = reserve_cluster_ids(job.options.output_dir, job.run_id, count)
-    job.parts.write_arrays("ids.npz", ids=np.arange(first, first + count, dtype=np.int32))
-    says = f"first run of its lineage: {count} new ids from {first}, no earlier run is matched"
-    return {"parent": None, "says": says, "born": list(range(first, first + count))}, says
+    count = len(job.stage_parts("cluster").read_arrays("fit.npz")["persistence"])
+    codebook = own_codebook(job)
+    seen = look_at_rows(job, codebook, count)
+    job.parts.write_arrays(
+        "shares.npz", **as_arrays("zones", seen.zones), **as_arrays("clusters", seen.clusters)
+    )
+    job.parts.write_arrays("references.npz", **seen.references._asdict())
+    job.parts.write_arrays(
+        "of_parent.npz",
+        contingency=seen.contingency,
+        beyond=np.array(seen.beyond),
+        **as_arrays("labelled", seen.labelled),
+    )
+    parent = job.parent
+    # Without a parent nothing is matched, and every cluster is born.
+    known = parent.ids if parent else np.empty(0, np.int32)
+    their_share = parent.share if parent else np.empty(0)
+    rows = seen.contingency.sum()
+    found = match(
+        seen.contingency[:count, :-1] / rows,
+        seen_by_own(parent, codebook, count) if parent else np.empty((count, 0)),
+        seen.contingency[:count].sum(axis=1) / rows,
+        their_share,
+    )
+    first = reserve_cluster_ids(job.options.output_dir, job.run_id, int((found.heir_of < 0).sum()))
+    ids = cluster_ids(found, known, first)
+    job.parts.write_arrays("ids.npz", ids=ids)
+    told = events(found, ids, known)
+    says = in_one_sentence(parent.run_id if parent else None, told)
+    summary = {
+        "parent": parent.run_id if parent else None,
+        "says": says,
+        "parent_clusters": [
+            {"cluster_id": i, "label": label, "share": share}
+            for i, label, share in zip(
+                known.tolist(), parent.labels if parent else [], their_share.tolist(), strict=True
+            )
+        ],
+        "links": [
+            {
+                "parent": int(known[j]),
+                "child": int(ids[i]),
+                "share": round(float(found.common[i, j]), 6),
+            }
+            for i, j in np.argwhere(found.common >= LEAST_LINK)
+        ],
+        "events": told,
+    }
+    return summary, says
+
+
+def in_one_sentence(parent: str | None, told: list[dict[str, Any]]) -> str:
+    """What happened to the clusters since the parent run."""
+    if parent is None:
+        return f"the first run of its lineage: {len(told)} new clusters"
+    count = {kind: sum(e["event"] == kind for e in told)
+             for kind in ("kept", "merged", "born", "died", "split")}  # fmt: skip
+    parts = [f"{count['kept'] + count['merged']} clusters of {parent} went on"]
+    parts += [f"{count[kind]} {word}" for kind, word in
+              (("born", "born"), ("died", "died"), ("split", "split off"), ("merged", "merged"))
+              if count[kind]]  # fmt: skip
+    return ", ".join(parts)
+
+
+class References(NamedTuple):
+    """Rows that stand for the clusters: vectors float32[m, 20], label int32[m], order uint64[m]."""
+
+    vectors: NDArray[np.float32]
+    label: NDArray[np.int32]
+    order: NDArray[np.uint64]
+
+    def keep_lowest(self, other: References) -> References:
+        """Of both, the `REFERENCES_EACH` rows of lowest order in each cluster: a fair sample of its
+        rows, however they came in parts."""
+        label = np.concatenate([self.label, other.label])
+        rank = np.concatenate([self.order, other.order])
+        order = np.lexsort((rank, label))
+        starts = np.searchsorted(label[order], label[order])
+        kept = order[np.arange(len(order)) - starts < REFERENCES_EACH]
+        vectors = np.concatenate([self.vectors, other.vectors])
+        return References(vectors[kept], label[kept], rank[kept])
+
+
+class Seen(NamedTuple):
+    """What one look at all rows gave.
+
+    zones, clusters: shares of this run's rows, clusters as its own landmarks label them;
+    contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; labelled: shares
+    of the parent's labels; noise is last in each. beyond: rows out of the parent's reach.
+    """
+
+    references: References
+    zones: Shares
+    clusters: Shares
+    contingency: NDArray[np.int64]
+    labelled: Shares
+    beyond: int
+
+
+def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
+    """Label every row with this run's landmarks and with the parent's, part by part."""
+    parent = job.parent
+    known = len(parent.ids) if parent else 0
+    zones, clusters, labelled = (RequestCounts(n) for n in (len(ZONES), count + 1, known + 1))
+    contingency = np.zeros((count + 1, known + 1), np.int64)
+    references = References(
+        np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32), np.empty(0, np.uint64)
+    )
+    requests = np.empty(0, np.uint64)
+    beyond = 0
+    codebooks = (codebook, parent.codebook if parent else None)
+    chunks = (vectors for _, vectors in job.rows.vectors())
+    answers = job.executor.run(label_both, chunks, codebooks)
+    for index, (part, answer) in enumerate(zip(labelled_rows(job), answers, strict=True)):
+        hashes = request_hashes(part.batch)
+        zones.add(hashes, job.stage_parts("zones").read_arrays(zones_part(index))["zone"])
+        # Noise is label -1, which counts as the last category.
+        clusters.add(hashes, answer.own % (count + 1))
+        labelled.add(hashes, answer.parent % (known + 1))
+        np.add.at(contingency, (part.label, answer.parent), 1)
+        beyond += answer.beyond
+        order = row_hashes(hashes, part.batch, job.options.seed)
+        inside = part.label != NOISE
+        references = references.keep_lowest(
+            References(part.vectors[inside], part.label[inside], order[inside])
+        )
+        requests = np.union1d(requests, hashes)
+        job.part_done(index + 1, len(job.rows.offsets))
+    return Seen(
+        references,
+        zones.shares(len(requests)),
+        clusters.shares(len(requests)),
+        contingency,
+        labelled.shares(len(requests)),
+        beyond,
+    )
+
+
+class Answer(NamedTuple):
+    """Of n rows: own and parent's label int32[n] (-1: noise), and how many are beyond the parent's
+    reach."""
+
+    own: NDArray[np.int32]
+    parent: NDArray[np.int32]
+    beyond: int
+
+
+def label_both(own: Codebook, parent: Codebook | None, vectors: NDArray[np.float32]) -> Answer:
+    labels = own.label(vectors)
+    if parent is None:
+        return Answer(labels, np.full(len(vectors), NOISE, np.int32), 0)
+    nearest, beyond = parent.nearest(vectors)
+    theirs = np.where(beyond, NOISE, parent.labels[nearest.row]).astype(np.int32)
+    return Answer(labels, theirs, int(beyond.sum()))
+
+
+def own_codebook(job: Job) -> Codebook:
+    """This run's landmarks; their labels are the numbers of the cluster stage."""
+    saved = job.stage_parts("cluster").read_arrays("landmarks.npz")
+    return Codebook(
+        saved_projection(job),
+        job.layout,
+        saved["projected"],
+        saved["label"],
+        float(saved["noise_factor"]),
+        float(saved["quantiles"][-1]),
+    )
+
+
+def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> NDArray[np.float64]:
+    """Share of the parent's rows in each of its clusters that this run labels with each of its own:
+    float64[c, p]."""
+    labels = codebook.label(parent.references)
+    table = np.zeros((count + 1, len(parent.ids)))
+    np.add.at(table, (labels, parent.reference_cluster), 1.0)
+    return table[:count] / np.maximum(table.sum(axis=0), 1.0) * parent.share
+
+
+def as_arrays(name: str, shares: Shares) -> dict[str, NDArray[Any]]:
+    return {f"{name}_{field}": np.array(value) for field, value in shares.as_dict().items()}
+
+
+def from_arrays(name: str, saved: dict[str, NDArray[Any]]) -> Shares:
+    """What `as_arrays` made of shares."""
+    return Shares.from_dict({f.name: saved[f"{name}_{f.name}"].tolist() for f in fields(Shares)})

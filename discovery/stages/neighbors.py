@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import Engine
-from ..sampling import stratified_rows
+from ..sampling import cell_fit_rows, fit_cells, stratified_rows
 from .project import saved_projection
 
 if TYPE_CHECKING:
@@ -81,16 +81,32 @@ def search(
 
 def choose_fit_rows(job: Job) -> None:
     """All rows where they are few enough, a stratified sample of them where they are not."""
-    projection = saved_projection(job)
-    projected = np.concatenate(
-        [projection(vectors, job.layout) for _, vectors in job.rows.vectors()]
-    )
+    count, seed = job.rows.count, job.options.seed
     size = job.options.umap_sample_size
-    if len(projected) <= size:
-        rows = np.arange(len(projected))
+    if count <= size:
+        rows = np.arange(count)
     else:
-        rows = stratified_rows(projected, size, CELL_FLOOR, job.options.seed)
-    job.parts.write_arrays("fit.npz", rows=rows, projected=projected[rows])
+        projection = saved_projection(job)
+        cells = fit_cells(projected_rows(job, cell_fit_rows(count, seed)), size, seed)
+        cell = np.empty(count, np.uint8)
+        for offset, vectors in job.rows.vectors():
+            job.stop_if_asked()
+            found = cells.predict(projection(vectors, job.layout))
+            cell[offset : offset + len(vectors)] = found
+        rows = stratified_rows(cell, size, CELL_FLOOR, seed)
+    job.parts.write_arrays("fit.npz", rows=rows, projected=projected_rows(job, rows))
+
+
+def projected_rows(job: Job, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The projected vectors of some rows, by their ascending numbers: float32[len(rows), d]."""
+    projection = saved_projection(job)
+    starts = np.searchsorted(rows, [*job.rows.offsets, job.rows.count])
+    found = []
+    for index, offset in enumerate(job.rows.offsets):
+        own = rows[starts[index] : starts[index + 1]] - offset
+        if len(own):
+            found.append(projection(job.rows.part_vectors(index)[own], job.layout))
+    return np.concatenate(found)
 
 
 def rest_chunks(

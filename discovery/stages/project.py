@@ -8,6 +8,7 @@ import numpy as np
 
 from capture_kernels.fingerprint import DIMENSIONS
 
+from ..axes import axes_in_words
 from ..projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def pca(job: Job) -> tuple[dict[str, Any], str]:
         explained=projection.explained,
     )
     count, held = len(projection.explained), float(projection.explained.sum())
-    summary = {"components": count, "explained": [float(x) for x in projection.explained]}
+    summary = {
+        "components": count,
+        "explained": [float(x) for x in projection.explained],
+        "axes": axes_in_words(projection.components, projection.explained, job.layout),
+    }
     return summary, f"{count} components hold {held:.1%} of the variance"
 
 

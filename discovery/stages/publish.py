@@ -11,30 +11,31 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint import DIMENSIONS
-from capture_kernels.zones import ZONES
-from pipeline.record import PHASES
 
 from .. import runs
 from ..artifacts import (
-    CLUSTERS,
     EMBEDDING,
     FILES,
     MANIFEST,
     SCHEMA_VERSION,
-    landmark_schema,
     load_artifacts,
     write_parquet,
 )
-from ..checkpoint import file_facts, write_json
-from ..describe import describe_cluster
-from ..options import FREE_ON_RESUME
-from .project import saved_projection
+from ..checkpoint import file_facts, write_atomically, write_json
+from ..lineage import in_words
+from ..options import FREE_ON_RESUME, RULES
+from ..parent import REFERENCES, SHARES, references_table, shares_table
+from ..report import report_html
+from ..tables import clusters_table, embedding_batches, landmarks_table, projection_table
+from . import lineage
 
 if TYPE_CHECKING:
     from ..job import Job
 
-EXEMPLARS = 5
+# Stages whose summary has a place of its own in the manifest.
+TOLD_ELSEWHERE = {"extract", "lineage", "quality", "publish"}
+REPORT = "report.html"
+WRITTEN = (*FILES, REFERENCES, SHARES, REPORT)
 
 
 def parameters(job: Job) -> dict[str, Any]:
@@ -45,20 +46,23 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     ids = job.stage_parts("lineage").read_arrays("ids.npz")["ids"]
     # Noise is label -1, which picks the last element.
     lookup = np.append(ids, np.int32(-1))
-    rows = job.stage_parts("cluster").read_arrays("rows.npz")
-    cluster_id = lookup[rows["label"]]
-    clusters = clusters_table(job, ids, rows)
-    write_parquet(job.folder / "embedding.parquet", embedding_table(job, rows, cluster_id))
+    clusters = clusters_table(job, ids)
+    embedding = pa.RecordBatchReader.from_batches(EMBEDDING, embedding_batches(job, lookup))
+    write_parquet(job.folder / "embedding.parquet", embedding)
     write_parquet(job.folder / "clusters.parquet", clusters)
     write_parquet(job.folder / "landmarks.parquet", landmarks_table(job, lookup))
     write_parquet(job.folder / "projection.parquet", projection_table(job))
-    manifest = build_manifest(job, clusters.num_rows, float((cluster_id < 0).mean()))
+    hand_on(job, ids, lookup)
+    manifest = build_manifest(job, clusters.to_pylist())
+    page = report_html(manifest, clusters, job.folder / "embedding.parquet")
+    write_atomically(job.folder / REPORT, lambda file: file.write(page))
+    manifest["files"] = {name: file_facts(job.folder / name) for name in WRITTEN}
     for left in job.folder.glob(".*.tmp"):  # by a job that was killed while it wrote
         left.unlink()
     write_json(job.folder / MANIFEST, manifest)
     # Read back what is on disk, not what was meant to be there, before anybody is served by it.
     load_artifacts(job.folder)
-    if job.options.no_gate or manifest["quality"]["gate"]["passed"]:
+    if manifest["quality"]["gate"]["served"]:
         runs.move_latest(job.options.output_dir, job.run_id)
         says = f"{job.folder} is latest"
     else:
@@ -70,6 +74,32 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         # The artifacts are out and whole: a store that is read-only does not unpublish them.
         says += f"; not noted in the store: {error}"
     return {}, says
+
+
+def hand_on(job: Job, ids: NDArray[np.int32], lookup: NDArray[np.int32]) -> None:
+    """Write what the next run of this lineage is compared with."""
+    parts = job.stage_parts("lineage")
+    kept = parts.read_arrays("references.npz")
+    references = references_table(kept["vectors"], lookup[kept["label"]])
+    write_parquet(job.folder / REFERENCES, references)
+    saved = parts.read_arrays("shares.npz")
+    zones, clusters = (lineage.from_arrays(kind, saved) for kind in ("zones", "clusters"))
+    write_parquet(job.folder / SHARES, shares_table(zones, clusters, ids))
+
+
+def lineage_told(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's account of where the clusters come from, in words as well."""
+    found, parent = job.summaries["lineage"], job.parent
+    labels = {cluster["cluster_id"]: cluster["label"] for cluster in clusters}
+    before = dict(zip(parent.ids.tolist(), parent.labels, strict=True)) if parent else {}
+    told = [{**event, "says": in_words(event, labels, before)} for event in found["events"]]
+    names = {**before, **labels}
+    history = [
+        {"run_id": job.run_id, **event, "label": names[event["cluster_id"]]}
+        for event in told
+        if event["event"] != "kept"
+    ]
+    return {**found, "events": told, "history": [*(parent.history if parent else []), *history]}
 
 
 def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -87,144 +117,13 @@ def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def embedding_table(
-    job: Job, rows: dict[str, NDArray[Any]], cluster_id: NDArray[np.int32]
-) -> pa.Table:
-    """One row for each fingerprint of the run, in the order of extract."""
-    zones = job.stage_parts("zones").read_arrays("zones.npz")
-    keys = pa.Table.from_batches(
-        [job.rows.batch(i).drop_columns(["vector"]) for i in range(len(job.rows.names))]
-    ).unify_dictionaries()
-    zone_names = pa.DictionaryArray.from_arrays(
-        pa.array(zones["index"].astype(np.int32)), pa.array(ZONES)
-    )
-    columns = {
-        **{name: keys.column(name) for name in keys.schema.names},
-        "x": pa.array(rows["place"][:, 0]),
-        "y": pa.array(rows["place"][:, 1]),
-        "cluster_id": pa.array(cluster_id),
-        "probability": pa.array(rows["probability"]),
-        "zone": zone_names,
-        "zone_confidence": pa.array(zones["confidence"]),
-    }
-    return pa.table([columns[field.name] for field in EMBEDDING], schema=EMBEDDING)
-
-
-def clusters_table(job: Job, ids: NDArray[np.int32], rows: dict[str, NDArray[Any]]) -> pa.Table:
-    """One row for each cluster: where it lies, what it is like, and rows that show it."""
-    layout = job.layout
-    label, place = rows["label"], rows["place"]
-    count = len(ids)
-    sizes = np.bincount(label[label >= 0], minlength=count)
-    sums = np.zeros((count, DIMENSIONS))
-    phases = np.zeros((count, len(PHASES)))
-    for offset, vectors in job.rows.vectors():
-        own = label[offset : offset + len(vectors)]
-        inside = own >= 0
-        np.add.at(sums, own[inside], vectors[inside].astype(np.float64))
-    for index, offset in enumerate(job.rows.offsets):
-        phase = job.rows.batch(index).column("phase")
-        codes = np.array([PHASES.index(word) for word in phase.dictionary.to_pylist()])
-        own = label[offset : offset + len(phase)]
-        np.add.at(phases, (own[own >= 0], codes[phase.indices.to_numpy()][own >= 0]), 1.0)
-    centroids = (sums / sizes[:, None]).astype(np.float32)
-    zones = job.stage_parts("zones").read_arrays("zones.npz")["index"]
-    persistence = job.stage_parts("cluster").read_arrays("fit.npz")["persistence"]
-
-    out: list[dict[str, Any]] = []
-    for index in range(count):
-        members = np.flatnonzero(label == index)
-        zone = ZONES[np.bincount(zones[members], minlength=len(ZONES)).argmax()]
-        shares = dict(zip(PHASES, (phases[index] / sizes[index]).tolist(), strict=True))
-        said = describe_cluster(centroids[index], layout, zone, shares)
-        middle = np.median(place[members], axis=0)
-        out.append(
-            {
-                "cluster_id": int(ids[index]),
-                "label": said.label,
-                "zone": zone,
-                "size": int(sizes[index]),
-                "share": float(sizes[index] / len(label)),
-                "persistence": float(persistence[index]),
-                "centroid": centroids[index].tolist(),
-                "x": float(middle[0]),
-                "y": float(middle[1]),
-                "traits": said.traits,
-                "exemplars": exemplars(job, members, centroids[index]),
-                "born_in": job.run_id,
-                "parents": [],
-            }
-        )
-    return pa.Table.from_pylist(out, schema=CLUSTERS)
-
-
-def exemplars(
-    job: Job, members: NDArray[np.int64], centroid: NDArray[np.float32]
-) -> list[dict[str, Any]]:
-    """The keys of the members nearest to the centroid, at most one of a request, nearest first."""
-    projection = saved_projection(job)
-    target = projection(centroid[None], job.layout)
-    ends = np.searchsorted(members, [*job.rows.offsets[1:], job.rows.count])
-    begin = 0
-    found: list[tuple[float, int, int]] = []
-    for index, end in enumerate(ends):
-        local = members[begin:end] - job.rows.offsets[index]
-        begin = int(end)
-        apart = np.linalg.norm(
-            projection(job.rows.part_vectors(index)[local], job.layout) - target, axis=1
-        )
-        nearest = np.argsort(apart, kind="stable")[: 20 * EXEMPLARS]
-        found += [(float(apart[i]), index, int(local[i])) for i in nearest]
-    chosen: dict[str, dict[str, Any]] = {}
-    for _, index, row in sorted(found):
-        batch = job.rows.batch(index)
-        key = {n: batch.column(n)[row].as_py() for n in ("request_id", "position", "layer")}
-        chosen.setdefault(key["request_id"], key)
-        if len(chosen) == EXEMPLARS:
-            break
-    return list(chosen.values())
-
-
-def landmarks_table(job: Job, lookup: NDArray[np.int32]) -> pa.Table:
-    saved = job.stage_parts("cluster").read_arrays("landmarks.npz")
-    dimensions = saved["projected"].shape[1]
-    flat = pa.array(np.ascontiguousarray(saved["projected"]).reshape(-1))
-    return pa.table(
-        [
-            pa.FixedSizeListArray.from_arrays(flat, dimensions),
-            pa.array(saved["place"][:, 0]),
-            pa.array(saved["place"][:, 1]),
-            pa.array(lookup[saved["label"]]),
-            pa.array(saved["probability"]),
-        ],
-        schema=landmark_schema(dimensions),
-    )
-
-
-def projection_table(job: Job) -> pa.Table:
-    """One row: the arrays of `Projection`, and the distances to the nearest landmark."""
-    projection = saved_projection(job)
-    landmarks = job.stage_parts("cluster").read_arrays("landmarks.npz")
-    quantiles = landmarks["quantiles"]
-    floats = pa.list_(pa.float32())
-    return pa.table(
-        {
-            "transform": pa.array(["sqrt"]),
-            "mean": pa.array([projection.mean.reshape(-1)], floats),
-            "scale": pa.array([projection.scale], floats),
-            "components": pa.array([projection.components.reshape(-1)], floats),
-            "explained": pa.array([projection.explained], pa.list_(pa.float64())),
-            "distance_quantiles": pa.array([quantiles], pa.list_(pa.float64())),
-            "reach": pa.array([float(quantiles[-1])]),
-            "noise_factor": pa.array([float(landmarks["noise_factor"])]),
-        }
-    )
-
-
-def build_manifest(job: Job, clusters: int, noise_share: float) -> dict[str, Any]:
+def build_manifest(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
     window, summaries = job.window, job.summaries
+    quality = summaries["quality"]
+    # What --no-gate lets through is what the next run follows.
+    served = job.options.no_gate or quality["gate"]["passed"]
     given = job.options.as_json()
-    free = {*FREE_ON_RESUME, "zone_rules"}
+    free = {*FREE_ON_RESUME, *RULES}
     parameters = {name: value for name, value in given.items() if name not in free}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -245,14 +144,14 @@ def build_manifest(job: Job, clusters: int, noise_share: float) -> dict[str, Any
             "fit_rows": summaries["neighbors"]["fit_rows"],
             "sampled": summaries["neighbors"]["sampled"],
             "landmarks": summaries["cluster"]["landmarks"],
-            "clusters": clusters,
+            "clusters": len(clusters),
         },
-        "stages": {name: summary for name, summary in summaries.items() if name != "extract"},
+        "stages": {name: found for name, found in summaries.items() if name not in TOLD_ELSEWHERE},
         "stage_seconds": job.seconds,
-        "quality": {**summaries["quality"], "noise_share": noise_share},
+        "quality": {**quality, "gate": {**quality["gate"], "served": served}},
         "zone_rules": job.options.zone_rules.as_dict(),
-        "parent_run": None,
-        "files": {name: file_facts(job.folder / name) for name in FILES},
+        "parent_run": job.summaries["lineage"]["parent"],
+        "lineage": lineage_told(job, clusters),
     }
 
 

@@ -1,10 +1,18 @@
-"""quality: what can be measured of a run by itself. Without an earlier run there is no drift."""
+"""quality: what a run measures by itself and against its parent, and whether it may be served."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..consistency import inconsistent
+from ..drift import drift
+from ..gate import Measures, judge
 from ..metrics import map_quality
+from ..parent import IDENTITY
+from .lineage import from_arrays
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -14,16 +22,12 @@ NEIGHBORS = 15
 
 
 def parameters(job: Job) -> dict[str, Any]:
-    return {"sample": SAMPLE_ROWS, "k": NEIGHBORS, "seed": job.options.seed}
-
-
-def gate(clusters: int) -> dict[str, Any]:
-    """Whether this run may be served, and why not. It is the first to be compared with nothing, so
-    the one thing asked is that it found something."""
-    reasons = (
-        [] if clusters else ["no clusters: try a longer --hours or a smaller --min-cluster-size"]
-    )
-    return {"passed": not reasons, "reasons": reasons}
+    return {
+        "sample": SAMPLE_ROWS,
+        "k": NEIGHBORS,
+        "seed": job.options.seed,
+        "rules": job.options.gate_rules.as_dict(),
+    }
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
@@ -45,10 +49,88 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         "classifier_noise_recognised": (
             float(held["noise_recognised"]) if held["noise_rows"] else None
         ),
-        "gate": gate(len(persistence)),
+        "inconsistent_rows": inconsistent_share(job),
+        "drift": None,
+        "recognised": None,
+        "agreement": None,
     }
+    if job.parent:
+        summary |= against_parent(job)
+    summary["gate"] = judge(measures(job, summary), job.options.gate_rules)
     says = f"trustworthiness {found.trustworthiness:.3f}, neighbours kept {found.recall:.0%}"
     if held["rows"]:
         says += f", classifier agrees on {float(held['agreement']):.1%} of held-out rows"
+    if summary["agreement"] is not None:
+        says += f", agreement with {job.follows['parent']} {summary['agreement']:.2f}"
     says += "".join(f"; FAILED: {reason}" for reason in summary["gate"]["reasons"])
     return summary, says
+
+
+def inconsistent_share(job: Job) -> float:
+    """Share of all rows whose numbers contradict one another."""
+    wrong = 0
+    for _, vectors in job.rows.vectors():
+        wrong += int(np.count_nonzero(inconsistent(vectors, job.layout)))
+        job.stop_if_asked()
+    return wrong / job.rows.count
+
+
+def against_parent(job: Job) -> dict[str, Any]:
+    """How far this night is from the parent's, as the parent's landmarks see it."""
+    assert job.parent
+    parts = job.stage_parts("lineage")
+    saved, own = parts.read_arrays("of_parent.npz"), parts.read_arrays("shares.npz")
+    names = [str(i) for i in (*job.parent.ids.tolist(), -1)]
+    zones, seed = list(job.summaries["zones"]["shares"]), job.options.seed
+    return {
+        "recognised": 1.0 - float(saved["beyond"]) / job.rows.count,
+        "agreement": mutual_information(saved["contingency"]),
+        "drift": {
+            "zones": drift(job.parent.zones, from_arrays("zones", own), zones, seed),
+            "clusters": drift(job.parent.clusters, from_arrays("labelled", saved), names, seed),
+        },
+    }
+
+
+def mutual_information(contingency: NDArray[np.int64]) -> float:
+    """Adjusted mutual information of two labellings from their contingency table int64[r, s]."""
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    # The score is of labels: shrunk to so many rows, it is the same to three digits.
+    shrunk = np.round(contingency * min(1.0, 50_000 / contingency.sum())).astype(np.int64)
+    rows, columns = np.indices(shrunk.shape)
+    count = shrunk.ravel()
+    return float(
+        adjusted_mutual_info_score(
+            np.repeat(rows.ravel(), count), np.repeat(columns.ravel(), count)
+        )
+    )
+
+
+def measures(job: Job, summary: dict[str, Any]) -> Measures:
+    """What the gate judges: this stage's figures, and what was noted when the run began."""
+    follows, options = job.follows, job.options
+    identity = {**job.window, "layout": job.layout.label}
+    served = follows["served"]
+    asked = [name for name in IDENTITY if getattr(options, name) is not None]
+    changed = [name for name in IDENTITY if served and served[name] != identity[name]]
+    drifted = summary["drift"] or {"zones": None, "clusters": None}
+    same = ("inconsistent_rows", "trustworthiness", "neighbor_recall", "noise_share",
+            "mean_persistence", "classifier_agreement", "recognised", "agreement")  # fmt: skip
+    return Measures(
+        identity=in_words(identity),
+        rows=job.summaries["extract"]["rows_in_window"],
+        fit_rows=job.summaries["neighbors"]["fit_rows"],
+        clusters=job.summaries["cluster"]["clusters"],
+        held_out_rows=summary["classifier_held_out_rows"],
+        zone_drift=drifted["zones"],
+        cluster_drift=drifted["clusters"],
+        fewest_rows=min(follows["volumes"], default=None),
+        served=in_words(served) if served else None,
+        asked=set(changed) <= set(asked),
+        **{name: summary[name] for name in same},
+    )
+
+
+def in_words(identity: dict[str, Any]) -> str:
+    return f"{identity['model']} ({identity['layout']}, capture {identity['capture_id']})"

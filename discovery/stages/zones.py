@@ -1,15 +1,31 @@
-"""zones: every row's zone and confidence, by the one table of rules."""
+"""zones: every row's zone and confidence, by the one table of rules, and the zones over time."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from capture_kernels.zones import ZONES
+from pipeline.record import vectors as batch_vectors
+
+from .extract import captured_at
 
 if TYPE_CHECKING:
     from ..job import Job
+
+# Most bins that the zones are counted in over time, and how long one may be, in seconds; above the
+# last it is doubled until there are few enough.
+MOST_BINS = 96
+MINUTE, HOUR, DAY = 60, 3_600, 86_400
+STEPS = (
+    *(1, 2, 5, 10, 15, 30),
+    *(MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 15 * MINUTE, 30 * MINUTE),
+    *(HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR),
+    *(DAY, 2 * DAY, 7 * DAY, 14 * DAY, 28 * DAY),
+)
+MICROS = 1_000_000
 
 
 def parameters(job: Job) -> dict[str, Any]:
@@ -17,11 +33,48 @@ def parameters(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
-    zoned = [job.options.zone_rules.classify(v, job.layout) for _, v in job.rows.vectors()]
-    index = np.concatenate([z.zone for z in zoned])
-    confidence = np.concatenate([z.confidence for z in zoned])
-    job.parts.write_arrays("zones.npz", index=index, confidence=confidence)
-    shares = np.bincount(index, minlength=len(ZONES)) / len(index)
+    first, last = job.summaries["extract"]["captured_at"]
+    step = bin_seconds(first, last)
+    start = first // (step * MICROS)
+    bins = last // (step * MICROS) - start + 1
+    counts = np.zeros((len(ZONES), bins), np.int64)
+    total = len(job.rows.offsets)
+    for index in range(total):
+        batch = job.rows.batch(index)
+        if not job.parts.has(zones_part(index)):
+            zoned = job.options.zone_rules.classify(batch_vectors(batch), job.layout)
+            job.parts.write_arrays(zones_part(index), zone=zoned.zone, confidence=zoned.confidence)
+        zone = job.parts.read_arrays(zones_part(index))["zone"].astype(np.int64)
+        when = captured_at(batch) // (step * MICROS) - start
+        cells = np.bincount(zone.astype(np.int64) * bins + when, minlength=counts.size)
+        counts += cells.reshape(counts.shape)
+        job.part_done(index + 1, total)
+    shares = counts.sum(axis=1) / job.rows.count
     summary = {zone: float(share) for zone, share in zip(ZONES, shares, strict=True)}
+    over_time = {
+        "start": datetime.fromtimestamp(start * step, UTC).isoformat(),
+        "step_seconds": step,
+        "counts": dict(zip(ZONES, counts.tolist(), strict=True)),
+    }
     says = ", ".join(f"{zone} {share:.0%}" for zone, share in summary.items() if share >= 0.005)
-    return {"shares": summary}, says
+    return {"shares": summary, "over_time": over_time}, says
+
+
+def bin_seconds(first: int, last: int) -> int:
+    """The shortest bin, in seconds, of which at most `MOST_BINS` reach from `first` to `last`.
+
+    Bins begin at whole multiples of their length since 1970, so that the bins of two nights meet.
+
+    Args:
+        first, last: microseconds since 1970.
+    """
+    steps = list(STEPS)
+    while True:
+        for step in steps:
+            if last // (step * MICROS) - first // (step * MICROS) < MOST_BINS:
+                return step
+        steps = [2 * steps[-1]]
+
+
+def zones_part(index: int) -> str:
+    return f"zones-{index:05d}.npz"

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from capture_kernels.errors import RunError
 from discovery.sampling import (
+    DRAW_ROWS,
+    HASHED_BYTES,
+    RequestLimit,
+    cell_fit_rows,
+    drawn_rows,
+    fit_cells,
     mix64,
     request_hashes,
     row_hashes,
@@ -86,18 +93,102 @@ def test_the_scramble_never_maps_two_numbers_to_one(values):
     assert len(np.unique(mix64(values))) == len(values)
 
 
+def kept_from_disk(folder, requests, rows, limit, cuts, memory, expected) -> np.ndarray:
+    """What `RequestLimit` keeps of rows that come in pieces cut at `cuts`."""
+    with RequestLimit(folder, limit, expected, memory) as chosen:
+        for own, of in zip(np.split(rows, cuts), np.split(requests, cuts), strict=True):
+            chosen.add(of, own)
+        return chosen.kept()
+
+
+@given(data=st.data(), limit=st.integers(0, 20), seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_the_rows_kept_are_the_same_however_little_memory_there_is(
+    data, limit, seed, tmp_path_factory
+):
+    rng = np.random.default_rng(seed)
+    count = data.draw(st.integers(1, 400))
+    # Few requests, many requests, and one that has nearly everything.
+    several = data.draw(st.integers(1, 100))
+    weights = rng.dirichlet(np.full(several, data.draw(st.sampled_from([0.05, 1.0, 50.0]))))
+    requests = mix64(rng.choice(several, count, p=weights).astype(np.uint64))
+    rows = mix64(np.arange(count).astype(np.uint64))
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=4)))
+    memory = data.draw(st.integers(1, 500)) * HASHED_BYTES
+    expected = data.draw(st.integers(0, 2 * count))
+    folder = tmp_path_factory.mktemp("hashes") / ".hashes"
+    kept = kept_from_disk(folder, requests, rows, limit, cuts, memory, expected)
+    assert np.array_equal(kept, within_request_limit(requests, rows, limit))
+    assert not folder.exists()
+
+
+def test_files_of_hashes_that_a_killed_run_left_are_not_read(tmp_path):
+    folder = tmp_path / ".hashes"
+    folder.mkdir()
+    (folder / "000").write_bytes(b"x" * 2_400)
+    (folder / "001").write_bytes(b"x" * 2_400)
+    requests, rows = np.zeros(10, np.uint64), mix64(np.arange(10).astype(np.uint64))
+    kept = kept_from_disk(folder, requests, rows, 3, [4], 10**6, 10)
+    assert np.array_equal(kept, within_request_limit(requests, rows, 3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hashes_that_cannot_be_written_are_one_line(tmp_path):
+    with (
+        pytest.raises(RunError, match=r"cannot write .*\.hashes: .*; mend that and resume"),
+        RequestLimit(tmp_path / "missing" / ".hashes", 3, 10, 10**6),
+    ):
+        pass
+
+
+def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarray:
+    """A stratified sample as the neighbors stage draws it."""
+    cells = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
+    return stratified_rows(cells.predict(points).astype(np.uint8), size, floor, seed)
+
+
+@given(
+    cell=arrays(np.uint8, st.integers(1, 300), elements=st.integers(0, 9)),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_a_cell_gives_as_many_rows_as_it_should(cell, seed, data):
+    quota = np.array([data.draw(st.integers(0, int(n))) for n in np.bincount(cell)])
+    rows = drawn_rows(cell, quota, seed)
+    assert np.array_equal(np.bincount(cell[rows], minlength=len(quota)), quota)
+    assert len(np.unique(rows)) == len(rows)
+
+
+def test_the_rows_drawn_do_not_depend_on_how_many_are_looked_at_together(monkeypatch):
+    cell = np.random.default_rng(0).integers(0, 7, 5_000).astype(np.uint8)
+    quota = np.bincount(cell) // 3
+    whole = drawn_rows(cell, quota, 4)
+    assert len(cell) < DRAW_ROWS
+    monkeypatch.setattr("discovery.sampling.DRAW_ROWS", 64)
+    assert np.array_equal(drawn_rows(cell, quota, 4), whole)
+    assert not np.array_equal(drawn_rows(cell, quota, 5), whole)
+
+
+def test_the_rows_drawn_of_a_cell_are_spread_over_the_window():
+    cell = np.zeros(40_000, np.uint8)
+    rows = drawn_rows(cell, np.array([4_000]), 1)
+    shares = np.histogram(rows, bins=10, range=(0, 40_000))[0] / 4_000
+    assert np.all(np.abs(shares - 0.1) < 0.02)
+
+
 @pytest.mark.parametrize("floor", [1, 40])
 @pytest.mark.parametrize(
     ("rows", "size"), [(101, 100), (1_001, 100), (2_503, 333), (5_000, 4_999), (25_001, 3_001)]
 )
 def test_a_stratified_sample_has_exactly_the_rows_asked_for(rows, size, floor):
     points = np.random.default_rng(rows).normal(size=(rows, 5)).astype(np.float32)
-    sample = stratified_rows(points, size, floor, seed=1)
+    sample = sample_of(points, size, floor, seed=1)
     assert len(sample) == size
     assert np.all(np.diff(sample) > 0)  # sorted, and no row twice
     assert sample[0] >= 0
     assert sample[-1] < rows
-    assert np.array_equal(sample, stratified_rows(points, size, floor, seed=1))
+    assert np.array_equal(sample, sample_of(points, size, floor, seed=1))
 
 
 @pytest.mark.parametrize("size", [160, 401, 2_000])
@@ -107,7 +198,7 @@ def test_a_rare_region_is_not_missing_from_a_stratified_sample(size, few):
     common = rng.normal(size=(8_000, 4))
     rare = 40.0 + 0.1 * rng.normal(size=(few, 4))
     points = np.concatenate([common, rare]).astype(np.float32)
-    sample = stratified_rows(points, size, 40, seed=0)
+    sample = sample_of(points, size, 40, seed=0)
     # A uniform sample would have size * few / 8,000 of them: less than one, mostly.
     assert np.count_nonzero(sample >= 8_000) >= 8
 
@@ -115,5 +206,5 @@ def test_a_rare_region_is_not_missing_from_a_stratified_sample(size, few):
 def test_a_stratified_sample_of_identical_rows_still_has_its_size():
     points = np.ones((900, 3), np.float32)
     with pytest.warns(UserWarning, match="distinct clusters"):
-        sample = stratified_rows(points, 101, 40, seed=0)
+        sample = sample_of(points, 101, 40, seed=0)
     assert len(np.unique(sample)) == 101

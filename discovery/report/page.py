@@ -1,0 +1,94 @@
+"""report.html: the page and its data in one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pyarrow as pa
+
+from .points import map_points
+
+STYLE = "report.css"
+# In the order in which the page runs them: each may use what is above it.
+SCRIPTS = (
+    "page.js",
+    "points.js",
+    "map.js",
+    "pointer.js",
+    "legend.js",
+    "charts.js",
+    "clusters.js",
+    "lineage.js",
+    "quality.js",
+    "report.js",
+)
+# What a run resumed elsewhere may have otherwise (stage_seconds, versions, created_at) stays out,
+# so that the page is byte for byte the same.
+SHOWN = (
+    "run_id model layout capture_id engine window counts parameters zone_rules quality lineage"
+).split()
+SHOWN_STAGES = ("pca", "zones")
+
+
+def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -> bytes:
+    """The report of a run: one HTML file in UTF-8 that loads nothing, the same for the same input.
+
+    Args:
+        manifest: the run's manifest, with or without "files". Parts that a first or an older run
+            does not have (lineage, drift, checks of the gate, axes) may be missing.
+        clusters: the run's clusters, in the schema `CLUSTERS` or an earlier one.
+        embedding: path of its embedding.parquet; at most 100,000 of its rows are shown, and the
+            page says how many of how many.
+    """
+    stages = manifest.get("stages", {})
+    data = {
+        **{name: manifest.get(name) for name in SHOWN},
+        "stages": {name: stages.get(name, {}) for name in SHOWN_STAGES},
+        "clusters": clusters.to_pylist(),
+        "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
+    }
+    style = _own_file(STYLE)
+    script = "\n".join(_own_file(name) for name in SCRIPTS)
+    page = Template(_own_file("template.html")).substitute(
+        policy=(
+            f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        title=html.escape(f"{manifest['run_id']} · attn"),
+        style=style,
+        data=_inert_json(data),
+        script=script,
+    )
+    return page.encode()
+
+
+def _own_file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """The source expression that lets an inline script or style of this text run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+
+
+def _inert_json(data: Any) -> str:
+    """JSON in ASCII that no text within it can turn into markup."""
+    text = json.dumps(_finite(data), allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(data: Any) -> Any:
+    """The same with null for what JSON has no word for."""
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,163 @@
+// What pointer and keys do on the map, and what it says about the point under the pointer.
+
+const ring = $("ring");
+const tip = $("tip");
+let hovered = -1;
+
+const tokenTexts = new Map(
+  data.clusters.flatMap((c) => c.tokens || []).filter((t) => t.text).map((t) => [t.token_id, t.text]),
+);
+
+function factsOf(i) {
+  const id = data.points.clusters[points.cluster[i]];
+  const token = points.token[i];
+  const text = tokenTexts.get(token);
+  return [
+    ["request", data.points.requests[points.request[i]]],
+    ["position", count(points.position[i]) + (points.layer[i] < 0 ? "" : `, layer ${points.layer[i]}`)],
+    ["phase", data.points.phases[points.phase[i]]],
+    ["token", token < 0 ? null : `${token}${text ? `  ${text}` : ""}`],
+    ["cluster", id === NOISE ? "noise" : `${id}  ${clusterName(id)}`],
+    ["zone", spaced(data.points.zones[points.zone[i]])],
+    ["probability", (points.probability[i] / 255).toFixed(2)],
+  ].filter(([, value]) => value !== null);
+}
+
+function hover(i) {
+  if (i === hovered) return;
+  hovered = i;
+  map.dataset.hovered = i;
+  tip.hidden = i < 0;
+  if (i >= 0) {
+    tip.replaceChildren(
+      ...factsOf(i).flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: value })]),
+    );
+    tip.style.setProperty("--ink", css(clusterColor(data.points.clusters[points.cluster[i]])));
+  }
+  placeRing();
+}
+
+function placeRing() {
+  ring.hidden = hovered < 0;
+  if (hovered < 0) return;
+  const [px, py] = onScreen(points.x[hovered], points.y[hovered]);
+  ring.style.transform = `translate(${px}px, ${py}px)`;
+  const left = px + 16 + tip.offsetWidth > view.width ? px - 16 - tip.offsetWidth : px + 16;
+  const top = Math.min(py + 12, view.height - tip.offsetHeight - 8);
+  tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
+}
+
+const touching = new Map();
+let dragged = 0;
+
+function place(event) {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+const apart = ([[ax, ay], [bx, by]]) => Math.hypot(ax - bx, ay - by);
+
+map.addEventListener("pointerdown", (event) => {
+  if (event.button) return;
+  map.setPointerCapture(event.pointerId);
+  touching.set(event.pointerId, place(event));
+  dragged = touching.size > 1 ? Infinity : 0;
+});
+
+map.addEventListener("pointermove", (event) => {
+  const [px, py] = place(event);
+  const last = touching.get(event.pointerId);
+  if (!last) {
+    const [x, y] = onMap(px, py);
+    hover(grid.nearest(x, y, REACH / view.scale));
+    map.classList.toggle("pointing", hovered >= 0 || labelAt(px, py) !== undefined);
+    return;
+  }
+  dragged += Math.hypot(px - last[0], py - last[1]);
+  const before = [...touching.values()];
+  touching.set(event.pointerId, [px, py]);
+  const after = [...touching.values()];
+  if (dragged < 4) return;
+  map.classList.add("dragging");
+  hover(-1);
+  panBy((px - last[0]) / touching.size, (py - last[1]) / touching.size);
+  if (touching.size === 2) {
+    const middle = [(after[0][0] + after[1][0]) / 2, (after[0][1] + after[1][1]) / 2];
+    zoomBy(apart(after) / Math.max(1, apart(before)), ...middle);
+  }
+});
+
+function release(event) {
+  if (!touching.delete(event.pointerId)) return;
+  map.classList.remove("dragging");
+  if (event.type !== "pointerup" || dragged >= 4) return;
+  const [px, py] = place(event);
+  const label = labelAt(px, py);
+  const [x, y] = onMap(px, py);
+  const i = grid.nearest(x, y, REACH / view.scale);
+  if (label) select(label.cluster.cluster_id);
+  else if (i >= 0 && points.cluster[i] !== noiseCode) select(data.points.clusters[points.cluster[i]]);
+  else if (state.selected !== null) select(state.selected);
+}
+map.addEventListener("pointerup", release);
+map.addEventListener("pointercancel", release);
+map.addEventListener("pointerleave", () => hover(-1));
+map.addEventListener("dblclick", (event) => zoomBy(2, ...place(event)));
+
+map.addEventListener("wheel", (event) => {
+  // A wheel that only passes over the map scrolls the page.
+  if (document.activeElement !== map && !event.ctrlKey && !event.metaKey) return;
+  event.preventDefault();
+  const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
+  const delta = Math.max(-120, Math.min(120, event.deltaY * lines * (event.ctrlKey ? 4 : 1)));
+  hover(-1);
+  zoomBy(2 ** (-delta / 240), ...place(event));
+}, { passive: false });
+
+const KEYS = {
+  ArrowLeft: () => panBy(60, 0),
+  ArrowRight: () => panBy(-60, 0),
+  ArrowUp: () => panBy(0, 60),
+  ArrowDown: () => panBy(0, -60),
+  "+": () => zoomBy(1.5),
+  "=": () => zoomBy(1.5),
+  "-": () => zoomBy(1 / 1.5),
+  0: fit,
+  l: toggleLabels,
+  Escape: () => state.selected !== null && select(state.selected),
+};
+map.addEventListener("keydown", (event) => {
+  const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+  if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  hover(-1);
+  act();
+});
+
+function toggleLabels() {
+  showLabels = !showLabels;
+  $("toggle-labels").setAttribute("aria-pressed", showLabels);
+  redraw();
+}
+
+$("zoom-in").addEventListener("click", () => zoomBy(1.5));
+$("zoom-out").addEventListener("click", () => zoomBy(1 / 1.5));
+$("fit").addEventListener("click", fit);
+$("toggle-labels").addEventListener("click", toggleLabels);
+
+function rearrange() {
+  hover(-1);
+  arrange(dark.matches && !printing.matches);
+  const all = drawn.visible === points.size;
+  $("map-status").textContent = all
+    ? plural(points.size, "point")
+    : `${count(drawn.visible)} of ${plural(points.size, "point")}`;
+  redraw();
+}
+for (const what of ["filter", "color", "select"]) hear(what, rearrange);
+dark.addEventListener("change", rearrange);
+// The sheet is made right after this event: draw now, not at the next frame.
+printing.addEventListener("change", () => {
+  rearrange();
+  draw();
+});

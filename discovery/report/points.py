@@ -1,0 +1,127 @@
+"""The points of the report's map: an even sample of the embedding, as columns a page can hold."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+# What a browser draws at every frame without a stutter.
+MOST_POINTS = 100_000
+BATCH_ROWS = 65_536
+NO_TOKEN = -1
+# Coordinates are 16-bit places between the two ends of their axis.
+PLACES = 65_535
+# The first look leaves out at most this share of the points at each edge: stragglers far from
+# all others would make the map a dot.
+STRAGGLERS = 0.002
+
+
+def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
+    """At most 100,000 rows of an embedding.parquet, evenly over the file, as JSON values.
+
+    The rows are cut into as many stretches of one length as there will be points, and a seeded
+    draw takes one row of each: the same points for the same file, and no beat with the order of
+    requests. The file is read in batches of 65,536 rows.
+
+    Args:
+        embedding: path of a file in the schema `EMBEDDING`, of any number of rows.
+        cluster_ids: the clusters of the run; noise is -1 in the file.
+
+    Returns:
+        shown and total (rows), extent and view ([x0, x1, y0, y1] of all points and of the first
+        look), words by code (requests, clusters, zones, phases) and the columns in base64, little
+        endian: x, y uint16 within the extent; request uint32, cluster uint16, zone and phase uint8
+        codes; position and token int32 (-1 without one); layer int16; probability uint8 (255 is 1).
+    """
+    with pq.ParquetFile(embedding, read_dictionary=["request_id"]) as file:
+        total = file.metadata.num_rows
+        table = _take(file, even_rows(total, MOST_POINTS))
+    x, y = (table[name].to_numpy().astype(np.float64) for name in ("x", "y"))
+    extent = [*_ends(x), *_ends(y)]
+    ids = table["cluster_id"].to_numpy()
+    known = sorted({-1, *cluster_ids, *np.unique(ids).tolist()})
+    requests, request = _codes(table["request_id"])
+    zones, zone = _codes(table["zone"])
+    phases, phase = _codes(table["phase"])
+    token = pc.fill_null(table["token_id"], NO_TOKEN).to_numpy()
+    probability = np.nan_to_num(table["probability"].to_numpy())
+    return {
+        "shown": table.num_rows,
+        "total": total,
+        "extent": extent,
+        "view": [*_bulk(x), *_bulk(y)],
+        "requests": requests,
+        "clusters": known,
+        "zones": zones,
+        "phases": phases,
+        "columns": {
+            "x": _packed(_places(x, *extent[:2]), "<u2"),
+            "y": _packed(_places(y, *extent[2:]), "<u2"),
+            "request": _packed(request, "<u4"),
+            "cluster": _packed(np.searchsorted(known, ids), "<u2"),
+            "zone": _packed(zone, "u1"),
+            "phase": _packed(phase, "u1"),
+            "position": _packed(table["position"].to_numpy(), "<i4"),
+            "token": _packed(token, "<i4"),
+            "layer": _packed(table["layer"].to_numpy(), "<i2"),
+            "probability": _packed(np.rint(probability.clip(0, 1) * 255), "u1"),
+        },
+    }
+
+
+def even_rows(total: int, most: int) -> NDArray[np.int64]:
+    """The rows of an even sample of `total`: int64[min(total, most)], ascending, seeded."""
+    count = min(total, most)
+    if count == total:
+        return np.arange(total)
+    edges = np.arange(count + 1) * total // count
+    return np.random.default_rng(0).integers(edges[:-1], edges[1:])
+
+
+def _take(file: pq.ParquetFile, rows: NDArray[np.int64]) -> pa.Table:
+    schema = file.schema_arrow
+    place = schema.get_field_index("request_id")
+    taken, start = [], 0
+    for batch in file.iter_batches(BATCH_ROWS):
+        begin, end = np.searchsorted(rows, [start, start + batch.num_rows])
+        if end > begin:
+            own = batch.take(pa.array(rows[begin:end] - start))
+            # Else every batch would hold on to all the words of its row group.
+            names = own["request_id"].cast(pa.string())
+            taken.append(own.set_column(place, "request_id", names))
+        start += batch.num_rows
+    if not taken:
+        return schema.empty_table()
+    return pa.Table.from_batches(taken).unify_dictionaries()
+
+
+def _codes(column: pa.ChunkedArray) -> tuple[list[str], NDArray[np.int64]]:
+    """The words of a column in the order in which they first come, and each row's code."""
+    words = column.cast(pa.string()).combine_chunks().dictionary_encode()
+    return words.dictionary.to_pylist(), words.indices.to_numpy()
+
+
+def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def _bulk(values: NDArray[np.float64]) -> tuple[float, float]:
+    if not len(values):
+        return 0.0, 1.0
+    return _ends(np.quantile(values, [STRAGGLERS, 1 - STRAGGLERS]))
+
+
+def _places(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    return np.rint((values - low) / (high - low) * PLACES)
+
+
+def _packed(values: NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")

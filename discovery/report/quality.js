@@ -1,0 +1,104 @@
+// Quality: the gate check by check, what each figure means, and how far the night has drifted.
+
+const MEANINGS = {
+  trustworthiness: "How far neighbours on the map are neighbours in truth: 1 is all of them.",
+  neighbor_recall: "The share of each row's true nearest neighbours that the map keeps beside it.",
+  noise_share: "Rows in no cluster. Attention is a continuum: some noise is honest.",
+  mean_persistence: "How long clusters last as the density threshold rises: higher is clearer cut.",
+  classifier_agreement: "How often the published classifier names a row as the run did, on rows it never saw.",
+  classifier_noise_recognised: "The share of noise rows that the classifier calls noise too.",
+  classifier_held_out_rows: "Rows kept from the classifier to measure it on.",
+  sampled_rows: "Rows that trustworthiness and neighbour recall were measured on.",
+};
+const MOST_DRIFTS = 12;
+
+function table(heads, rows, name) {
+  return el("div", { class: "table-frame" }, el("table", { "aria-label": name },
+    el("thead", {}, el("tr", {}, heads.map(([text, kind]) => el("th", { scope: "col", class: kind, text })))),
+    el("tbody", {}, rows)));
+}
+
+function checkRow(check) {
+  const interval = given(check.low) && given(check.high) ? `${figure(check.low)} to ${figure(check.high)}` : "–";
+  return el("tr", { class: check.passed ? "" : "failed" },
+    el("td", {}, el("span", { class: `verdict ${check.passed ? "passed" : "not"}`,
+      text: check.passed ? "✓ passed" : "✕ failed" })),
+    el("th", { scope: "row", text: sentence(spaced(check.name)) }),
+    el("td", { class: "number", text: figure(check.value) }),
+    el("td", { class: "number", text: figure(check.limit) }),
+    el("td", { class: "number", text: interval }),
+    el("td", {}, scalePicture(check)),
+    el("td", { class: "wide", text: check.says || "" }));
+}
+
+const CHECK_HEADS = [["", ""], ["Check", ""], ["Value", "number"], ["Limit", "number"],
+  ["95% interval", "number"], ["", ""], ["In words", "wide"]];
+
+/** Shares then and now, the largest change first. */
+function driftTable(drift, name, label, color) {
+  const names = Object.keys({ ...drift.parent_shares, ...drift.shares });
+  const rows = names.map((key) => ({
+    key, then: drift.parent_shares[key] || 0, now: drift.shares[key] || 0,
+  })).sort((a, b) => Math.abs(b.now - b.then) - Math.abs(a.now - a.then) || (a.key < b.key ? -1 : 1));
+  const top = Math.max(...rows.map((row) => Math.max(row.then, row.now)), 0.01);
+  const x = (share) => 4 + (152 * share) / top;
+  const lines = rows.map(({ key, then, now }) => el("tr", {},
+    el("th", { scope: "row" }, swatch(color(key)), label(key)),
+    el("td", { class: "number", text: percent(then) }),
+    el("td", { class: "number", text: percent(now) }),
+    el("td", {}, svg("svg", { class: "dumbbell", viewBox: "0 0 160 16", "aria-hidden": "true" },
+      svg("line", { class: "base", x1: 4, x2: 156, y1: 8, y2: 8 }),
+      svg("line", { class: "moved", ink: css(color(key)), x1: x(then), x2: x(now), y1: 8, y2: 8 }),
+      svg("circle", { class: "then", cx: x(then), cy: 8, r: 3.5 }),
+      svg("circle", { class: "bar", ink: css(color(key)), cx: x(now), cy: 8, r: 4 })))));
+  const frame = table([["", ""], ["Then", "number"], ["Now", "number"], ["", ""]], lines, name);
+  lines.slice(MOST_DRIFTS).forEach((line) => (line.hidden = true));
+  const more = rows.length > MOST_DRIFTS ? el("button", {
+    type: "button", class: "more", text: `Show all ${rows.length}`,
+    onclick: () => {
+      lines.forEach((line) => (line.hidden = false));
+      more.remove();
+    },
+  }) : null;
+  return [frame, more];
+}
+
+function driftBlock(drift, title, ...how) {
+  const beyond = given(drift.by_chance) && drift.psi > drift.by_chance;
+  return el("div", { class: "drift" },
+    el("h3", { text: title }),
+    el("p", {}, el("b", { class: "big", text: `PSI ${figure(drift.psi)}` }),
+      el("span", { class: "quiet", text: ` 95% interval ${figure(drift.low)} to ${figure(drift.high)}, from ${plural(drift.requests, "request")}` })),
+    el("p", { text: given(drift.by_chance)
+      ? `${beyond ? "More" : "No more"} than chance: two nights with nothing changed stay below ${figure(drift.by_chance)} in 99 of 100 cases.`
+      : "" }),
+    ...driftTable(drift, title, ...how));
+}
+
+function fillQuality(section) {
+  section.append(el("h2", { id: "quality-title", text: "Quality" }));
+  const quality = data.quality || {};
+  const gate = quality.gate || {};
+  if ((gate.checks || []).length) {
+    section.append(el("h3", { text: "Gate" }), table(CHECK_HEADS, gate.checks.map(checkRow), "Gate"));
+  }
+  const names = Object.keys(quality).filter((name) => given(quality[name]));
+  const known = Object.keys(MEANINGS).filter((name) => names.includes(name));
+  const others = names.filter((name) => !known.includes(name));
+  section.append(el("h3", { text: "Measures" }), el("dl", { class: "measures" },
+    [...known, ...others].map((name) => el("div", {},
+      el("dt", { text: sentence(spaced(name)) }),
+      el("dd", {}, el("b", { class: "big", text: name.endsWith("_share") ? percent(quality[name]) : figure(quality[name]) }),
+        el("p", { class: "quiet", text: MEANINGS[name] || "" }))))));
+  const drift = quality.drift;
+  if (!drift) return;
+  section.append(el("h3", { text: "Drift since the parent run" }),
+    el("p", { class: "says", text: "The population stability index (PSI) says how far shares have moved: 0 is not at all; under 0.1 is commonly taken as steady, above 0.25 as another population." }),
+    el("div", { class: "halves" },
+      drift.zones ? driftBlock(drift.zones, "Zones", spaced, zoneColor) : null,
+      drift.clusters ? driftBlock(drift.clusters, "Clusters of the parent run",
+        (key) => (Number(key) === NOISE ? "noise" : `${key}  ${(parentOf.get(Number(key)) || {}).label || ""}`),
+        (key) => clusterColor(Number(key))) : null));
+}
+
+fillQuality($("quality"));

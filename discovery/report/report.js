@@ -1,0 +1,150 @@
+// The rest of the page: head, zones, axes, what was looked at; and the first drawing of the map.
+
+const counts = data.counts || {};
+const quality = data.quality || {};
+const facts = (pairs, kind) => el("dl", { class: kind }, pairs
+  .filter(([, value]) => value !== null && value !== undefined && value !== "")
+  .map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", {}, value))));
+
+function windowWords() {
+  const { start, end } = data.window || {};
+  const plain = (time) => String(time).replace("T", " ").replace(/(:\d\d(\.\d+)?)?(\+00:00|Z)$/, "");
+  if (!start && !end) return "all that the store holds";
+  if (!start) return `up to ${plain(end)} UTC`;
+  return `${plain(start)} to ${end ? plain(end) : "now"} UTC`;
+}
+
+/** The night in one sentence, from its events. */
+function summary() {
+  const found = plural(data.clusters.length, "cluster");
+  const noise = given(quality.noise_share) ? `; ${percent(quality.noise_share)} of the rows are noise` : "";
+  if (isFirstRun) return `${found} found${data.lineage ? " in the first run of this lineage" : ""}${noise}.`;
+  const of = (event) => events.filter((e) => e.event === event).length;
+  const parts = [
+    [of("born"), "new"], [of("split"), "split off"], [of("merged"), "merged"],
+    // What was absorbed is in a merger already, where there is one.
+    [of("merged") ? 0 : of("absorbed"), "absorbed"], [of("died"), "gone"],
+  ].filter(([n]) => n).map(([n, word]) => `${n} ${word}`);
+  const kept = of("kept");
+  if (!parts.length) return `Nothing came or went: all ${plural(kept, "cluster")} are those of the run before${noise}.`;
+  return `${sentence(listed(parts))}; ${plural(kept, "cluster")} kept${noise}.`;
+}
+
+function gateBox() {
+  const gate = quality.gate;
+  if (!gate) return null;
+  const checks = gate.checks || [];
+  if (gate.passed) {
+    return el("div", { class: "gate passed" },
+      el("strong", { text: "✓ Gate passed" }),
+      checks.length ? el("a", { href: "#quality", text: `${plural(checks.length, "check")}` }) : null);
+  }
+  return el("div", { class: "gate not", role: "alert" },
+    el("strong", { text: "✕ Gate not passed" }),
+    el("ul", {}, (gate.reasons || []).map((reason) => el("li", { text: reason }))));
+}
+
+function fillHead(head) {
+  const news = isFirstRun ? [] : events.filter((event) => event.event !== "kept");
+  head.append(
+    el("p", { class: "eyebrow", text: "attn · discovery run" }),
+    el("div", { class: "head-line" },
+      el("div", {},
+        el("h1", { text: data.run_id }),
+        el("p", { class: "lead", text: summary() })),
+      gateBox()),
+    facts([
+      ["Model", data.model], ["Layout", data.layout], ["Capture", el("code", { text: data.capture_id })],
+      ["Window", windowWords()], ["Rows", count(counts.rows)], ["Clusters", count(data.clusters.length)],
+      ["Noise", percent(quality.noise_share)],
+      ["Parent run", data.lineage && data.lineage.parent ? el("code", { text: data.lineage.parent }) : "none"],
+    ], "facts"));
+  if (news.length) {
+    head.append(el("ul", { class: "events news" }, news.slice(0, 6).map((event) => eventLine(event)),
+      news.length > 6 ? el("li", {}, el("a", { href: "#lineage", text: `and ${news.length - 6} more` })) : null));
+  }
+}
+
+function fillZones(section) {
+  const { shares = {}, over_time: overTime } = data.stages.zones || {};
+  const names = ZONE_ORDER.filter((zone) => zone in shares)
+    .concat(Object.keys(shares).filter((zone) => !ZONE_ORDER.includes(zone)));
+  const top = Math.max(0, ...Object.values(shares));
+  const mix = overTime && overTime.counts ? mixOverTime(overTime) : null;
+  section.append(el("h2", { id: "zones-title", text: "Zones" }));
+  if (!names.length) section.append(el("p", { class: "note", text: "No zones in this run." }));
+  section.append(el("div", { class: mix ? "zones-both" : "" },
+    el("ul", { class: "zone-shares" }, names.map((zone) => el("li", {},
+      swatch(zoneColor(zone)), el("span", { text: spaced(zone) }),
+      bar(shares[zone], top, zoneColor(zone)), el("b", { text: percent(shares[zone]) })))),
+    mix ? el("figure", {}, mix, el("figcaption", { text: "The mix over the window (UTC), and the rows of each step." })) : null));
+}
+
+function fillAxes(section) {
+  const { axes = [], explained = [] } = data.stages.pca || {};
+  section.append(el("h2", { id: "axes-title", text: "Axes" }));
+  if (!axes.length) {
+    section.append(el("p", { class: "note", text: explained.length
+      ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, without words in this run.`
+      : "This run says nothing about its principal axes." }));
+    return;
+  }
+  section.append(
+    el("p", { class: "says", text: "The directions in which the rows differ most, before the map is made: what lies at either end." }),
+    el("ol", { class: "axes" }, axes.map((axis) => el("li", {},
+      el("div", { class: "axis-name" }, el("b", { text: axis.name }),
+        bar(axis.explained, axes[0].explained, null), el("span", { text: percent(axis.explained) })),
+      el("div", { class: "axis-ends" }, el("span", { text: axis.low }),
+        el("i", { "aria-hidden": "true" }), el("span", { text: axis.high })),
+      axis.says ? el("p", { class: "quiet", text: axis.says }) : null))));
+}
+
+function leftOut() {
+  const groups = counts.left_out || [];
+  if (!groups.length) return null;
+  const layouts = { 1: "log16", 2: "layered" };
+  return [el("h3", { text: "Left out: they cannot be compared with these" }),
+    table([["Model", ""], ["Layout", ""], ["Capture", ""], ["Rows", "number"]], groups.map((group) =>
+      el("tr", {}, el("td", { text: group.model }), el("td", { text: layouts[group.layout] || group.layout }),
+        el("td", {}, el("code", { text: group.capture_id })),
+        el("td", { class: "number", text: count(group.rows) }))), "Left out")];
+}
+
+function settings(title, values) {
+  const names = Object.keys(values || {}).sort();
+  const words = (value) => (value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  if (!names.length) return null;
+  return el("details", {}, el("summary", { text: title }),
+    facts(names.map((name) => [spaced(name), words(values[name])]), "settings"));
+}
+
+function fillSampling(section) {
+  const { shown, total } = data.points;
+  const placed = given(counts.rows) && given(counts.fit_rows) ? counts.rows - counts.fit_rows : null;
+  section.append(el("h2", { id: "sampling-title", text: "What was looked at" }), facts([
+    ["Rows in the window", count(counts.rows_in_window)],
+    ["Left out over the limit of a request", count(counts.over_request_limit)],
+    ["Rows of the run", count(counts.rows)],
+    ["The map is fitted on", count(counts.fit_rows)],
+    ["Placed by their nearest fitted rows", count(placed)],
+    ["Drawn on this page", `${count(shown)} of ${count(total)}`],
+    ["Landmarks of the classifier", count(counts.landmarks)],
+    ["Engine", data.engine],
+  ], "measures plain"), ...(leftOut() || []),
+  settings("Parameters", data.parameters), settings("Zone rules", data.zone_rules));
+}
+
+fillHead($("head"));
+fillZones($("zones"));
+fillAxes($("axes"));
+fillSampling($("sampling"));
+
+const { shown, total } = data.points;
+$("map-says").textContent = shown < total
+  ? `${count(shown)} of ${count(total)} rows are drawn: an even sample.`
+  : `All ${plural(total, "row")} ${total === 1 ? "is" : "are"} drawn.`;
+measureLabels();
+fillLegend();
+rearrange();
+new ResizeObserver(resize).observe(map);
+resize();

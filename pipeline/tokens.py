@@ -1,0 +1,134 @@
+"""Token texts: the tokens of a model as people read them, from its own tokenizer.json."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture_kernels.errors import MissingExtraError, OptionError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TokenText = Callable[[int], str | None]
+FILE = "tokenizer.json"
+BLANK, LINE_BREAK, TAB = "␣", "⏎", "⇥"
+MOST_CHARACTERS = 24
+_REPLACED = "\ufffd"
+
+
+def open_tokens(path: Path | None, model: str) -> TokenText:
+    """A function from a token id to its text as `visible` shows it; None for an unknown id.
+
+    Args:
+        path: a tokenizer.json, or a folder that holds one. With None, the folder that `model` names
+            is looked in, and where that holds none that can be read, every text is None.
+        model: the model's name in the store: a local folder, or the name of a hub.
+
+    Raises:
+        OptionError: `path` holds no tokenizer that can be read.
+        MissingExtraError: `path` is given and the library `tokenizers` is not installed.
+    """
+    if path is None:
+        # An empty name would be the working folder.
+        local = Path(model) / FILE
+        if not model or not local.is_file():
+            return _unknown
+        try:
+            return _texts(local)
+        except (OptionError, MissingExtraError):
+            return _unknown
+    return _texts(path / FILE if path.is_dir() else path)
+
+
+def visible(text: str) -> str:
+    """`text` with blanks and line breaks shown as ␣, ⇥ and ⏎, what cannot be seen escaped, and at
+    most 24 characters of it."""
+    names = {" ": BLANK, "\n": LINE_BREAK, "\t": TAB}
+    shown = [
+        names.get(sign)
+        or (sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii"))
+        for sign in text[: MOST_CHARACTERS + 1]
+    ]
+    kept = 0
+    length = 0
+    while kept < len(shown) and length + len(shown[kept]) <= MOST_CHARACTERS:
+        length += len(shown[kept])
+        kept += 1
+    if kept == len(text):
+        return "".join(shown)
+    while kept and length > MOST_CHARACTERS - 1:
+        kept -= 1
+        length -= len(shown[kept])
+    return "".join(shown[:kept]) + "…"
+
+
+def _unknown(token_id: int) -> str | None:
+    return None
+
+
+def _texts(path: Path) -> TokenText:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise OptionError(
+            f"cannot read the tokenizer {path}: {error.strerror}: give a {FILE} or its folder"
+        ) from None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise MissingExtraError(
+            "token texts need the library tokenizers: pip install 'attn[texts]'"
+        ) from None
+    try:
+        # From a file or a str, the library raises a bare Exception.
+        tokenizer = Tokenizer.from_buffer(content)
+    except ValueError:
+        raise OptionError(f"{path} is no tokenizer: give the model's own {FILE}") from None
+    added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+    before = _anchor(tokenizer)
+    prefix = tokenizer.decode(before, skip_special_tokens=False)
+
+    @cache
+    def text(token_id: int) -> str | None:
+        piece = tokenizer.id_to_token(token_id) if 0 <= token_id < 2**31 else None
+        if piece is None:
+            return None
+        if token_id in added:
+            return visible(added[token_id])
+        decoded = tokenizer.decode([*before, token_id], skip_special_tokens=False)
+        own = decoded[len(prefix) :] if decoded.startswith(prefix) else decoded
+        if _REPLACED in own:
+            return visible(_part_of_character(piece))
+        return visible(own or piece)
+
+    return text
+
+
+def _anchor(tokenizer: Tokenizer) -> list[int]:
+    """A token to decode others after: many decoders drop the blank that a text begins with."""
+    for letter in string.ascii_letters + string.digits:
+        found = tokenizer.token_to_id(letter)
+        if found is not None and tokenizer.decode([found]).strip() == letter:
+            return [found]
+    return []
+
+
+@cache
+def _bytes_of_signs() -> dict[str, int]:
+    """The bytes behind the printable signs of a byte-level vocabulary (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    signs = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(len(moved))]
+    return dict(zip(signs, plain + moved, strict=True))
+
+
+def _part_of_character(piece: str) -> str:
+    """A piece that is no whole character, as its bytes: `\\xe2\\x80`."""
+    table = _bytes_of_signs()
+    if piece.startswith("<0x") or not all(sign in table for sign in piece):
+        return piece
+    return bytes(table[sign] for sign in piece).decode("utf-8", "backslashreplace")

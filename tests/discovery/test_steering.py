@@ -1,0 +1,244 @@
+"""Steering a run over its WebSocket: pause, resume and stop lose nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from planted import planted, planted_batch
+from shared import NOW, REPO, START, AttnCommand
+from test_resume import OPTIONS, RUN_ID, fingerprint_of
+from watching import SCHEMA, Client, free_port, logged
+
+from discovery.stages import STAGES
+from pipeline.store import open_store
+
+FIRST = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS]
+AGAIN = ["--resume", RUN_ID]
+
+
+@pytest.fixture(scope="module")
+def db(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("steering") / "fingerprints.db"
+    with open_store(str(path), create=True) as store:
+        store.append(planted_batch(planted(1_501, 0)[0], START))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(attn: AttnCommand, db: Path) -> dict[str, object]:
+    """What a run that is left alone publishes."""
+    output = db.parent / "left_alone"
+    done = attn("discover", "--db", db, "--output", output, *FIRST)
+    assert done.returncode == 0, done.stderr
+    return fingerprint_of(output / RUN_ID)
+
+
+class Run(subprocess.Popen):
+    """`attn discover` as a process that serves its progress."""
+
+    def __init__(self, db: Path, output: Path, *options: str, stderr: int = subprocess.PIPE):
+        self.port, self.folder = free_port(), output / RUN_ID
+        command = [sys.executable, str(REPO / "cli.py"), "discover", "--db", str(db), "--output"]
+        command += [str(output), "--websocket-port", str(self.port), *options]
+        super().__init__(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and what it said."""
+        _, said = self.communicate(timeout=120)
+        return self.returncode, said
+
+
+@contextmanager
+def started(db: Path, output: Path, *options: str, **more: int) -> Iterator[Run]:
+    run = Run(db, output, *options, **more)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def on_disk(folder: Path) -> dict[str, int]:
+    """Every file of a run, the log too, and when it was written."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def kinds(events: list[dict]) -> list[str]:
+    return [event["event"] for event in events]
+
+
+@pytest.mark.parametrize("mode", [[], ["--long-running"]])
+def test_a_paused_run_finishes_nothing_until_it_is_resumed_and_ends_in_the_same_artifacts(
+    db, expected, tmp_path, mode
+):
+    with started(db, tmp_path, *FIRST, *mode) as run, Client(run.port) as client:
+        client.until("progress", stage="extract")
+        assert client.ask("pause")["ok"]
+        client.until("run_paused")
+        before = on_disk(run.folder)
+        assert ".checkpoint/extract/rows-00000.arrow" in before
+        with Client(run.port) as late:
+            late.until("run_paused")
+            assert late.seen[0]["run_id"] == RUN_ID
+            assert kinds(late.seen)[:3] == ["hello", "run_started", "stage_started"]
+            assert late.ask("ping")
+            assert late.ask("pause")["ok"]
+            time.sleep(1.5)
+            assert on_disk(run.folder) == before
+            assert run.poll() is None
+            assert late.ask("resume")["ok"]
+            late.until("run_resumed")
+            assert late.ask("resume")["reason"] == "the run is not paused"
+        # In the middle of the layout too, which is one call of a library.
+        client.until("progress", stage="umap")
+        assert client.ask("pause")["ok"]
+        client.until("run_paused")
+        assert (client.seen[-2]["event"], client.seen[-2].get("stage")) == ("progress", "umap")
+        assert client.ask("resume")["ok"]
+        told = [event for event in client.rest() if event["event"] not in ("hello", "answer")]
+        code, said = run.ended()
+    assert code == 0, said
+    assert kinds(told).count("run_paused") == kinds(told).count("run_resumed") == 2
+    assert "paused by a client" in said and "resumed by a client" in said
+    assert told == logged(run.folder)
+    assert fingerprint_of(run.folder) == expected
+
+
+def test_a_run_that_was_stopped_by_command_goes_on_and_tells_again_what_it_kept(
+    db, expected, tmp_path
+):
+    with started(db, tmp_path, *FIRST) as run, Client(run.port) as client:
+        sample = client.until("embedding_sample")
+        assert client.ask("stop")["ok"]
+        seen = client.rest()
+        code, said = run.ended()
+    assert code == 4, said
+    assert f"--resume {RUN_ID}" in said and "Traceback" not in said
+    assert "a client's stop command" in said
+    assert seen[-1]["event"] == "run_interrupted"
+    assert RUN_ID in seen[-1]["says"] and "stop command" in seen[-1]["reason"]
+
+    # A damaged part ends the run with an error; mended, it goes on.
+    part = run.folder / ".checkpoint" / "umap" / "map.npz"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-9])
+    with started(db, tmp_path, *AGAIN) as run, Client(run.port) as client:
+        seen += client.rest()
+        assert run.ended()[0] == 2
+    assert seen[-1]["event"] == "run_failed" and "map.npz is damaged" in seen[-1]["reason"]
+    part.write_bytes(whole)
+
+    with started(db, tmp_path, *AGAIN) as run, Client(run.port) as client:
+        assert client.until("run_started")["resumed"] is True
+        again = client.until("embedding_sample")
+        assert client.ask("pause")["ok"]
+        client.until("run_paused")
+        # What the stopped run had finished is told to who comes only now.
+        with Client(run.port) as late:
+            late.until("run_paused")
+            late.ask("ping")
+            kept = [one["stage"] for one in late.seen if one["event"] == "stage_finished"]
+            assert kept == [stage.name for stage in STAGES][: len(kept)] and "umap" in kept
+            assert "embedding_sample" in kinds(late.seen)
+            late.ask("resume")
+            seen += late.seen
+        seen += client.rest()
+        code, said = run.ended()
+    assert code == 0, said
+    assert again["points"] == sample["points"] and again["rows"] == sample["rows"]
+    assert fingerprint_of(run.folder) == expected
+    logged(run.folder)
+    # The schema describes nothing that is never sent.
+    sent = {f"#/$defs/{kind}" for kind in kinds(seen)}
+    assert sent == {message["$ref"] for message in SCHEMA["oneOf"]}
+
+
+def test_what_the_stages_tell_is_what_is_published(db, expected):
+    folder = db.parent / "left_alone" / RUN_ID
+    seen = logged(folder)
+    told = {event["event"]: event for event in seen}
+    rows = pq.read_table(folder / "embedding.parquet").to_pydict()
+    clusters = pq.read_table(folder / "clusters.parquet").to_pylist()
+    sample, update = told["embedding_sample"], told["cluster_update"]
+    assert sample["of"] == update["of"] == 700
+    assert sample["cluster_ids"] == [rows["cluster_id"][row] for row in sample["rows"]]
+    places = [[rows["x"][row], rows["y"][row]] for row in sample["rows"]]
+    assert [pytest.approx(place, abs=1e-4) for place in places] == sample["points"]
+    first = next(event for event in seen if event["event"] == "embedding_sample")
+    assert first == {**sample, "at": first["at"], "cluster_ids": None}
+    assert [one["cluster_id"] for one in update["clusters"]] == [
+        cluster["cluster_id"] for cluster in clusters
+    ]
+    for one, cluster in zip(update["clusters"], clusters, strict=True):
+        assert one["size"] == sample["cluster_ids"].count(one["cluster_id"])
+        assert one["share"] == one["size"] / update["of"]
+        assert (one["event"], one["parents"]) == ("born", [])
+        # The fitted rows' middle is near that of all rows.
+        assert (one["x"], one["y"]) == pytest.approx((cluster["x"], cluster["y"]), abs=1.0)
+    manifest = expected["manifest"]
+    assert told["zone_stats"]["shares"] == manifest["stages"]["zones"]["shares"]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("stop", 4), ("--max-hours", 4)]
+)
+def test_a_paused_run_can_be_stopped(db, tmp_path, how, code):
+    # Long enough to be paused first, and short enough to wait for.
+    limit = ["--max-hours", "0.002"] if how == "--max-hours" else []
+    with started(db, tmp_path, *FIRST, *limit) as run, Client(run.port) as client:
+        client.next()
+        assert client.ask("pause")["ok"]
+        client.until("run_paused")
+        if how == "stop":
+            assert client.ask("stop")["ok"]
+        elif how != "--max-hours":
+            run.send_signal(signal.Signals[how])
+        client.until("run_interrupted", timeout=15)
+        assert "run_resumed" not in kinds(client.rest())
+        ended, said = run.ended()
+    assert ended == code, said
+    assert f"--resume {RUN_ID}" in said and "Traceback" not in said
+
+
+def test_a_terminal_shows_a_pause(db, tmp_path):
+    screen, terminal = pty.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(screen, 65_536):
+                shown.append(piece)
+        except OSError:  # the other end is closed
+            return
+
+    reading = threading.Thread(target=read)
+    with started(db, tmp_path, *FIRST, stderr=terminal) as run:
+        os.close(terminal)
+        reading.start()
+        with Client(run.port) as client:
+            client.until("stage_started", stage="extract")
+            client.ask("pause")
+            client.until("run_paused")
+            time.sleep(0.5)
+            client.ask("resume")
+            client.until("run_resumed")
+            client.ask("stop")
+            client.rest()
+        assert run.wait(60) == 4
+    reading.join(10)
+    os.close(screen)
+    text = b"".join(shown).decode()
+    assert "paused by a client" in text and "resumed by a client" in text
+    # The bar's own word beside the stages' names.
+    assert "\x1b[1mpaused" in text
