@@ -6,7 +6,6 @@ wherever it is asked (DESIGN.md section 2).
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import OptionError
 from .fingerprint import DIMENSIONS, HIST_BINS, PLACE_BINS, Layout
+from .limits import read_limits
 
 ZONES = ("syntax_floor", "semantic_bridge", "long_range", "structure_ripple", "diffuse")
 # Rows are worked through in blocks that stay in the cache.
@@ -106,21 +106,8 @@ class ZoneRules:
     @classmethod
     def from_toml(cls, path: Path) -> ZoneRules:
         """Rules with the thresholds that a TOML file overrides; OptionError says what is wrong."""
-        known = {field.name for field in fields(cls)}
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise OptionError(f"cannot read {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise OptionError(f"{path} is not a TOML file: {error}") from None
-        if unknown := sorted(set(table) - known):
-            raise OptionError(
-                f"{path}: unknown threshold {unknown[0]!r}: use {', '.join(sorted(known))}"
-            )
-        for name, value in table.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise OptionError(f"{path}: {name} must be a number, got {value!r}")
-        return cls(**{name: float(value) for name, value in table.items()})
+        names = [field.name for field in fields(cls)]
+        return cls(**read_limits(path, names, "threshold"))
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

@@ -174,7 +174,7 @@ class _Nights:
         """Quantile of the PSI that such nights show."""
         drawn = []
         for truth, start, noise in zip(self.truth(times), self._start, self._noise, strict=True):
-            # A share varies as its square root does.
+            # A share varies as its square root: one that fell to nothing did not vary so little.
             night = np.maximum(truth + noise * np.sqrt(truth / start), self.floor)
             drawn.append(night / night.sum(axis=1, keepdims=True))
         return float(np.quantile(psi(*drawn), level))
@@ -202,6 +202,11 @@ def drift(before: Shares, after: Shares, names: Sequence[str], seed: int) -> dic
     so that one which is empty on a night counts, and counts no more than can be known of it: with n
     effective rows its share s of the other night adds about s ln(2 n s). What is estimated is the
     PSI of the true shares with that addition.
+
+    On simulated nights of 200 requests and more, from mixed ones to such that are nearly all of one
+    category, the interval holds the true PSI on 88% to 100% of the nights (97% on average), and
+    chance passes `by_chance` on 0.4%. It is too sure where a rare category was missed by luck: of a
+    true 2% in 60 requests of nearly one category each, PSI lies below `low` on 20% of the nights.
 
     Args:
         before, after: shares of the same k categories on both nights.

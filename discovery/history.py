@@ -98,7 +98,6 @@ def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
                 other
                 for other, manifest in manifests.items()
                 if run_order(other) < run_order(parent)
-                and lineage_key(manifest) == lineage_key(manifests[run_id])
                 and was_served(manifest)
                 and _continues(told, history(manifest))
             ]

@@ -21,8 +21,8 @@ from capture_kernels.errors import OptionError
 
 from .options import DiscoverOptions
 
-# Bytes, from the peaks by stage that `benchmarks/memory.py` prints on Linux, and some more. A process
-# with the libraries loaded, UMAP compiled and a store read, of which allocators keep a part:
+# Bytes, from the peaks by stage that `benchmarks/memory.py` prints on Linux, and some more.
+# A process with the libraries loaded, UMAP compiled and a store read; allocators keep some of it:
 AT_REST = 600e6
 # What the whole window costs for each of its rows: is it kept, and which cell is it in.
 WINDOW_ROW = 2

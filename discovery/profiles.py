@@ -38,8 +38,8 @@ class Profile:
 
     size: rows; share: of the run's rows, in [0, 1].
     centroid, spread: mean and standard deviation of the vectors, float64[20].
-    usual, usual_spread: the same of the run's rows with as much context: of each context octave as
-        many as the cluster has, deviations taken within octaves, float64[20].
+    usual: the mean of the run's rows with as much context: of each context octave as many as the
+        cluster has, float64[20].
     octaves: share of the rows in each context octave, float64[16].
     oldest, usual_oldest: mass in the last bin that a row reaches, on average (log16; 0 for rows of
         the octaves 0 to 3, whose oldest tokens are their nearest too).
@@ -55,7 +55,6 @@ class Profile:
     centroid: NDArray[np.float64]
     spread: NDArray[np.float64]
     usual: NDArray[np.float64]
-    usual_spread: NDArray[np.float64]
     octaves: NDArray[np.float64]
     oldest: float
     usual_oldest: float
@@ -82,7 +81,7 @@ class Profiles:
         self._most_pairs = most_pairs
         self._rows = np.zeros((groups, HIST_BINS), np.int64)
         self._sums = np.zeros((groups, HIST_BINS, DIMENSIONS))
-        self._squares = np.zeros((groups, HIST_BINS, DIMENSIONS))
+        self._squares = np.zeros((groups, DIMENSIONS))
         self._phases = np.zeros((groups, len(PHASES)), np.int64)
         self._zones = np.zeros((groups, len(ZONES)), np.int64)
         self._probability = np.zeros(groups)
@@ -116,18 +115,17 @@ class Profiles:
         """
         group = label.astype(np.int64) + 1
         cell = group * HIST_BINS + octave
-        cells = self._rows.size
+        groups, cells = len(self._rows), self._rows.size
         self._rows += np.bincount(cell, minlength=cells).reshape(self._rows.shape)
         for dimension in range(DIMENSIONS):
             values = vectors[:, dimension].astype(np.float64)
-            for total, weights in ((self._sums, values), (self._squares, values * values)):
-                found = np.bincount(cell, weights, minlength=cells)
-                total[:, :, dimension] += found.reshape(self._rows.shape)
+            found = np.bincount(cell, values, minlength=cells)
+            self._sums[:, :, dimension] += found.reshape(self._rows.shape)
+            self._squares[:, dimension] += np.bincount(group, values * values, minlength=groups)
         for counts, code in ((self._phases, phase), (self._zones, zone)):
             width = counts.shape[1]
             found = np.bincount(group * width + code, minlength=counts.size)
             counts += found.reshape(counts.shape)
-        groups = len(self._probability)
         self._probability += np.bincount(group, probability, minlength=groups)
         self._token_rows += np.bincount(group[has_token], minlength=groups)
         self._count_tokens((group[has_token] << _TOKEN_BITS) + token_ids[has_token])
@@ -158,13 +156,11 @@ class Profiles:
     def _profile(self, groups: slice) -> Profile:
         rows, all_rows = self._rows[groups].sum(axis=0), self._rows.sum(axis=0)
         sums, all_sums = self._sums[groups].sum(axis=0), self._sums.sum(axis=0)
-        squares = self._squares[groups].sum(axis=(0, 1))
+        squares = self._squares[groups].sum(axis=0)
         size = max(int(rows.sum()), 1)
         octaves = rows / size
         centroid = sums.sum(axis=0) / size
         run_means = all_sums / np.maximum(all_rows, 1)[:, None]
-        run_squares = self._squares.sum(axis=0) / np.maximum(all_rows, 1)[:, None]
-        within = octaves @ np.maximum(run_squares - run_means**2, 0)
         phases = self._phases[groups].sum(axis=0) / size
         zones = self._zones[groups].sum(axis=0) / size
         return Profile(
@@ -173,7 +169,6 @@ class Profiles:
             centroid=centroid,
             spread=np.sqrt(np.maximum(squares / size - centroid**2, 0)),
             usual=octaves @ run_means,
-            usual_spread=np.sqrt(within),
             octaves=octaves,
             oldest=self._oldest(sums) / size,
             usual_oldest=self._oldest(octaves[:, None] * run_means),

@@ -7,19 +7,17 @@ have large lifts by chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.tokens import BLANK, LINE_BREAK, TAB
+from pipeline.tokens import BLANK, LINE_BREAK, TAB, TokenText
 
 from .profiles import TokenCounts
 from .words import joined
 
-TokenText = Callable[[int], str | None]
 # Rows of one request are no independent draws, so the bound is a wide one: 3 deviations.
 DEVIATIONS = 3.0
 LEAST_ROWS, LEAST_SHARE = 10, 0.01

@@ -57,7 +57,9 @@ MOST_MOVED, MOST_SWELL = 0.25, 0.4
 MOST_BUMPS = max(len(bumps) for bumps, _ in CATALOGUE)
 # Distance between two behaviours' means, in standard deviations along the line between them.
 SEPARATION = 4.2
-TRIES = 400
+# A fortnight has many chances to find two of them as one, so they lie further apart.
+NIGHTLY_SEPARATION = 4.7
+TRIES = 2_000
 
 
 class Behaviour(NamedTuple):
@@ -105,7 +107,7 @@ def two_nights(seed: int, rows: int = 10_000) -> TwoNights:
     rng = np.random.default_rng([seed, 2])
     for _ in range(TRIES):
         before, after = _cast(rng)
-        if _apart(before, rng) and _apart(after, rng):
+        if _apart(before, rng, SEPARATION) and _apart(after, rng, SEPARATION):
             break
     else:
         raise RuntimeError(f"seed {seed}: no two nights with every behaviour apart")
@@ -124,7 +126,7 @@ def fortnight(seed: int, nights: int = 14, rows: int = 8_000) -> list[Night]:
     rng = np.random.default_rng([seed, 14])
     for _ in range(TRIES):
         walked = _walk(nights, rng)
-        if all(_apart(night, rng) for night in walked):
+        if all(_apart(night, rng, NIGHTLY_SEPARATION) for night in walked):
             return [_draw(night, rows, seed, number) for number, night in enumerate(walked)]
     raise RuntimeError(f"seed {seed}: no nights with every behaviour apart")
 
@@ -204,8 +206,8 @@ def _rows(
         return planted(rows, seed, noise, np.array([b.share for b in behaviours]))
 
 
-def _apart(behaviours: Sequence[Behaviour], rng: np.random.Generator) -> bool:
-    return closest(behaviours, int(rng.integers(2**32))) >= SEPARATION
+def _apart(behaviours: Sequence[Behaviour], rng: np.random.Generator, least: float) -> bool:
+    return closest(behaviours, int(rng.integers(2**32))) >= least
 
 
 def closest(behaviours: Sequence[Behaviour], seed: int) -> float:

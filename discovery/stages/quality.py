@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.zones import ZONES
+
 from ..consistency import inconsistent
 from ..drift import drift
 from ..gate import Measures, judge
@@ -81,12 +83,12 @@ def against_parent(job: Job) -> dict[str, Any]:
     parts = job.stage_parts("lineage")
     saved, own = parts.read_arrays("of_parent.npz"), parts.read_arrays("shares.npz")
     names = [str(i) for i in (*job.parent.ids.tolist(), -1)]
-    zones, seed = list(job.summaries["zones"]["shares"]), job.options.seed
+    seed = job.options.seed
     return {
         "recognised": 1.0 - float(saved["beyond"]) / job.rows.count,
         "agreement": mutual_information(saved["contingency"]),
         "drift": {
-            "zones": drift(job.parent.zones, from_arrays("zones", own), zones, seed),
+            "zones": drift(job.parent.zones, from_arrays("zones", own), ZONES, seed),
             "clusters": drift(job.parent.clusters, from_arrays("labelled", saved), names, seed),
         },
     }

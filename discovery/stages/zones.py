@@ -46,7 +46,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
             job.parts.write_arrays(zones_part(index), zone=zoned.zone, confidence=zoned.confidence)
         zone = job.parts.read_arrays(zones_part(index))["zone"].astype(np.int64)
         when = captured_at(batch) // (step * MICROS) - start
-        cells = np.bincount(zone.astype(np.int64) * bins + when, minlength=counts.size)
+        cells = np.bincount(zone * bins + when, minlength=counts.size)
         counts += cells.reshape(counts.shape)
         job.part_done(index + 1, total)
     shares = counts.sum(axis=1) / job.rows.count

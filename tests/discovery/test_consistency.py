@@ -87,6 +87,13 @@ def test_bands_and_shape_must_sum_to_one(layout, last, change):
         assert inconsistent(vectors, layout)[0]
 
 
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99, 1.01])
+def test_numbers_that_agree_but_are_not_renormalised_are_found(layout, share):
+    vectors = good(layout) * np.float32(share)
+    assert inconsistent(vectors, layout).all()
+
+
 def test_each_band_of_log16_is_the_sum_of_its_bins():
     vectors = good(LOG16)
     for a, b in ((0, 1), (1, 2), (0, 2)):

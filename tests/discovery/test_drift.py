@@ -98,6 +98,15 @@ def test_the_interval_covers_the_true_change(after, alike):
         assert (found["psi"] > found["by_chance"]).mean() > 0.8
 
 
+@pytest.mark.parametrize("requests", [(2, 2), (4, 4), (1_000, 4)])
+def test_few_requests_are_not_taken_for_drift(requests):
+    found = many_nights(EVEN, EVEN, requests, 5.0, trials=80)
+    assert (found["low"] > 0).mean() <= 0.1
+    assert (found["psi"] > found["by_chance"]).sum() <= 4
+    # Nor is the night that has many blamed for the few of the other.
+    assert np.median(found["by_chance"]) < 3
+
+
 def test_many_rare_categories_do_not_look_like_drift():
     shares = np.array([16, 14, 11, 10, 10, 8, 7, 7, 6, 5, 4, 2, 1, 0.5, 0.3, 0.1])
     found = many_nights(shares / shares.sum(), shares / shares.sum(), (250, 150), 5.0, trials=80)
@@ -146,6 +155,8 @@ def test_one_request_a_night_tells_nothing_however_many_its_rows():
     # Fifty of them do.
     found = drift(shares_of([[9, 0]] * 50), shares_of([[0, 9]] * 50), ["a", "b"], 0)
     assert found["low"] > 1.0
+    # Had both been half and half, requests of one category each would differ by more than this.
+    assert found["by_chance"] > 0.1
     # The same on both nights: no drift, and no certainty that there is none.
     found = drift(shares_of([[900, 0]]), shares_of([[900, 0]]), ["a", "b"], 0)
     assert found["psi"] == found["low"] == 0.0 and found["high"] > 0.5

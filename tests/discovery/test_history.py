@@ -241,6 +241,35 @@ def test_a_sparkline_is_as_high_as_the_largest_share_and_shows_gaps():
     assert sparkline([]) == ""
 
 
+def told(run_id: str, event: str, cluster: int, parents=(), children=()) -> dict[str, Any]:
+    return {"run_id": run_id, "event": event, "cluster_id": cluster, "parents": list(parents),
+            "children": list(children)}  # fmt: skip
+
+
+def test_the_events_of_a_night_are_of_the_night_before_whatever_their_order():
+    night = [
+        told("r1", "merged", 0, [0, 1]),
+        told("r1", "split", 5, [0]),
+        told("r1", "split", 6, [2, 3]),
+        told("r1", "absorbed", 1, [], [0]),
+        told("r1", "absorbed", 4, [], [7]),
+        told("r1", "born", 7),
+    ]
+    for steps in (night, night[::-1]):
+        found = descent([0, 1, 2, 3, 4], steps)
+        # 5 came off 0 before 1 went into it; 4 went into one that was new that night.
+        assert found.origins == {0: (0, 1), 2: (2,), 3: (3,), 5: (0,), 6: (2, 3), 7: (4,)}
+        assert {c: ending.into for c, ending in found.ended.items()} == {1: (0,), 4: (7,)}
+
+
+def test_every_id_on_the_way_is_told():
+    steps = [told(f"r{n}", "split", n + 1, [n]) for n in range(4)]
+    found = descent([0], [*steps, told("r5", "born", 9), told("r6", "split", 10, [9])])
+    assert found.through == {1: (), 2: (1,), 3: (1, 2), 4: (1, 2, 3), 9: (), 10: (9,)}
+    assert found.origins[4] == (0,) and found.origins[10] == ()
+    assert found.since[4] == "r3"
+
+
 @st.composite
 def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
     """The clusters of a first night, and the events of up to six nights after it."""
@@ -251,8 +280,7 @@ def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
         before, used = list(alive), set()
 
         def tell(kind: str, cluster: int, parents=(), children=(), night=night) -> None:
-            steps.append({"run_id": f"r{night}", "event": kind, "cluster_id": cluster,
-                          "parents": list(parents), "children": list(children)})  # fmt: skip
+            steps.append(told(f"r{night}", kind, cluster, parents, children))
 
         for kind in draw(
             st.lists(st.sampled_from(["born", "split", "merged", "died"]), max_size=4)
@@ -308,9 +336,9 @@ def test_every_cluster_of_the_first_night_lives_on_or_has_an_ending(chain):
         assert set(origins) <= set(start)
         assert cluster not in start or cluster in origins
     # What a cluster came off on its way is told by its own events, one link after the other.
-    told = {e["cluster_id"]: e for e in steps if e["event"] in ("split", "born")}
+    births = {e["cluster_id"]: e for e in steps if e["event"] in ("split", "born")}
     for cluster, through in found.through.items():
-        parents = told[cluster]["parents"]
+        parents = births[cluster]["parents"]
         way = [parents[0]] if parents and parents[0] not in start else []
         assert list(through[-1:]) == way
     for run_id, night in groupby(steps, key=lambda e: e["run_id"]):

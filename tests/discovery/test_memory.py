@@ -169,8 +169,7 @@ def test_the_watch_counts_children_and_survives_those_that_end():
         assert "memory" in [thread.name for thread in threading.enumerate()]
 
 
-# Raises its memory by 400 MB for a moment in which the watch cannot look, since its interval is a
-# minute but for the first look and the last.
+# Takes 400 MB for a moment between two looks, which are two seconds apart.
 SPIKE = textwrap.dedent(
     """
     import sys, time
@@ -178,14 +177,14 @@ SPIKE = textwrap.dedent(
     import discovery.memory
     from discovery.memory import MemoryWatch
 
+    discovery.memory.LOOK_EVERY = 2.0
     with MemoryWatch(None, print) as watch:
-        time.sleep(0.5)
+        while not watch.peak_gb:
+            time.sleep(0.01)
         before = watch.peak_gb
-        sys.setswitchinterval(60)
         held = np.ones(50_000_000)
         del held
-        sys.setswitchinterval(0.005)
-        time.sleep(0.5)
+        time.sleep(2.5)
         print(watch.peak_gb - before)
     """
 )

@@ -160,14 +160,15 @@ def test_a_cell_gives_as_many_rows_as_it_should(cell, seed, data):
     assert len(np.unique(rows)) == len(rows)
 
 
-def test_the_rows_drawn_do_not_depend_on_how_many_are_looked_at_together(monkeypatch):
-    cell = np.random.default_rng(0).integers(0, 7, 5_000).astype(np.uint8)
-    quota = np.bincount(cell) // 3
-    whole = drawn_rows(cell, quota, 4)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_rows_drawn_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, seed):
+    cell = np.random.default_rng(seed).integers(0, 7, 5_000).astype(np.uint8)
+    quota = np.array([1, 2, 3, 5, 40, 300, 0])
+    whole = drawn_rows(cell, quota, seed)
     assert len(cell) < DRAW_ROWS
     monkeypatch.setattr("discovery.sampling.DRAW_ROWS", 64)
-    assert np.array_equal(drawn_rows(cell, quota, 4), whole)
-    assert not np.array_equal(drawn_rows(cell, quota, 5), whole)
+    assert np.array_equal(drawn_rows(cell, quota, seed), whole)
+    assert not np.array_equal(drawn_rows(cell, quota, seed + 1), whole)
 
 
 def test_the_rows_drawn_of_a_cell_are_spread_over_the_window():

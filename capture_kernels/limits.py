@@ -1,0 +1,33 @@
+"""Tables of limits that a TOML file overrides: the zones' thresholds, the gate's limits."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+
+from .errors import OptionError
+
+
+def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, float]:
+    """The numbers of a TOML file, by name.
+
+    Args:
+        known: the names that it may hold.
+        what: what one of them is called, for the error.
+
+    Raises:
+        OptionError: no such file, no TOML, an unknown name, or no number.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} is not a TOML file: {error}") from None
+    if unknown := sorted(set(table) - set(known)):
+        raise OptionError(f"{path}: unknown {what} {unknown[0]!r}: use {', '.join(sorted(known))}")
+    for name, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise OptionError(f"{path}: {name} must be a number, got {value!r}")
+    return {name: float(value) for name, value in table.items()}

@@ -1,0 +1,131 @@
+"""Who is who: matching the clusters of two nights that share no row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from discovery.lineage import GONE, cluster_ids, events, in_words, match
+
+PARENTS = np.array([4, 7, 9], np.int32)
+
+
+def told(forward, backward, shares, parent_shares, parents=PARENTS, fresh=20):
+    found = match(*(np.array(a, float) for a in (forward, backward, shares, parent_shares)))
+    ids = cluster_ids(found, parents, fresh)
+    return ids.tolist(), {
+        (e["event"], e["cluster_id"]): (e["parents"], e["children"])
+        for e in events(found, ids, parents)
+    }
+
+
+def test_clusters_that_went_on_keep_their_ids_whatever_their_order_and_share():
+    # Cluster 4 has become rarer, 9 commoner.
+    seen = [[0, 0.3, 0], [0, 0, 0.5], [0.1, 0, 0]]
+    back = [[0, 0.3, 0], [0, 0, 0.2], [0.4, 0, 0]]
+    ids, found = told(seen, back, [0.3, 0.5, 0.1], [0.4, 0.3, 0.2])
+    assert ids == [7, 9, 4]
+    assert found == {("kept", i): ([i], []) for i in (4, 7, 9)}
+
+
+def test_of_a_split_the_larger_part_keeps_the_id():
+    ids, found = told(
+        [[0.12, 0, 0], [0.2, 0, 0], [0, 0.3, 0], [0, 0, 0.3]],
+        [[0.13, 0, 0], [0.2, 0, 0], [0, 0.3, 0], [0, 0, 0.3]],
+        [0.12, 0.2, 0.3, 0.3],
+        [0.33, 0.3, 0.3],
+    )
+    assert ids == [20, 4, 7, 9]
+    assert found[("split", 20)] == ([4], []) and ("kept", 4) in found
+
+
+def test_of_a_merge_the_larger_parents_id_survives():
+    ids, found = told(
+        [[0.2, 0.3, 0], [0, 0, 0.4]],
+        [[0.2, 0.3, 0], [0, 0, 0.4]],
+        [0.5, 0.4],
+        [0.2, 0.3, 0.4],
+    )
+    assert ids == [7, 9]
+    assert found[("merged", 7)] == ([7, 4], [])
+    assert found[("absorbed", 4)] == ([], [7])
+
+
+def test_two_that_meet_halfway_between_their_places_have_merged():
+    # The parent's landmarks share the new place out among them: a third to one, two to the other.
+    ids, found = told(
+        [[0.05, 0.1, 0], [0, 0, 0.4]],
+        [[0.1, 0.07, 0], [0, 0, 0.4]],
+        [0.157, 0.4],
+        [0.104, 0.071, 0.4],
+    )
+    assert ids == [4, 9]
+    assert found[("merged", 4)] == ([4, 7], [])
+
+
+def test_a_birth_beside_an_old_cluster_is_no_split():
+    # All of its rows would have been the old one's, but none of the old one's rows are in it.
+    ids, found = told(
+        [[0.3, 0, 0], [0.1, 0, 0], [0, 0.3, 0], [0, 0, 0.3]],
+        [[0.3, 0, 0], [0.003, 0, 0], [0, 0.3, 0], [0, 0, 0.3]],
+        [0.3, 0.1, 0.3, 0.3],
+        [0.3, 0.3, 0.3],
+    )
+    assert ids == [4, 20, 7, 9]
+    assert found[("born", 20)] == ([], [])
+
+
+def test_a_death_whose_place_another_takes_over_is_no_merge():
+    # All of its rows would now be the neighbour's, but nobody behaves so any more.
+    ids, found = told(
+        [[0.5, 0.001, 0], [0, 0, 0.4]], [[0.4, 0.2, 0], [0, 0, 0.4]], [0.501, 0.4], [0.4, 0.2, 0.4]
+    )
+    assert ids == [4, 9]
+    assert found[("died", 7)] == ([], []) and ("kept", 4) in found
+
+
+def test_the_first_run_has_births_only_and_a_run_without_clusters_deaths_only():
+    none = np.empty(0, np.int32)
+    ids, found = told(np.empty((2, 0)), np.empty((2, 0)), [0.5, 0.5], [], none)
+    assert ids == [20, 21] and set(found) == {("born", 20), ("born", 21)}
+    ids, found = told(np.empty((0, 3)), np.empty((0, 3)), [], [0.2, 0.3, 0.4])
+    assert ids == [] and set(found) == {("died", int(i)) for i in PARENTS}
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(0, 7))
+def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, children, parents):
+    rng = np.random.default_rng(seed)
+    tables = rng.random((2, children, parents)) ** rng.integers(1, 6)
+    shares, before = rng.random(children), rng.random(parents)
+    known = rng.permutation(50)[:parents].astype(np.int32)
+    found = match(tables[0], tables[1], shares, before)
+    ids = cluster_ids(found, known, 50)
+    assert len(set(ids.tolist())) == children
+    happened = events(found, ids, known)
+    here = [e["cluster_id"] for e in happened if e["event"] not in GONE]
+    gone = [e["cluster_id"] for e in happened if e["event"] in GONE]
+    assert sorted(here) == sorted(ids.tolist())
+    assert sorted(gone) == sorted(set(known.tolist()) - set(ids.tolist()))
+    for event in happened:
+        if event["event"] == "merged":
+            assert len(event["parents"]) >= 2 and event["parents"][0] == event["cluster_id"]
+            assert set(event["parents"][1:]) <= set(gone)
+        if event["event"] == "split":
+            assert event["cluster_id"] >= 50 and set(event["parents"]) <= set(known.tolist())
+    names = {int(i): f"name {i}" for i in (*ids, *known)}
+    assert all(in_words(event, names, names) for event in happened)
+
+
+@pytest.mark.parametrize("parents", [0, 3])
+def test_the_order_in_which_the_clusters_come_does_not_matter(parents):
+    rng = np.random.default_rng(5)
+    tables = rng.random((2, 6, parents)) ** 4
+    shares, before = rng.random(6), rng.random(parents)
+    known = np.arange(parents, dtype=np.int32)
+    order = rng.permutation(6)
+    one = match(tables[0], tables[1], shares, before)
+    other = match(tables[0][order], tables[1][order], shares[order], before)
+    assert np.array_equal(one.heir_of[order], other.heir_of)
+    assert cluster_ids(one, known, 9).size == 6
