@@ -49,7 +49,7 @@ def discover(
     max_per_request: Annotated[int, typer.Option(help="Most rows of one request; 0: all.")] = 256,
     umap_neighbors: Annotated[int, typer.Option(help="UMAP's n_neighbors.")] = 30,
     umap_min_dist: Annotated[float, typer.Option(help="UMAP's min_dist.")] = 0.0,
-    umap_sample_size: Annotated[int, typer.Option(help="Most rows the map is fitted on.")] = 50_000,
+    umap_sample_size: Annotated[int, typer.Option(help="Most rows the map is fitted on.")] = 25_000,
     batch_size: Annotated[int, typer.Option(help="Rows of a chunk.")] = 65_536,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 42,
     layout: Annotated[str | None, typer.Option(help="log16 or layered.")] = None,

@@ -23,6 +23,7 @@ from pipeline.store import Store, open_store
 from . import runs
 from .artifacts import MANIFEST, read_manifest
 from .checkpoint import StageParts, chained_key, write_json
+from .deletion import sweep
 from .engine import Engine, open_engine
 from .executor import DaskExecutor, Executor, InlineExecutor
 from .memory import MemoryPlan, MemoryWatch, plan_memory
@@ -195,6 +196,7 @@ def discover(
     with ExitStack() as cleanup:
         cleanup.enter_context(runs.output_lock(output))
         runs.clean_up(output)
+        sweep(output)
         if resume:
             run_id = runs.run_folder(output, resume).name
             options, saved = resumed_options(output / run_id, options)

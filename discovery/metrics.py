@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Sampled rows that are compared with all others at a time.
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 
 
 class MapQuality(NamedTuple):

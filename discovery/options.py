@@ -46,7 +46,7 @@ class DiscoverOptions:
     max_per_request: int = 256
     umap_neighbors: int = 30
     umap_min_dist: float = 0.0
-    umap_sample_size: int = 50_000
+    umap_sample_size: int = 25_000
     batch_size: int = 65_536
     seed: int = 42
     layout: str | None = None

@@ -13,13 +13,11 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tests import planted as one_night
 from tests.planted import BEHAVIOURS, NOISE, planted, planted_batch
 
 # The evening of the first night; the others follow a day apart.
@@ -202,8 +200,8 @@ def _rows(
     behaviours: Sequence[Behaviour], rows: int, seed: int, noise: float
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Rows of a night and the numbers of their behaviours, drawn as `planted` draws its own."""
-    with patch.object(one_night, "BEHAVIOURS", tuple((b.bumps, b.spread) for b in behaviours)):
-        return planted(rows, seed, noise, np.array([b.share for b in behaviours]))
+    shares = np.array([b.share for b in behaviours])
+    return planted(rows, seed, noise, shares, [(b.bumps, b.spread) for b in behaviours])
 
 
 def _apart(behaviours: Sequence[Behaviour], rng: np.random.Generator, least: float) -> bool:

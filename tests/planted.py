@@ -11,6 +11,7 @@ is noise, drawn from no behaviour at all.
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from pipeline.record import make_batch
 
 # (bin centre, width in bins, share) of each bump, and the spread within a bin (0 point .. 1 flat).
-BEHAVIOURS: tuple[tuple[tuple[tuple[float, float, float], ...], float], ...] = (
+Behaviour = tuple[tuple[tuple[float, float, float], ...], float]
+BEHAVIOURS: tuple[Behaviour, ...] = (
     (((0.0, 0.5, 1.0),), 0.3),  # previous token
     (((1.2, 0.9, 1.0),), 0.7),  # the last few tokens
     (((3.0, 0.6, 1.0),), 0.2),  # same place in the line above
@@ -41,14 +43,16 @@ SHIFTS = np.linspace(-1.0, 1.0, 41)
 NOISE = -1
 
 
-def bin_profiles(shifts: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Expected mass of each behaviour in each bin, its bumps moved by each of s shifts, in bins:
-    float64[12, s, 16] (s = 1 without shifts), the last axis summing to 1."""
+def bin_profiles(
+    shifts: NDArray[np.float64] | None = None, behaviours: Sequence[Behaviour] = BEHAVIOURS
+) -> NDArray[np.float64]:
+    """Expected mass of each of b behaviours in each bin, its bumps moved by each of s shifts, in
+    bins: float64[b, s, 16] (s = 1 without shifts), the last axis summing to 1."""
     moved = np.zeros(1) if shifts is None else shifts
     from_shift = np.arange(16) - moved[:, None]
     rows = [
         sum(s * _normalised(np.exp(-0.5 * ((from_shift - c) / w) ** 2)) for c, w, s in bumps)
-        for bumps, _ in BEHAVIOURS
+        for bumps, _ in behaviours
     ]
     return np.array(rows)
 
@@ -62,15 +66,16 @@ def planted(
     seed: int,
     noise: float = 0.05,
     shares: NDArray[np.float64] = SHARES,
+    behaviours: Sequence[Behaviour] = BEHAVIOURS,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """`rows` fingerprints and their behaviours: float32[rows, 20], int64[rows] (-1: noise)."""
     rng = np.random.default_rng(seed)
-    truth = rng.choice(len(BEHAVIOURS), rows, p=_normalised(shares))
+    truth = rng.choice(len(behaviours), rows, p=_normalised(shares))
     truth[rng.random(rows) < noise] = NOISE
     shift = np.searchsorted(SHIFTS, rng.normal(0, WANDER, rows).clip(-1, 1))
-    alpha = CONCENTRATION * bin_profiles(SHIFTS)[truth, shift] + 0.02
+    alpha = CONCENTRATION * bin_profiles(SHIFTS, behaviours)[truth, shift] + 0.02
     alpha[truth == NOISE] = 0.35
-    spread = np.array([spread for _, spread in BEHAVIOURS])[truth]
+    spread = np.array([spread for _, spread in behaviours])[truth]
     spread = np.where(truth == NOISE, rng.random(rows), spread)
     spread = np.clip(spread + rng.normal(0, 0.03, rows), 0.0, 1.0)
 
