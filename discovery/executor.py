@@ -9,6 +9,8 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 from capture_kernels.errors import OptionError, RunError
@@ -74,13 +76,12 @@ class DaskExecutor:
                     f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler"
                 ) from None
         else:
-            self._cluster = LocalCluster(
-                n_workers=workers, threads_per_worker=1, memory_limit=worker_bytes or "auto",
-                dashboard_address=None, host="127.0.0.1",
-            )  # fmt: skip
+            with signals_held():
+                self._cluster = LocalCluster(
+                    n_workers=workers, threads_per_worker=1, memory_limit=worker_bytes or "auto",
+                    dashboard_address=None, host="127.0.0.1",
+                )  # fmt: skip
             self._client = Client(self._cluster)
-            # Ctrl+C reaches the whole process group; only the coordinator may decide to stop.
-            self._client.run(ignore_interrupts)
         self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
         if not self._workers:
             self.close()
@@ -115,6 +116,18 @@ class DaskExecutor:
             self._cluster.close()
 
 
-def ignore_interrupts() -> None:
-    """Run on a worker: leave SIGINT to the coordinator."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back from this thread inside the block, and for good from the threads
+    and processes that it starts there.
+
+    A terminal, systemd and Slurm signal the whole process group, and only the coordinator may
+    decide to stop: workers that died of it would take the chunks in hand with them.
+    """
+    # Started first: as it starts it lets the signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,7 @@ What tonight is compared with comes from its artifacts alone; its rows may long 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from pipeline.record import vector_array
 from pipeline.record import vectors as batch_vectors
 
 from . import runs
-from .artifacts import MANIFEST, load_artifacts, read_manifest
+from .artifacts import load_artifacts, read_manifest
 from .classifier import NOISE, Classifier, Codebook
 from .drift import Shares
 
@@ -109,12 +110,16 @@ def before_this_run(
 
 
 def manifests_before(output: Path, run_id: str) -> list[dict[str, Any]]:
-    """Manifests of the finished runs whose id is before `run_id`, newest first."""
+    """Manifests of the finished runs whose id is before `run_id`, newest first; what cannot be read,
+    or is a copy under another name, is left out."""
     ids = runs.run_ids(output)
     found = []
     for earlier in reversed(ids[: ids.index(run_id)]):
-        if (output / earlier / MANIFEST).exists():
-            found.append(read_manifest(output / earlier))
+        # Nobody can follow such a run, and it must not end tonight's.
+        with suppress(ArtifactError):
+            manifest = read_manifest(output / earlier)
+            if manifest["run_id"] == earlier:
+                found.append(manifest)
     return found
 
 
@@ -129,10 +134,11 @@ def identity_of(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def served_identity(output: Path) -> dict[str, str] | None:
-    latest = output / "latest"
-    if not (latest / MANIFEST).exists():
+    """Of `latest`; None where there is none that can be read."""
+    try:
+        return identity_of(read_manifest(output / "latest"))
+    except ArtifactError:
         return None
-    return identity_of(read_manifest(latest))
 
 
 def open_parent(output: Path, run_id: str) -> Parent:
