@@ -11,7 +11,7 @@ SAMPLE := examples/sample/fingerprints.parquet
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[texts]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml

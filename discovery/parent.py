@@ -110,8 +110,10 @@ def before_this_run(
 
 
 def manifests_before(output: Path, run_id: str) -> list[dict[str, Any]]:
-    """Manifests of the finished runs whose id is before `run_id`, newest first; what cannot be read,
-    or is a copy under another name, is left out."""
+    """Manifests of the finished runs whose id is before `run_id`, newest first.
+
+    One that cannot be read, or is a copy under another id, is left out.
+    """
     ids = runs.run_ids(output)
     found = []
     for earlier in reversed(ids[: ids.index(run_id)]):

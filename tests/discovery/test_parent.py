@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,13 +122,15 @@ def test_what_cannot_be_compared_is_not_followed_though_it_is_served(lineage, id
 
 def test_a_run_that_failed_its_gate_is_followed_only_where_it_was_let_through(lineage):
     good = night(lineage, rows=100)
-    bad = night(lineage, rows=5, passed=False)
-    assert (follows(lineage.output)["parent"], follows(lineage.output)["volumes"]) == (good, [100])
-    bad = night(lineage, rows=7, passed=False, let_through=True)
-    assert (follows(lineage.output)["parent"], follows(lineage.output)["volumes"]) == (bad, [7, 100])
+    night(lineage, rows=5, passed=False)
+    assert follows(lineage.output)["parent"] == good
+    assert follows(lineage.output)["volumes"] == [100]
+    let_through = night(lineage, rows=7, passed=False, let_through=True)
+    assert follows(lineage.output)["parent"] == let_through
+    assert follows(lineage.output)["volumes"] == [7, 100]
 
 
-def test_a_gate_of_before_there_was_no_gate_counts_as_it_says(lineage):
+def test_a_manifest_from_before_no_gate_is_served_where_it_passed(lineage):
     run_id = lineage.night({0: 1.0})
     path = lineage.output / run_id / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -148,9 +151,9 @@ def test_volumes_are_those_of_windows_as_long_as_tonights(lineage):
     for hours, rows in ((24.0, 100), (1.0, 5), (0.0, 900), (24.0, 200)):
         last = night(lineage, hours=hours, rows=rows)
     assert follows(lineage.output)["volumes"] == [200, 100]
-    assert follows(lineage.output, hours=1.0) | {"served": None} == {
-        "parent": last, "volumes": [5], "served": None,
-    }  # fmt: skip
+    assert follows(lineage.output, hours=1.0)["volumes"] == [5]
+    # A run that read more or less is followed all the same.
+    assert follows(lineage.output, hours=1.0)["parent"] == last
 
 
 def test_volumes_are_looked_back_at_for_a_week_and_a_day(lineage):
@@ -252,7 +255,7 @@ def assert_same(one: Shares, other: Shares) -> None:
         assert getattr(one, name) == getattr(other, name)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 12), st.integers(0, 30), st.integers(0, 2**32 - 1))
 def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, seed):
     zones = random_shares(len(ZONES), requests, seed)
@@ -262,7 +265,7 @@ def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, 
     assert table["name"].to_pylist() == [*ZONES, *map(str, ids), "-1"]
     path = tmp_path_factory.mktemp("shares") / SHARES
     write_parquet(path, table)
-    zones_back, own_back = saved_shares(pa.parquet.read_table(path).to_pylist())
+    zones_back, own_back = saved_shares(pq.read_table(path).to_pylist())
     assert_same(zones_back, zones)
     assert_same(own_back, own)
 

@@ -1,0 +1,133 @@
+"""Sparse rows are noise before HDBSCAN sees the map, wherever UMAP has put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from discovery.checkpoint import StageParts
+from discovery.cpu_engine import CpuEngine
+from discovery.engine import Clustering
+from discovery.stages.cluster import SPARSE, dense_clusters
+from discovery.stages.neighbors import fit_part, self_first
+
+MIN_SAMPLES = 5
+K = 12
+Find = Callable[..., Clustering]
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory) -> Find:
+    """dense_clusters of rows float32[n, d] and their map: a job with no more than it looks at."""
+
+    def run(
+        rows: NDArray[np.float32],
+        points: NDArray[np.float32],
+        min_samples: int = MIN_SAMPLES,
+        k: int = K,
+        chunk: int = 10_000,
+    ) -> Clustering:
+        parts = StageParts(tmp_path_factory.mktemp("neighbors") / "neighbors", "key")
+        engine = CpuEngine()
+        for start in range(0, len(rows), chunk):
+            found = engine.neighbors(rows, rows[start : start + chunk], k)
+            indices, distances = self_first(*found, start)
+            parts.write_arrays(fit_part(start), indices=indices, distances=distances)
+        job = SimpleNamespace(
+            options=SimpleNamespace(min_samples=min_samples),
+            engine=engine,
+            stage_parts={"neighbors": parts}.__getitem__,
+        )
+        return dense_clusters(job, points, 20, len(points))  # type: ignore[arg-type]
+
+    return run
+
+
+def two_behaviours(seed: int = 0, sparse: int = 30) -> tuple[NDArray[np.float32], ...]:
+    """200 rows each of two behaviours and `sparse` rows of none, in space: float32[n, 6]; and a map
+    that has put each of the latter among one of the former: float32[n, 2]."""
+    rng = np.random.default_rng(seed)
+    centre = np.repeat([[0.0], [8.0]], 200, axis=0)
+    rows = centre + rng.normal(0, 0.1, (400, 6))
+    nothing = rng.uniform(-40, 40, (sparse, 6))
+    points = np.concatenate([centre, rng.choice([0.0, 8.0], (sparse, 1))])
+    points = points + rng.normal(0, 0.3, (len(points), 2))
+    return np.concatenate([rows, nothing]).astype(np.float32), points.astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [10_000, 64])
+def test_rows_that_are_far_from_all_others_are_noise_though_the_map_has_them_inside(
+    find, seed, chunk
+):
+    rows, points = two_behaviours(seed)
+    found = find(rows, points, chunk=chunk)
+    assert (found.labels[400:] == -1).all()
+    assert (found.probabilities[400:] == 0).all()
+    assert len(found.persistence) == 2
+    for behaviour in (slice(0, 200), slice(200, 400)):
+        inside = found.labels[behaviour][found.labels[behaviour] >= 0]
+        assert len(set(inside.tolist())) == 1 and len(inside) >= 190
+    assert found.labels.dtype == np.int32 and found.probabilities.dtype == np.float32
+
+
+def test_the_others_are_clustered_as_if_there_were_no_sparse_rows(find):
+    rows, points = two_behaviours()
+    order = np.random.default_rng(1).permutation(len(rows))
+    dense, points = order < 400, points[order]
+    found = find(rows[order], points)
+    alone = CpuEngine().cluster(points[dense], 20, MIN_SAMPLES, len(points))
+    assert np.array_equal(found.labels[dense], alone.labels)
+    assert np.array_equal(found.probabilities[dense], alone.probabilities)
+    assert np.array_equal(found.persistence, alone.persistence)
+
+
+@pytest.mark.parametrize(("apart", "is_noise"), [(SPARSE - 0.1, False), (SPARSE + 0.1, True)])
+def test_the_limit_is_three_times_the_median_rows_distance(find, apart, is_noise):
+    # One apart on a line: the fifth nearest of a row is 3 away, of the last one as far as asked.
+    line = np.arange(400.0)
+    line[-1] = line[-6] + 3 * apart
+    points = two_behaviours(sparse=0)[1]
+    points[-1] = points[200:].mean(axis=0)
+    found = find(line.astype(np.float32)[:, None], points)
+    assert SPARSE == 3.0
+    assert (found.labels[-1] == -1) == is_noise
+    assert found.labels[300] >= 0
+
+
+def test_rows_that_are_all_alike_lose_none(find):
+    rows = np.ones((200, 4), np.float32)
+    points = two_behaviours(sparse=0)[1][100:300]
+    found = find(rows, points)
+    alone = CpuEngine().cluster(points, 20, MIN_SAMPLES, 200)
+    assert np.array_equal(found.labels, alone.labels)
+    assert (found.labels >= 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("min_samples", [3, 11, 12, 100])
+def test_it_is_the_neighbour_at_min_samples_or_else_the_last_that_counts(find, min_samples):
+    rows, points = two_behaviours(sparse=0)
+    # Pairs far from all others: their nearest is near, and from the second on they are sparse.
+    far = np.repeat(np.arange(1.0, 11.0)[:, None] * 100, 2, axis=0) + [[0.0], [0.01]] * 10
+    rows = np.concatenate([rows, np.repeat(far, 6, axis=1)]).astype(np.float32)
+    points = np.concatenate([points, points[:20] + np.float32(0.01)])
+    assert (find(rows, points, min_samples).labels[400:] == -1).all()
+    # With one neighbour to be near to, a pair is as dense as any.
+    assert (find(rows, points, 1).labels[400:] >= 0).mean() > 0.5
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2.0**-10, 0.5, 64.0]))
+def test_the_unit_of_the_space_does_not_matter(find, seed, scale):
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_t(1, (120, 3)).astype(np.float32)
+    points = rng.normal(0, 0.1, (120, 2)).astype(np.float32)
+    found, scaled = find(rows, points), find(np.float32(scale) * rows, points)
+    assert np.array_equal(found.labels, scaled.labels)
+    assert np.array_equal(found.probabilities, scaled.probabilities)
