@@ -29,6 +29,11 @@ ON_CPU = {
     name: [name] for name in ("store", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
+ON_CPU |= {"nights": ["nights"], "interruptions": ["interruptions"]}
+# Their rows are kept there: made anew they would take longer than what is measured.
+MEMORY = ["memory", "--folder", "build/benchmarks"]
+ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
+ON_CPU["memory-5m"] = [*MEMORY, "--rows", "5000000", "--store", "parquet", "--limit", "8"]
 ON_GPU = {
     "capture": ["capture", "--device", "cuda", "--size", "small", "--dtype", "float32"],
     "capture-8b": ["capture", "--device", "cuda", "--size", "8b", "--dtype", "bfloat16"],
@@ -134,6 +139,42 @@ def of_behaviours(found: dict[str, Any]) -> Iterator[Figure]:
             )
 
 
+def of_nights(found: dict[str, Any]) -> Iterator[Figure]:
+    total, rows = found["total"], found["rows"]
+    pairs, series = found["two_nights"], found["fortnight"]
+    yield (
+        f"{len(pairs)} pairs of nights of {rows:,} rows: right ids and events",
+        f"{sum(p['right'] for p in pairs.values())} of {sum(p['judged'] for p in pairs.values())} "
+        f"(nearest centroid {sum(p['peer_right'] for p in pairs.values())})",
+    )
+    yield (
+        f"{len(series['runs'])} nights of drift: right",
+        f"{series['right']} of {series['judged']} (nearest centroid {series['peer_right']})",
+    )
+    yield "behaviours that were not one cluster", str(total["left_out"])
+
+
+def of_interruptions(found: dict[str, Any]) -> Iterator[Figure]:
+    yield (
+        f"{found['times']} runs stopped or paused at random moments: same artifacts",
+        f"{found['stopped']} resumed, {found['paused']} paused",
+    )
+    yield (
+        "seconds to finish a stopped run, and to start over",
+        f"{found['resumed_seconds']:.1f} and {found['whole_seconds']:.1f}",
+    )
+
+
+def of_memory(found: dict[str, Any]) -> Iterator[Figure]:
+    yield (
+        f"{found['rows']:,} rows, {found['store']}: peak of all processes",
+        f"{found['peak_gb']:.2f} GB of {found['limit_gb']:g}, {found['seconds']:.0f} s, "
+        f"ARI {found['answer']['ari']:.3f}",
+    )
+    if peer := found.get("peer"):
+        yield "all rows in one table and PCA", f"{peer['peak_gb']:.2f} GB, {peer['seconds']:.0f} s"
+
+
 def of_classifier(found: dict[str, Any]) -> Iterator[Figure]:
     ours = found["classifier"]
     for name in ("kd_tree", "plain_recipe"):
@@ -151,6 +192,9 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "discovery": of_discovery,
     "behaviours": of_behaviours,
     "classifier": of_classifier,
+    "nights": of_nights,
+    "interruptions": of_interruptions,
+    "memory": of_memory,
 }
 
 

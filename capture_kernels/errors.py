@@ -33,3 +33,7 @@ class ArtifactError(AttnError):
 
 class RunError(AttnError):
     """A discovery run that cannot be started, or cannot be resumed."""
+
+
+class NewRunNeededError(RunError):
+    """A discovery run that cannot be finished by resuming it."""

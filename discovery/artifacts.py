@@ -22,7 +22,8 @@ from .checkpoint import file_facts, write_atomically
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 # Without these a run can neither be shown nor served.
-NEEDED = {"run_id", "layout", "capture_id", "model", "counts", "quality", "stages", "zone_rules"}
+NEEDED = {"run_id", "layout", "capture_id", "model", "counts", "quality", "stages", "zone_rules",
+          "parameters", "parent_run"}  # fmt: skip
 FILES = tuple(f"{name}.parquet" for name in ("embedding", "clusters", "landmarks", "projection"))
 
 _WORD = pa.dictionary(pa.int32(), pa.string())
@@ -151,6 +152,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
         )
     files = manifest.get("files")
-    if not (isinstance(files, dict) and set(manifest) >= NEEDED and set(FILES) <= set(files)):
+    whole = isinstance(files, dict) and set(manifest) >= NEEDED and set(FILES) <= set(files)
+    if not (whole and "gate" in manifest["quality"]):
         raise ArtifactError(f"{path} is damaged: run attn discover again")
     return manifest

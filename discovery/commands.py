@@ -14,13 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from capture_kernels.errors import ArtifactError, OptionError
+from capture_kernels.errors import ArtifactError, NewRunNeededError, OptionError
 from capture_kernels.zones import ZoneRules
 
 from . import history_commands, runs
 from .artifacts import MANIFEST, load_artifacts, read_manifest
 from .gate import GateRules
 from .options import FREE_ON_RESUME, DiscoverOptions, option_name
+from .parent import was_served
 from .progress import Event, Listener, listener_for_terminal
 
 # Exit code of a run that is kept but not served.
@@ -130,7 +131,7 @@ def discover(
             )
     except BaseException as error:
         # However it ended, what is done is kept.
-        if run_id := begun.get("run_id"):
+        if (run_id := begun.get("run_id")) and not isinstance(error, NewRunNeededError):
             again = resume_command(options, run_id)
             print(f"finish it with: {again}", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
@@ -153,7 +154,7 @@ def resume_command(options: DiscoverOptions, run_id: str) -> str:
     words += ["--resume", run_id]
     words += ["--long-running"] if options.long_running else []
     words += ["--no-gate"] if options.no_gate else []
-    for name in ("scheduler", "max_memory_gb"):
+    for name in ("scheduler", "max_memory_gb", "tokenizer"):
         if (value := getattr(options, name)) is not None:
             words += [option_name(name), str(value)]
     return shlex.join(words)
@@ -212,7 +213,7 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
 def state_of(manifest: dict[str, Any], latest: str | None) -> str:
     if manifest["run_id"] == latest:
         return "latest"
-    return "published" if manifest["quality"]["gate"]["passed"] else "failed its check"
+    return "published" if was_served(manifest) else "failed its check"
 
 
 @runs_app.command("show")
@@ -256,4 +257,5 @@ def show_run(folder: Path, manifest: dict[str, Any]) -> None:
 
 def console() -> Console:
     """Standard output; as wide as its table needs where it is not a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    # No markup: a label may hold a token such as [/INST].
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False)

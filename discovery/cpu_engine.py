@@ -31,6 +31,8 @@ class CpuEngine:
     def neighbors(
         self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        if not len(queries):  # brute force refuses them
+            return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
         if prunes(fit, k):
             from scipy.spatial import KDTree
 
@@ -116,7 +118,9 @@ class EpochCounter(io.TextIOBase):
     def __init__(self, epochs: int, on_epoch: Callable[[int, int], None]) -> None:
         self._epochs, self._on_epoch = epochs, on_epoch
         self._failed = False
-        self.tqdm_options = {"file": self, "disable": False, "bar_format": "{n}", "desc": ""}
+        self.tqdm_options = {"file": self, "disable": False, "bar_format": "{n}", "desc": "",
+                             # Without it tqdm's monitor, a thread, may come and print instead.
+                             "miniters": 1}  # fmt: skip
 
     def write(self, text: str) -> int:
         done = text.strip()

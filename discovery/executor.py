@@ -96,7 +96,10 @@ class DaskExecutor:
 
         waiting: deque[Any] = deque()
         try:
-            remote = [self._client.scatter(item, broadcast=True, hash=False) for item in shared]
+            # In a list: some versions take a named tuple apart.
+            remote = [
+                self._client.scatter([item], broadcast=True, hash=False)[0] for item in shared
+            ]
             for chunk in chunks:
                 waiting.append(self._client.submit(function, *remote, chunk, pure=False))
                 if len(waiting) >= AHEAD * self._workers:

@@ -154,7 +154,7 @@ class Measures:
         classifier_agreement: on `held_out_rows` rows of a cluster that the landmarks never saw.
         recognised: share of this night's rows within the reach of the parent's landmarks.
         agreement: adjusted mutual information between the parent's labels (by its landmarks) and
-            this run's on the fitted rows, noise a label like any other. Not the adjusted Rand
+            this run's on all rows, noise a label like any other. Not the adjusted Rand
             index: between the two halves of the sample that is 0.13 to 0.19, where this is 0.43 to
             0.50, and bad nights reach 0.10 (80% noise), where this is 0.36.
         zone_drift, cluster_drift: as `drift.drift` gives it; for clusters with the labels of the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.errors import RunError
+from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint import Layout
 from pipeline.record import vectors as batch_vectors
 from pipeline.store import Store, open_store
+from pipeline.tokens import open_tokens
 
 from . import runs
 from .artifacts import MANIFEST, read_manifest
@@ -27,7 +29,7 @@ from .deletion import sweep
 from .engine import Engine, open_engine
 from .executor import DaskExecutor, Executor, InlineExecutor
 from .memory import MemoryPlan, MemoryWatch, plan_memory
-from .options import FREE_ON_RESUME, DiscoverOptions
+from .options import FREE_ON_RESUME, RULES, DiscoverOptions
 from .parent import Parent, before_this_run, open_parent
 from .progress import Listener, Progress
 from .stages import STAGES, extract, publish
@@ -191,6 +193,8 @@ def discover(
     # Everything that can be refused is looked at before anything is written.
     with open_store(options.db, read_only=True) as store:
         window = None if resume else extract.freeze_window(store, options, moment)
+    if options.tokenizer:
+        open_tokens(Path(options.tokenizer), "")
     if resume:
         runs.run_folder(output, resume)
     with ExitStack() as cleanup:
@@ -255,14 +259,16 @@ def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
 
 def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:
     """The options that the run was started with, save for how and where it is finished."""
-    import json
-
     path = folder / CHECKPOINT / RUN_FILE
     if not path.exists():
         if (folder / MANIFEST).exists():
             raise RunError(f"run {folder.name} is finished already: see attn runs show")
-        raise RunError(f"run {folder.name} has no checkpoint: start a new run")
+        raise NewRunNeededError(f"run {folder.name} has no checkpoint: start a new run")
     saved = json.loads(path.read_text())
     free = {name: getattr(given, name) for name in FREE_ON_RESUME}
+    if not {"window", "follows", *RULES} <= {*saved, *saved["options"]}:
+        raise NewRunNeededError(
+            f"run {folder.name} was begun by another version of attn: start a new run"
+        )
     options = DiscoverOptions.from_json({**saved["options"], **free})
     return options, saved

@@ -62,12 +62,12 @@ def match(
     smaller = np.minimum(shares[:, None], parent_shares[None])
     linked = common > LINKED * smaller
     heir_of = np.full(len(shares), -1, np.int64)
-    # The largest parent chooses first, and takes its largest child: a merge then leaves the smaller
-    # parent without one, and a split the smaller child without a parent's id.
+    # The largest parent chooses first, and takes the child with the largest part of it: a merge
+    # then leaves the smaller parent without one, and a split the smaller part without an id.
     for parent in np.argsort(-parent_shares, kind="stable"):
         free = np.flatnonzero(linked[:, parent] & (heir_of < 0))
         if len(free):
-            heir_of[free[np.argmax(shares[free])]] = parent
+            heir_of[free[np.argmax(common[free, parent])]] = parent
     return Match(common, linked, heir_of)
 
 
@@ -101,10 +101,8 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
     for index, parent in enumerate(parent_ids.tolist()):
         if (found.heir_of == index).any():
             continue
-        children = np.flatnonzero(found.linked[:, index])
-        if len(children):
-            into = children[np.argmax(found.common[children, index])]
-            told.append(event("absorbed", parent, [], [int(ids[into])]))
+        if found.linked[:, index].any():
+            told.append(event("absorbed", parent, [], [int(ids[largest_part(found, index)])]))
         else:
             told.append(event("died", parent, [], []))
     return told
@@ -115,9 +113,15 @@ def gone_into(found: Match, child: int) -> NDArray[np.int64]:
     own = np.flatnonzero(found.linked[child])
     lost = ~np.isin(own, found.heir_of)
     # A parent in pieces without an heir counts where its largest piece is.
-    there = [found.common[:, p].argmax() == child for p in own]
+    there = [largest_part(found, int(parent)) == child for parent in own]
     own = own[lost & np.array(there, bool)]
     return own[np.argsort(-found.common[child, own], kind="stable")]
+
+
+def largest_part(found: Match, parent: int) -> int:
+    """The child with the largest part of a parent that has any."""
+    children = np.flatnonzero(found.linked[:, parent])
+    return int(children[np.argmax(found.common[children, parent])])
 
 
 def event(kind: str, cluster: int, parents: list[int], children: list[int]) -> Event:

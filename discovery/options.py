@@ -24,6 +24,7 @@ FREE_ON_RESUME = (
     "max_memory_gb",
     "max_hours",
     "no_gate",
+    "tokenizer",
 )
 # Tables of limits, each with a place of its own in the manifest.
 RULES = {"gate_rules": GateRules, "zone_rules": ZoneRules}

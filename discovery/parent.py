@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.errors import ArtifactError, RunError
+from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint import DIMENSIONS, Layout
 from capture_kernels.zones import ZONES
 from pipeline.record import vector_array
@@ -46,7 +46,7 @@ NIGHTS_BACK = 8
 class Parent(NamedTuple):
     """What tonight is compared with.
 
-    ids int32[p], labels, traits and zones of the clusters; share float64[p], of all rows;
+    ids int32[p], labels and traits of the clusters; share float64[p], of all rows;
     references float32[m, 20], rows of the clusters, with reference_cluster int64[m], the index of
     each one's cluster; codebook, whose labels are indices of clusters; place float32[l, 2], where
     its landmarks are on the map; zones and clusters, the shares that drift is told from.
@@ -56,7 +56,6 @@ class Parent(NamedTuple):
     ids: NDArray[np.int32]
     labels: list[str]
     traits: list[list[str]]
-    cluster_zones: list[str]
     share: NDArray[np.float64]
     born_in: list[str]
     references: NDArray[np.float32]
@@ -66,10 +65,6 @@ class Parent(NamedTuple):
     zones: Shares
     clusters: Shares
     history: list[dict[str, Any]]
-
-    def index_of(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Index of each cluster id, -1 for noise: int64[n]."""
-        return index_of(self.ids, ids)
 
 
 def index_of(known: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -91,15 +86,17 @@ def before_this_run(
         hours: length of the window.
 
     Returns:
-        parent: run id, or None; volumes: rows in the window of the nights before, newest first,
-        where their windows were as long; served: the identity of `latest`, or None.
+        parent: run id of the newest one that is whole, or None; volumes: rows in the window of the
+        nights before, newest first, where their windows were as long; served: the identity of
+        `latest`, or None.
     """
     identity = {**window, "layout": Layout(window["layout"]).label}
     earlier = [manifest for manifest in manifests_before(output, run_id) if was_served(manifest)]
     own = [manifest for manifest in earlier if identity_of(manifest) == identity_of(identity)]
     usable = [manifest for manifest in own if {REFERENCES, SHARES} <= set(manifest["files"])]
+    whole = (manifest["run_id"] for manifest in usable if is_whole(output / manifest["run_id"]))
     return {
-        "parent": usable[0]["run_id"] if usable else None,
+        "parent": next(whole, None),
         "volumes": [
             manifest["counts"]["rows_in_window"]
             for manifest in own[:NIGHTS_BACK]
@@ -125,6 +122,15 @@ def manifests_before(output: Path, run_id: str) -> list[dict[str, Any]]:
     return found
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a run is what it was when it was published."""
+    try:
+        load_artifacts(folder)
+    except ArtifactError:
+        return False
+    return True
+
+
 def was_served(manifest: dict[str, Any]) -> bool:
     """Whether a run passed its gate, or was let through by --no-gate."""
     gate = manifest["quality"]["gate"]
@@ -147,25 +153,24 @@ def open_parent(output: Path, run_id: str) -> Parent:
     """Read and verify the parent run.
 
     Raises:
-        RunError: it is gone or damaged, so this run cannot be finished.
+        NewRunNeededError: it is gone or damaged, so this run cannot be finished.
     """
     try:
         artifacts = load_artifacts(runs.run_folder(output, run_id))
+        classifier = Classifier(artifacts)
     except ArtifactError as error:
-        raise RunError(
+        raise NewRunNeededError(
             f"the parent run {run_id} cannot be read ({error}): bring it back, or start a new run"
         ) from None
     clusters = artifacts.table("clusters")
     ids = clusters.column("cluster_id").to_numpy()
     references = artifacts.table("references")
-    classifier = Classifier(artifacts)
     codebook = classifier.codebook
     return Parent(
         run_id,
         ids,
         clusters.column("label").to_pylist(),
         clusters.column("traits").to_pylist(),
-        clusters.column("zone").to_pylist(),
         clusters.column("share").to_numpy(),
         clusters.column("born_in").to_pylist(),
         np.concatenate([batch_vectors(batch) for batch in references.to_batches()])

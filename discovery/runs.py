@@ -30,11 +30,9 @@ RUN_ID = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d+)?")
 def new_run_id(output: Path, now: datetime) -> str:
     """UTC time, `2026-01-10T04-02-11`, with a suffix (`-2`, `-3`, ...) when taken."""
     base = now.strftime("%Y-%m-%dT%H-%M-%S")
-    run_id, suffix = base, 1
-    while (output / run_id).exists():
-        suffix += 1
-        run_id = f"{base}-{suffix}"
-    return run_id
+    same = [found for found in run_ids(output) if found[:19] == base]
+    # Counted on from the last one: one that was deleted must not come back as another run.
+    return f"{base}-{int(same[-1][20:] or 1) + 1}" if same else base
 
 
 def run_folder(output: Path, run_id: str) -> Path:
@@ -88,16 +86,26 @@ def output_lock(output: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def reserve_cluster_ids(output: Path, run_id: str, count: int) -> int:
-    """The first of `count` fresh cluster ids; a run that asks again gets the same ones."""
+def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -> int:
+    """The first of `count` fresh cluster ids; a run that asks again gets the same ones.
+
+    Args:
+        least: the ids are no lower, even where the file that counts them was lost.
+
+    Raises:
+        RunError: that file is damaged.
+    """
     path = output / "next_cluster_id"
     state: dict[str, Any] = {"next": 0, "reserved": {}}
     if path.exists():
-        state = json.loads(path.read_text())
+        try:
+            state = json.loads(path.read_text())
+        except ValueError:
+            raise RunError(f"{path} is damaged: delete it and resume") from None
     held = state["reserved"].get(run_id)
     if held and held[1] == count:
         return int(held[0])
-    first = int(state["next"])
+    first = max(int(state["next"]), least)
     state["reserved"][run_id] = [first, count]
     state["next"] = first + count
     write_json(path, state)
@@ -107,6 +115,8 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int) -> int:
 def release_reservation(output: Path, run_id: str) -> None:
     """Forget which ids a finished run was given; they stay used."""
     path = output / "next_cluster_id"
+    if not path.exists():
+        return
     state = json.loads(path.read_text())
     if state["reserved"].pop(run_id, None) is not None:
         write_json(path, state)
@@ -123,6 +133,15 @@ def clean_up(output: Path) -> None:
         raise RunError(f"{latest} is no link to a run: move it away, or choose another --output")
     for done in output.glob("*/.checkpoint.done"):
         shutil.rmtree(done)
+
+
+def newer_latest(output: Path, run_id: str) -> str | None:
+    """The run that is latest, where it is there and newer than `run_id`."""
+    latest = output / "latest"
+    served = latest.readlink().name if latest.is_symlink() else None
+    known = run_ids(output)
+    newer = served in known and known.index(served) > known.index(run_id)
+    return served if newer else None
 
 
 def move_latest(output: Path, run_id: str) -> None:

@@ -116,6 +116,8 @@ def profiles_of(job: Job, clusters: int) -> Profiles:
     for index, rows in enumerate(labelled_rows(job)):
         job.stop_if_asked()
         token_id = rows.batch.column("token_id")
+        # A negative id is no token's.
+        ids = token_id.fill_null(-1).to_numpy()
         profiles.add(
             vectors=rows.vectors,
             label=rows.label,
@@ -123,8 +125,8 @@ def profiles_of(job: Job, clusters: int) -> Profiles:
             zone=job.stage_parts("zones").read_arrays(zones_part(index))["zone"],
             octave=context_octave(rows.vectors, job.layout),
             probability=rows.probability,
-            token_ids=token_id.fill_null(0).to_numpy(),
-            has_token=token_id.is_valid().to_numpy(zero_copy_only=False),
+            token_ids=ids,
+            has_token=ids >= 0,
         )
     return profiles
 

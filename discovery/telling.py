@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .lineage import GONE
+
 if TYPE_CHECKING:
     from .job import Job
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 Told = tuple[str, dict[str, Any]]
 # Most points of an embedding_sample: enough to draw a map from, in a message of some 30 KB.
 SAMPLE_POINTS = 1_000
-# What can have become of a cluster of the parent run whose id is gone.
-GONE = ("died", "absorbed")
 
 
 def map_found(job: Job) -> Iterator[Told]:

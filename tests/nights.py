@@ -38,6 +38,8 @@ CATALOGUE: tuple[tuple[Bumps, float], ...] = (
     (((3.2, 0.5, 0.35), (7.6, 0.6, 0.65)), 0.2),  # a page back, a glance at the line above
 )
 KEPT = 7
+# Identities of the others: those of the first night, and those of the second.
+SPLITS, LEFT, RIGHT, DIES, LARGER_PART, SMALLER_PART, WHOLE, BORN = range(KEPT, KEPT + 8)
 # How far to either side, in bins, the two ends of a continuum lie, and the places in between.
 APART = 1.0
 RUNGS = np.linspace(-1.0, 1.0, 8)
@@ -105,18 +107,21 @@ def two_nights(seed: int, rows: int = 10_000) -> TwoNights:
     rng = np.random.default_rng([seed, 2])
     for _ in range(TRIES):
         before, after = _cast(rng)
-        if _apart(before, rng, SEPARATION) and _apart(after, rng, SEPARATION):
+        # What is born is like nothing that was there, and what died like nothing that is.
+        born = [behaviour for behaviour in after if behaviour.identity == BORN]
+        died = [behaviour for behaviour in before if behaviour.identity == DIES]
+        both = ([*before, *born], [*after, *died])
+        if all(_apart(night, rng, SEPARATION) for night in both):
             break
     else:
         raise RuntimeError(f"seed {seed}: no two nights with every behaviour apart")
-    splits, left, right, dies, larger_part, smaller_part, whole, born = range(KEPT, KEPT + 8)
     origins = {identity: Origin("kept", (identity,)) for identity in range(KEPT)}
-    origins[larger_part] = Origin("split", (splits,), larger=True)
-    origins[smaller_part] = Origin("split", (splits,), larger=False)
-    origins[whole] = Origin("merged", (left, right))
-    origins[born] = Origin("born")
+    origins[LARGER_PART] = Origin("split", (SPLITS,), larger=True)
+    origins[SMALLER_PART] = Origin("split", (SPLITS,), larger=False)
+    origins[WHOLE] = Origin("merged", (LEFT, RIGHT))
+    origins[BORN] = Origin("born")
     first, second = _draw(before, rows, seed, 0), _draw(after, rows, seed, 1)
-    return TwoNights(first, second, origins, (dies,))
+    return TwoNights(first, second, origins, (DIES,))
 
 
 def fortnight(seed: int, nights: int = 14, rows: int = 8_000) -> list[Night]:
@@ -158,30 +163,29 @@ def _cast(rng: np.random.Generator) -> tuple[list[Behaviour], list[Behaviour]]:
         before.append(Behaviour(bumps, spread, shares[who], who))
         after.append(Behaviour(*_moved(bumps, spread, rng), later[who], who))
 
-    splits, left, right, dies, larger_part, smaller_part, whole, born = range(KEPT, KEPT + 8)
     bumps, spread = chosen[KEPT]
     index, sign = int(rng.integers(len(bumps))), float(rng.choice([-1.0, 1.0]))
     for rung in RUNGS:
         part = _shifted(bumps, index, APART * rung)
-        before.append(Behaviour(part, spread, shares[KEPT] / len(RUNGS), splits))
+        before.append(Behaviour(part, spread, shares[KEPT] / len(RUNGS), SPLITS))
     moved, spread = _moved(bumps, spread, rng)
-    for who, side, part_share in ((larger_part, sign, LARGER), (smaller_part, -sign, 1 - LARGER)):
+    for who, side, part_share in ((LARGER_PART, sign, LARGER), (SMALLER_PART, -sign, 1 - LARGER)):
         part = _shifted(moved, index, APART * side)
         after.append(Behaviour(part, spread, later[KEPT] * part_share, who))
 
     bumps, spread = chosen[KEPT + 1]
     index, sign = int(rng.integers(len(bumps))), float(rng.choice([-1.0, 1.0]))
     moved, later_spread = _moved(bumps, spread, rng)
-    for who, side, part_share in ((left, sign, LARGER), (right, -sign, 1 - LARGER)):
+    for who, side, part_share in ((LEFT, sign, LARGER), (RIGHT, -sign, 1 - LARGER)):
         part = _shifted(bumps, index, APART * side)
         before.append(Behaviour(part, spread, shares[KEPT + 1] * part_share, who))
         part = _shifted(moved, index, TOGETHER * side)
-        after.append(Behaviour(part, later_spread, later[KEPT + 1] * part_share, whole))
+        after.append(Behaviour(part, later_spread, later[KEPT + 1] * part_share, WHOLE))
 
     bumps, spread = chosen[KEPT + 2]
-    before.append(Behaviour(bumps, spread, shares[KEPT + 2], dies))
+    before.append(Behaviour(bumps, spread, shares[KEPT + 2], DIES))
     bumps, spread = chosen[KEPT + 3]
-    after.append(Behaviour(bumps, spread, shares[KEPT + 3], born))
+    after.append(Behaviour(bumps, spread, shares[KEPT + 3], BORN))
     return before, after
 
 

@@ -84,7 +84,10 @@ def dense_clusters(job: Job, points: NDArray[np.float32], size: int, largest: in
     least = job.options.min_samples
     _, distances = fit_neighbors(job)
     apart = distances[:, min(least, distances.shape[1] - 1)]
-    dense = apart <= SPARSE * np.median(apart)
+    # Rows with that many exact duplicates, as a shared prompt makes them, say nothing of how far
+    # neighbours lie.
+    alone = apart[apart > 0]
+    dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
     found = job.engine.cluster(points[dense], size, least, largest)
     labels = np.full(len(points), NOISE, np.int32)
     probabilities = np.zeros(len(points), np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.errors import RunError
+from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint import Layout
 from pipeline.store import Group, Selection, Store
 
@@ -200,7 +200,7 @@ def chosen_rows(job: Job, store: Store) -> NDArray[np.bool_]:
             digest.update(rows.data)
             limit.add(requests, rows)
         if not limit.rows:
-            raise RunError("the rows of this run are no longer in the store: start a new run")
+            raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
         check_same_rows(job, digest.digest())
         return limit.kept()
 
@@ -212,13 +212,13 @@ def check_same_rows(job: Job, found: bytes) -> None:
         found: the digest of their hashes.
 
     Raises:
-        RunError: rows were deleted since the run began.
+        NewRunNeededError: rows were deleted since the run began.
     """
     digest = np.frombuffer(found, np.uint8)
     if not job.parts.has("found.npz"):
         job.parts.write_arrays("found.npz", digest=digest)
     elif not np.array_equal(job.parts.read_arrays("found.npz")["digest"], digest):
-        raise RunError("rows of this run were deleted from the store since: start a new run")
+        raise NewRunNeededError("rows of this run were deleted from the store: start a new run")
 
 
 def full_batches(

@@ -12,7 +12,7 @@ from capture_kernels.fingerprint import DIMENSIONS
 from capture_kernels.zones import ZONES
 
 from ..classifier import NOISE, Codebook
-from ..drift import RequestCounts, Shares
+from ..drift import DistinctCount, RequestCounts, Shares
 from ..lineage import cluster_ids, events, match
 from ..parent import Parent
 from ..runs import reserve_cluster_ids
@@ -59,7 +59,9 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         seen.contingency[:count].sum(axis=1) / rows,
         their_share,
     )
-    first = reserve_cluster_ids(job.options.output_dir, job.run_id, int((found.heir_of < 0).sum()))
+    fresh = int((found.heir_of < 0).sum())
+    least = highest_id(parent) + 1 if parent else 0
+    first = reserve_cluster_ids(job.options.output_dir, job.run_id, fresh, least)
     ids = cluster_ids(found, known, first)
     job.parts.write_arrays("ids.npz", ids=ids)
     told = events(found, ids, known)
@@ -79,7 +81,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
                 "child": int(ids[i]),
                 "share": round(float(found.common[i, j]), 6),
             }
-            for i, j in np.argwhere(found.common >= LEAST_LINK)
+            for i, j in np.argwhere(found.linked | (found.common >= LEAST_LINK))
         ],
         "events": told,
     }
@@ -89,14 +91,24 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
 def in_one_sentence(parent: str | None, told: list[dict[str, Any]]) -> str:
     """What happened to the clusters since the parent run."""
     if parent is None:
-        return f"the first run of its lineage: {len(told)} new clusters"
+        return f"the first run of its lineage: {counted(len(told), 'new cluster')}"
     count = {kind: sum(e["event"] == kind for e in told)
              for kind in ("kept", "merged", "born", "died", "split")}  # fmt: skip
-    parts = [f"{count['kept'] + count['merged']} clusters of {parent} went on"]
+    parts = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
     parts += [f"{count[kind]} {word}" for kind, word in
               (("born", "born"), ("died", "died"), ("split", "split off"), ("merged", "merged"))
               if count[kind]]  # fmt: skip
     return ", ".join(parts)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def highest_id(parent: Parent) -> int:
+    """The highest cluster id that the parent's lineage is known to have used; -1 for none."""
+    noted = [event["cluster_id"] for event in parent.history]
+    return max([*parent.ids.tolist(), *noted], default=-1)
 
 
 class References(NamedTuple):
@@ -143,7 +155,7 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
     references = References(
         np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32), np.empty(0, np.uint64)
     )
-    requests = np.empty(0, np.uint64)
+    requests = DistinctCount()
     beyond = 0
     codebooks = (codebook, parent.codebook if parent else None)
     chunks = (vectors for _, vectors in job.rows.vectors())
@@ -161,14 +173,14 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
         references = references.keep_lowest(
             References(part.vectors[inside], part.label[inside], order[inside])
         )
-        requests = np.union1d(requests, hashes)
+        requests.add(hashes)
         job.part_done(index + 1, len(job.rows.offsets))
     return Seen(
         references,
-        zones.shares(len(requests)),
-        clusters.shares(len(requests)),
+        zones.shares(requests.estimate),
+        clusters.shares(requests.estimate),
         contingency,
-        labelled.shares(len(requests)),
+        labelled.shares(requests.estimate),
         beyond,
     )
 

@@ -24,7 +24,7 @@ from ..artifacts import (
 from ..checkpoint import file_facts, write_atomically, write_json
 from ..lineage import in_words
 from ..options import FREE_ON_RESUME, RULES
-from ..parent import REFERENCES, SHARES, references_table, shares_table
+from ..parent import REFERENCES, SHARES, references_table, shares_table, was_served
 from ..report import report_html
 from ..tables import clusters_table, embedding_batches, landmarks_table, projection_table
 from . import lineage
@@ -62,11 +62,13 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     write_json(job.folder / MANIFEST, manifest)
     # Read back what is on disk, not what was meant to be there, before anybody is served by it.
     load_artifacts(job.folder)
-    if manifest["quality"]["gate"]["served"]:
+    if not manifest["quality"]["gate"]["served"]:
+        says = f"{job.folder} is kept, and latest stays where it was"
+    elif newer := runs.newer_latest(job.options.output_dir, job.run_id):
+        says = f"{job.folder} is kept; latest is {newer}, a newer run, and stays"
+    else:
         runs.move_latest(job.options.output_dir, job.run_id)
         says = f"{job.folder} is latest"
-    else:
-        says = f"{job.folder} is kept, and latest stays where it was"
     try:
         with job.open_store() as store:
             store.record_run(noted_run(job, manifest), clusters.to_pylist())
@@ -108,7 +110,7 @@ def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: manifest[name] for name in same},
         "layout": int(job.layout),
-        "status": "published" if manifest["quality"]["gate"]["passed"] else "failed its check",
+        "status": "published" if was_served(manifest) else "failed its check",
         "rows": manifest["counts"]["rows"],
         "clusters": manifest["counts"]["clusters"],
         "noise_share": manifest["quality"]["noise_share"],

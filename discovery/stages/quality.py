@@ -86,7 +86,8 @@ def against_parent(job: Job) -> dict[str, Any]:
     seed = job.options.seed
     return {
         "recognised": 1.0 - float(saved["beyond"]) / job.rows.count,
-        "agreement": mutual_information(saved["contingency"]),
+        # With a parent that found nothing there is nothing to agree with.
+        "agreement": mutual_information(saved["contingency"]) if len(job.parent.ids) else None,
         "drift": {
             "zones": drift(job.parent.zones, from_arrays("zones", own), ZONES, seed),
             "clusters": drift(job.parent.clusters, from_arrays("labelled", saved), names, seed),

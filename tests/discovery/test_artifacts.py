@@ -82,11 +82,13 @@ def test_a_run_folder_holds_json_and_parquet_and_nothing_else(run, mixed_run):
         names = sorted(path.name for path in folder.rglob("*"))
         assert names == [
             "clusters.parquet", "embedding.parquet", "landmarks.parquet", "manifest.json",
-            "progress.jsonl", "projection.parquet",
+            "progress.jsonl", "projection.parquet", "references.parquet", "report.html",
+            "shares.parquet",
         ]  # fmt: skip
         for path in folder.iterdir():
             head = path.read_bytes()[:4]
-            assert head == b"PAR1" if path.suffix == ".parquet" else head.startswith(b"{")
+            begins = {".parquet": b"PAR1", ".html": b"<"}.get(path.suffix, b"{")
+            assert head.startswith(begins)
 
 
 def test_the_output_folder_holds_no_leftovers(run):
@@ -96,7 +98,8 @@ def test_the_output_folder_holds_no_leftovers(run):
 
 def test_the_manifest_lists_every_parquet_file_with_its_hash(run):
     listed = json.loads((run.folder / "manifest.json").read_text())["files"]
-    assert sorted(listed) == sorted(path.name for path in run.folder.glob("*.parquet"))
+    written = {path.name for path in run.folder.iterdir()}
+    assert set(listed) == written - {"manifest.json", "progress.jsonl"}
 
 
 def test_the_output_folder_opens_at_its_latest_run(run):

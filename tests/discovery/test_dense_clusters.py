@@ -101,6 +101,12 @@ def test_the_limit_is_three_times_the_median_rows_distance(find, apart, is_noise
     assert found.labels[300] >= 0
 
 
+def test_one_row_at_the_end_of_the_world_hides_no_other(find):
+    rows, points = two_behaviours()
+    rows[-1] = 1e6
+    assert (find(rows, points).labels[400:] == -1).all()
+
+
 def test_rows_that_are_all_alike_lose_none(find):
     rows = np.ones((200, 4), np.float32)
     points = two_behaviours(sparse=0)[1][100:300]
@@ -108,6 +114,18 @@ def test_rows_that_are_all_alike_lose_none(find):
     alone = CpuEngine().cluster(points, 20, MIN_SAMPLES, 200)
     assert np.array_equal(found.labels, alone.labels)
     assert (found.labels >= 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_rows_that_are_all_alike_do_not_make_the_others_noise(find, share):
+    rows, points = two_behaviours()
+    alike = round(share * len(rows) / (1 - share))
+    rows = np.concatenate([rows, np.full((alike, 6), 4.0, np.float32)])
+    middle = np.random.default_rng(1).normal(4, 0.1, (alike, 2)).astype(np.float32)
+    found = find(rows, np.concatenate([points, middle]))
+    assert (found.labels[:400] >= 0).mean() > 0.9
+    assert (found.labels[400:430] == -1).all()
+    assert (found.labels[430:] >= 0).mean() > 0.9
 
 
 @pytest.mark.parametrize("min_samples", [3, 11, 12, 100])

@@ -59,9 +59,15 @@ def night(
     manifest["parameters"]["hours"] = hours
     manifest["counts"]["rows_in_window"] = rows
     if references:
-        manifest["files"] |= {REFERENCES: {}, SHARES: {}}
+        manifest["files"] |= {name: written(path.with_name(name)) for name in (REFERENCES, SHARES)}
     path.write_text(json.dumps(manifest))
     return run_id
+
+
+def written(path: Path) -> dict[str, Any]:
+    """A file that nobody reads here, and what a manifest says of it."""
+    path.write_bytes(b"not read here" * 100)
+    return file_facts(path)
 
 
 @pytest.fixture
@@ -135,7 +141,7 @@ def test_a_manifest_from_before_no_gate_is_served_where_it_passed(lineage):
     path = lineage.output / run_id / "manifest.json"
     manifest = json.loads(path.read_text())
     assert "served" not in manifest["quality"]["gate"]
-    manifest["files"] |= {REFERENCES: {}, SHARES: {}}
+    manifest["files"] |= {name: written(path.with_name(name)) for name in (REFERENCES, SHARES)}
     path.write_text(json.dumps(manifest))
     assert follows(lineage.output)["parent"] == run_id
 
@@ -185,6 +191,10 @@ def without_its_files(path: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def without_its_gate(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quality": {}}))
+
+
 def of_a_later_version(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
 
@@ -200,7 +210,8 @@ def gone(path: Path) -> None:
 
 
 DAMAGES = [
-    truncated, emptied, overwritten, no_object, without_its_files, of_a_later_version, unreadable,
+    truncated, emptied, overwritten, no_object, without_its_files, without_its_gate,
+    of_a_later_version, unreadable,
     gone,
 ]  # fmt: skip
 
@@ -214,6 +225,18 @@ def test_a_run_whose_manifest_cannot_be_read_is_left_out_and_stops_nothing(linea
     assert follows(lineage.output) == {"parent": good, "volumes": [100], "served": None}
     move_latest(lineage.output, good)
     assert follows(lineage.output)["served"]["model"] == "model"
+
+
+@pytest.mark.parametrize("name", [REFERENCES, SHARES, "embedding.parquet"])
+@pytest.mark.parametrize("damage", [truncated, emptied, gone])
+def test_a_run_with_a_damaged_file_is_not_followed_but_its_rows_are_known(lineage, name, damage):
+    good = night(lineage, rows=100)
+    bad = night(lineage, rows=200)
+    damage(lineage.output / bad / name)
+    found = follows(lineage.output)
+    assert (found["parent"], found["volumes"]) == (good, [200, 100])
+    damage(lineage.output / good / name)
+    assert follows(lineage.output)["parent"] is None
 
 
 def test_a_latest_that_leads_nowhere_serves_nothing(lineage):
@@ -280,7 +303,6 @@ def whole_run(
         {
             "cluster_id": pa.array([7, 3, 12], pa.int32()),
             "label": ["seven", "three", "twelve"],
-            "zone": ["long_range", "diffuse", "diffuse"],
             "share": [0.5, 0.25, 0.125],
             "traits": [["far"], [], ["wide", "flat"]],
             "born_in": [run_id, run_id, "2025-12-31T06-00-00"],
@@ -331,7 +353,6 @@ def test_all_that_a_run_left_is_read_back(lineage):
     assert (parent.run_id, parent.ids.tolist()) == (run_id, [7, 3, 12])
     assert parent.labels == ["seven", "three", "twelve"]
     assert parent.traits == [["far"], [], ["wide", "flat"]]
-    assert parent.cluster_zones == ["long_range", "diffuse", "diffuse"]
     assert parent.born_in == [run_id, run_id, "2025-12-31T06-00-00"]
     assert parent.share.tolist() == [0.5, 0.25, 0.125]
     assert np.array_equal(parent.references, vectors) and parent.references.dtype == np.float32
@@ -344,7 +365,6 @@ def test_all_that_a_run_left_is_read_back(lineage):
     assert_same(parent.zones, random_shares(len(ZONES), 9, 1))
     assert_same(parent.clusters, random_shares(4, 9, 2))
     assert [event["event"] for event in parent.history] == ["born"]
-    assert parent.index_of(np.array([12, -1, 7], np.int32)).tolist() == [2, -1, 0]
 
 
 def test_a_run_without_references_rows_is_read_as_well(lineage):

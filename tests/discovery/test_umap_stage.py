@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
 from tqdm.auto import tqdm
-from tqdm.std import TqdmDefaultWriteLock
 
 from capture_kernels.fingerprint import DIMENSIONS, Layout
 from discovery import cpu_engine
@@ -152,7 +152,7 @@ def lay_out(monkeypatch) -> Iterator[Callable[..., NDArray[np.float32]]]:
 
     yield run
     # tqdm keeps its lock where its file raises, and other tests may lay out in a thread.
-    tqdm.set_lock(TqdmDefaultWriteLock())
+    tqdm.set_lock(threading.RLock())
 
 
 def test_every_epoch_is_told_of_from_the_first_to_the_last(lay_out):
