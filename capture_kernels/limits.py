@@ -8,6 +8,9 @@ from pathlib import Path
 
 from .errors import OptionError
 
+# Limits are small; a whole number above this is none.
+LARGEST = 1e300
+
 
 def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, float]:
     """The numbers of a TOML file, by name.
@@ -23,11 +26,12 @@ def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, floa
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise OptionError(f"{path} is not a TOML file: {error}") from None
     if unknown := sorted(set(table) - set(known)):
         raise OptionError(f"{path}: unknown {what} {unknown[0]!r}: use {', '.join(sorted(known))}")
     for name, value in table.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise OptionError(f"{path}: {name} must be a number, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or abs(value) > LARGEST:
+            raise OptionError(f"{path}: {name} must be a number, got {str(value)[:40]}")
     return {name: float(value) for name, value in table.items()}

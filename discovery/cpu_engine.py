@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
@@ -53,6 +54,7 @@ class CpuEngine:
         seed: int,
         on_epoch: Callable[[int, int], None],
     ) -> NDArray[np.float32]:
+        from tqdm.auto import tqdm
         from umap import UMAP
 
         indices, distances = neighbors
@@ -73,7 +75,12 @@ class CpuEngine:
                 force_approximation_algorithm=True,
                 tqdm_kwds=EpochCounter(epochs, on_epoch).tqdm_options,
             )
-            return np.asarray(reducer.fit_transform(fit), dtype=np.float32)
+            try:
+                return np.asarray(reducer.fit_transform(fit), dtype=np.float32)
+            except BaseException:
+                # tqdm keeps its lock where printing raises, and the next layout would wait for it.
+                tqdm.set_lock(threading.RLock())
+                raise
 
     def cluster(
         self,

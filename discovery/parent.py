@@ -99,9 +99,9 @@ def before_this_run(
         "parent": next(whole, None),
         "volumes": [
             manifest["counts"]["rows_in_window"]
-            for manifest in own[:NIGHTS_BACK]
+            for manifest in own
             if manifest["parameters"]["hours"] == hours
-        ],
+        ][:NIGHTS_BACK],
         "served": served_identity(output),
     }
 

@@ -86,6 +86,18 @@ def test_a_death_whose_place_another_takes_over_is_no_merge():
     assert found[("died", 7)] == ([], []) and ("kept", 4) in found
 
 
+def test_an_id_goes_where_the_largest_part_is_not_to_the_largest_cluster():
+    # The first child is all of 7 and a little of 4; most of 4 is in the second.
+    ids, found = told(
+        [[0.07, 0.29, 0], [0.23, 0, 0], [0, 0, 0.4]],
+        [[0.07, 0.29, 0], [0.23, 0, 0], [0, 0, 0.4]],
+        [0.36, 0.23, 0.4],
+        [0.30, 0.29, 0.4],
+    )
+    assert ids == [7, 4, 9]
+    assert {event for event, _ in found} == {"kept"}
+
+
 def test_the_first_run_has_births_only_and_a_run_without_clusters_deaths_only():
     none = np.empty(0, np.int32)
     ids, found = told(np.empty((2, 0)), np.empty((2, 0)), [0.5, 0.5], [], none)

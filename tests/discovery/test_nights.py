@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 from planted import SHARES, planted, planted_batch
 from published import layered, make_store
-from shared import NOW
+from shared import NOW, REPO
 from test_resume import fingerprint_of, killed_at
 
 from capture_kernels.fingerprint import Layout
@@ -214,3 +216,63 @@ def test_the_layered_layout_has_nights_as_well(attn, tmp_path):
         ids.append(set(identities(tmp_path / "runs", json.loads(done.stdout)["run_id"])))
     assert ids[0] == ids[1] and len(ids[0]) == 3
     assert (tmp_path / "runs" / "latest").is_symlink()
+
+
+def test_a_night_from_the_past_does_not_become_latest(attn, first_night, runs, tmp_path):
+    db = store_of(tmp_path / "past.db", planted(1_500, 1)[0], -1)
+    done = attn("discover", "--db", db, "--output", runs, "--now", at(-1), "--no-gate")
+    assert done.returncode == 0, done.stderr
+    assert f"latest is {first_night.run_id}, a newer run" in done.stderr
+    assert (runs / "latest").readlink().name == first_night.run_id
+
+
+def test_parts_that_are_all_or_none_of_the_sample_are_placed_as_well(attn, runs, tmp_path):
+    db = store_of(tmp_path / "second.db", planted(1_281, 1)[0], 1)
+    done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--no-gate",
+                "--batch-size", "256", "--umap-sample-size", "100", "--seed", "5")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run_id = at(1).replace(":", "-")
+    assert load_artifacts(runs / run_id).table("embedding").num_rows == 1_281
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_anything_is_written(attn, tmp_path):
+    db = store_of(tmp_path / "first.db", planted(300, 0)[0], 0)
+    done = attn("discover", "--db", db, "--output", tmp_path / "runs", "--now", at(0),
+                "--tokenizer", tmp_path / "tokenizer.json")  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "tokenizer.json" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_begun_by_another_version_is_not_resumed(attn, runs, tmp_path):
+    db = store_of(tmp_path / "second.db", planted(1_501, 1)[0], 1)
+    first = ["discover", "--db", str(db), "--output", str(runs)]
+    killed_at("stage_finished:extract:", *first, "--now", at(1))
+    run_id = at(1).replace(":", "-")
+    saved = runs / run_id / ".checkpoint" / "run.json"
+    begun = json.loads(saved.read_text())
+    del begun["follows"]
+    saved.write_text(json.dumps(begun))
+    done = attn(*first, "--resume", run_id)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "begun by another version" in done.stderr
+    assert "--resume" not in done.stderr
+
+
+def test_token_texts_name_clusters_and_square_brackets_do_not_hurt(attn, tmp_path):
+    sample = REPO / "examples" / "sample" / "fingerprints.parquet"
+    tokens = REPO / "examples" / "demo_model" / "tokenizer.json"
+    db = tmp_path / "sample.db"
+    with open_store(db, create=True) as store:
+        table = pq.read_table(sample)
+        wanted = pc.starts_with(table["request_id"], "brackets")
+        store.append(table.filter(wanted).combine_chunks().to_batches()[0])
+    done = attn("discover", "--db", db, "--output", tmp_path / "runs", "--hours", "0",
+                "--tokenizer", tokens, "--no-gate")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "]" in done.stdout
+    clusters = load_artifacts(tmp_path / "runs").table("clusters").to_pylist()
+    texts = {token["text"] for cluster in clusters for token in cluster["tokens"]}
+    assert texts & {"]", "[", ")", "("}
+    page = (tmp_path / "runs" / "latest" / "report.html").read_text()
+    assert clusters[0]["says"].split(";")[0] in page

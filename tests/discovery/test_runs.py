@@ -194,3 +194,34 @@ def test_run_ids_sort_as_time_goes(tmp_path):
     assert runs.run_ids(tmp_path) == [
         "2025-02-03T01-02-03", "2025-10-03T01-02-03", "2025-12-03T01-02-03"
     ]  # fmt: skip
+
+
+def test_ids_that_a_lineage_has_used_are_not_given_again_though_their_count_was_lost(tmp_path):
+    assert runs.reserve_cluster_ids(tmp_path, FIRST, 3) == 0
+    (tmp_path / "next_cluster_id").unlink()
+    assert runs.reserve_cluster_ids(tmp_path, f"{FIRST}-2", 2, least=3) == 3
+    assert runs.reserve_cluster_ids(tmp_path, f"{FIRST}-3", 1, least=2) == 5
+    (tmp_path / "next_cluster_id").unlink()
+    runs.release_reservation(tmp_path, f"{FIRST}-3")
+    (tmp_path / "next_cluster_id").write_text("{")
+    with pytest.raises(RunError, match="next_cluster_id is damaged: delete it and resume"):
+        runs.reserve_cluster_ids(tmp_path, FIRST, 3)
+
+
+def test_a_run_is_not_named_as_one_that_was_deleted(tmp_path):
+    for name in (FIRST, f"{FIRST}-2", f"{FIRST}-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{FIRST}-2").rmdir()
+    assert runs.new_run_id(tmp_path, NOW) == f"{FIRST}-4"
+
+
+def test_a_newer_latest_is_known(tmp_path):
+    made = (FIRST, f"{FIRST}-9", f"{FIRST}-10", "2026-01-11T04-02-11")
+    for name in made:
+        (tmp_path / name).mkdir()
+    assert runs.newer_latest(tmp_path, FIRST) is None
+    runs.move_latest(tmp_path, made[2])
+    newer = [runs.newer_latest(tmp_path, name) for name in made]
+    assert newer == [made[2], made[2], None, None]
+    (tmp_path / made[2]).rmdir()
+    assert runs.newer_latest(tmp_path, FIRST) is None

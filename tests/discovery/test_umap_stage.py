@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
-from tqdm.auto import tqdm
 
 from capture_kernels.fingerprint import DIMENSIONS, Layout
 from discovery import cpu_engine
@@ -140,7 +139,7 @@ class EveryEpoch(EpochCounter):
 
 
 @pytest.fixture
-def lay_out(monkeypatch) -> Iterator[Callable[..., NDArray[np.float32]]]:
+def lay_out(monkeypatch) -> Callable[..., NDArray[np.float32]]:
     """UMAP of 120 rows in 40 epochs, of `every` one of which the callback is told."""
     monkeypatch.setattr(cpu_engine, "EPOCHS_SMALL", EPOCHS)
     fit, engine = projected(2_000, 0)[:120], CpuEngine()
@@ -150,9 +149,7 @@ def lay_out(monkeypatch) -> Iterator[Callable[..., NDArray[np.float32]]]:
         monkeypatch.setattr(cpu_engine, "EpochCounter", EveryEpoch if every else EpochCounter)
         return engine.layout(fit, neighbors, fit[:, :2].copy(), 0.0, 3, on_epoch)
 
-    yield run
-    # tqdm keeps its lock where its file raises, and other tests may lay out in a thread.
-    tqdm.set_lock(threading.RLock())
+    return run
 
 
 def test_every_epoch_is_told_of_from_the_first_to_the_last(lay_out):
@@ -189,6 +186,19 @@ def test_what_the_callback_raises_ends_the_layout_at_once(lay_out, at, error):
     assert set(told) == set(range(EPOCHS + 1))
 
 
+def test_an_ended_layout_does_not_keep_others_from_being_made_in_another_thread(lay_out):
+    def end(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lay_out(end)
+    made = []
+    other = threading.Thread(target=lambda: made.append(lay_out(lambda done, total: None)))
+    other.start()
+    other.join(timeout=60)
+    assert len(made) == 1
+
+
 def test_the_map_does_not_depend_on_who_is_told(lay_out):
     def busy(done: int, of: int) -> None:
         np.random.random(1_000)
@@ -201,3 +211,12 @@ def test_the_map_does_not_depend_on_who_is_told(lay_out):
 def test_the_bar_prints_nothing(lay_out, capfd):
     lay_out(lambda done, of: None)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("rows", [50, 400])
+def test_no_queries_have_no_neighbours(rows):
+    fit = np.random.default_rng(0).normal(size=(rows, 16)).astype(np.float32)
+    for prunable in (fit, np.repeat(fit[:5], rows // 5, axis=0)):
+        indices, distances = CpuEngine().neighbors(prunable, prunable[:0], 3)
+        assert (indices.shape, distances.shape) == ((0, 3), (0, 3))
+        assert (indices.dtype, distances.dtype) == (np.int32, np.float32)
