@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
 from .errors import OptionError
-
-# Limits are small; a whole number above this is none.
-LARGEST = 1e300
 
 
 def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, float]:
@@ -32,6 +30,6 @@ def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, floa
         raise OptionError(f"{path}: unknown {what} {unknown[0]!r}: use {', '.join(sorted(known))}")
     for name, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or abs(value) > LARGEST:
+        if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
             raise OptionError(f"{path}: {name} must be a number, got {str(value)[:40]}")
     return {name: float(value) for name, value in table.items()}
