@@ -37,7 +37,7 @@ class Profile:
     """The rows of one cluster, or of the whole run.
 
     size: rows; share: of the run's rows, in [0, 1].
-    centroid, spread: mean and standard deviation of the vectors, float64[20].
+    centroid: mean of the vectors, float64[20].
     usual: the mean of the run's rows with as much context: of each context octave as many as the
         cluster has, float64[20].
     octaves: share of the rows in each context octave, float64[16].
@@ -46,14 +46,12 @@ class Profile:
     log2_keys: mean of entropy times log2 of the context length in tokens (log16; else 0): 2 to its
         power is the number of keys that the mass is spread over, as if evenly.
     phases, zones: share of the rows in each, by name.
-    probability: mean of HDBSCAN's membership.
     tokens: the rows' own tokens.
     """
 
     size: int
     share: float
     centroid: NDArray[np.float64]
-    spread: NDArray[np.float64]
     usual: NDArray[np.float64]
     octaves: NDArray[np.float64]
     oldest: float
@@ -61,7 +59,6 @@ class Profile:
     log2_keys: float
     phases: dict[str, float]
     zones: dict[str, float]
-    probability: float
     tokens: TokenCounts
 
 
@@ -81,10 +78,8 @@ class Profiles:
         self._most_pairs = most_pairs
         self._rows = np.zeros((groups, HIST_BINS), np.int64)
         self._sums = np.zeros((groups, HIST_BINS, DIMENSIONS))
-        self._squares = np.zeros((groups, DIMENSIONS))
         self._phases = np.zeros((groups, len(PHASES)), np.int64)
         self._zones = np.zeros((groups, len(ZONES)), np.int64)
-        self._probability = np.zeros(groups)
         self._token_rows = np.zeros(groups, np.int64)
         self._pairs = np.empty(0, np.int64)
         self._pair_counts = np.empty(0, np.int64)
@@ -97,7 +92,6 @@ class Profiles:
         phase: NDArray[np.integer],
         zone: NDArray[np.int8],
         octave: NDArray[np.int64],
-        probability: NDArray[np.float32],
         token_ids: NDArray[np.int32],
         has_token: NDArray[np.bool_],
     ) -> None:
@@ -109,7 +103,6 @@ class Profiles:
             phase: int[n], indices into `pipeline.record.PHASES`.
             zone: int[n], indices into `capture_kernels.zones.ZONES`.
             octave: int[n] in 0..15, from `discovery.projection.context_octave`.
-            probability: float[n], HDBSCAN's membership.
             token_ids: int[n]; what it holds where `has_token` is false does not matter.
             has_token: bool[n].
         """
@@ -121,12 +114,10 @@ class Profiles:
             values = vectors[:, dimension].astype(np.float64)
             found = np.bincount(cell, values, minlength=cells)
             self._sums[:, :, dimension] += found.reshape(self._rows.shape)
-            self._squares[:, dimension] += np.bincount(group, values * values, minlength=groups)
         for counts, code in ((self._phases, phase), (self._zones, zone)):
             width = counts.shape[1]
             found = np.bincount(group * width + code, minlength=counts.size)
             counts += found.reshape(counts.shape)
-        self._probability += np.bincount(group, probability, minlength=groups)
         self._token_rows += np.bincount(group[has_token], minlength=groups)
         self._count_tokens((group[has_token] << _TOKEN_BITS) + token_ids[has_token])
 
@@ -156,7 +147,6 @@ class Profiles:
     def _profile(self, groups: slice) -> Profile:
         rows, all_rows = self._rows[groups].sum(axis=0), self._rows.sum(axis=0)
         sums, all_sums = self._sums[groups].sum(axis=0), self._sums.sum(axis=0)
-        squares = self._squares[groups].sum(axis=0)
         size = max(int(rows.sum()), 1)
         octaves = rows / size
         centroid = sums.sum(axis=0) / size
@@ -167,7 +157,6 @@ class Profiles:
             size=int(rows.sum()),
             share=float(rows.sum() / max(all_rows.sum(), 1)),
             centroid=centroid,
-            spread=np.sqrt(np.maximum(squares / size - centroid**2, 0)),
             usual=octaves @ run_means,
             octaves=octaves,
             oldest=self._oldest(sums) / size,
@@ -175,7 +164,6 @@ class Profiles:
             log2_keys=self._log2_keys(sums) / size,
             phases=dict(zip(PHASES, phases.tolist(), strict=True)),
             zones=dict(zip(ZONES, zones.tolist(), strict=True)),
-            probability=float(self._probability[groups].sum() / size),
             tokens=self._token_counts(groups),
         )
 

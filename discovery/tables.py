@@ -124,7 +124,6 @@ def profiles_of(job: Job, clusters: int) -> Profiles:
             phase=phase_codes(rows.batch),
             zone=job.stage_parts("zones").read_arrays(zones_part(index))["zone"],
             octave=context_octave(rows.vectors, job.layout),
-            probability=rows.probability,
             token_ids=ids,
             has_token=ids >= 0,
         )

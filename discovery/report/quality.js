@@ -20,9 +20,12 @@ function table(heads, rows, name) {
 
 function checkRow(check) {
   const interval = given(check.low) && given(check.high) ? `${figure(check.low)} to ${figure(check.high)}` : "–";
+  // A check without a measure passes, but has not looked; identity has no number at all.
+  const unmeasured = check.passed && given(check.limit) && !given(check.value);
+  const [kind, verdict] = unmeasured ? ["", "– not measured"]
+    : check.passed ? ["passed", "✓ passed"] : ["not", "✕ failed"];
   return el("tr", { class: check.passed ? "" : "failed" },
-    el("td", {}, el("span", { class: `verdict ${check.passed ? "passed" : "not"}`,
-      text: check.passed ? "✓ passed" : "✕ failed" })),
+    el("td", {}, el("span", { class: `verdict ${kind}`, text: verdict })),
     el("th", { scope: "row", text: sentence(spaced(check.name)) }),
     el("td", { class: "number", text: figure(check.value) }),
     el("td", { class: "number", text: figure(check.limit) }),

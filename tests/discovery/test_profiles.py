@@ -30,7 +30,6 @@ def rows_of(vectors, label, layout=Layout.LOG16, seed=0, vocabulary=50, tokens=0
         "phase": rng.integers(0, len(PHASES), rows),
         "zone": ZoneRules().classify(vectors, layout).zone,
         "octave": context_octave(vectors, layout),
-        "probability": rng.random(rows, np.float32),
         "token_ids": rng.integers(0, vocabulary, rows, dtype=np.int32),
         "has_token": rng.random(rows) < tokens,
     }
@@ -93,12 +92,10 @@ def test_a_profile_is_what_its_rows_are(rows, layout):
         octave = columns["octave"]
         assert profile.share == pytest.approx(mask.mean())
         np.testing.assert_allclose(profile.centroid, own.mean(axis=0), atol=1e-9)
-        np.testing.assert_allclose(profile.spread, own.std(axis=0), atol=1e-6)
         for index, name in enumerate(PHASES):
             assert profile.phases[name] == pytest.approx((columns["phase"][mask] == index).mean())
         for index, name in enumerate(ZONES):
             assert profile.zones[name] == pytest.approx((columns["zone"][mask] == index).mean())
-        assert profile.probability == pytest.approx(columns["probability"][mask].mean())
         exact = columns["vectors"].astype(np.float64)
         means = np.array([exact[octave == o].mean(axis=0) for o in octave[mask]])
         np.testing.assert_allclose(profile.usual, means.mean(axis=0), atol=1e-6)
