@@ -10,8 +10,8 @@ on keeps its id, the larger part of a split does, the larger parent of a merge d
 an id that was never used, and what died is gone. Beside its id the event that the manifest tells,
 with its parents, must be the true one.
 
-A behaviour that the clustering of a night did not find, or found as several clusters, has no one
-id to judge: it is counted and named, and left out. Exits 1 where an id or event is wrong, or where
+A behaviour that the clustering of a night did not find, or found as several clusters, or lumped
+with another one, has no one id to judge: it is counted and named, and left out. Exits 1 where an id or event is wrong, or where
 more than 5% had to be left out.
 
 The peer is what one would write: of all pairs of a cluster and one of the night before, the one
@@ -44,6 +44,8 @@ from tests.nights import Night, Origin, fortnight, two_nights
 from tests.planted import NOISE
 
 MOST_LEFT_OUT = 0.05
+# Least share of a cluster's rows, noise aside, that are of the behaviour it stands for.
+PURE = 0.8
 Ids = dict[int, int]
 
 
@@ -86,7 +88,13 @@ def run_night(night: Night, db: Path, output: Path) -> Found:
     ):
         if cluster != NOISE:
             members.setdefault(cluster, Counter())[truth[key]] += 1
-    standing = {cluster: counted.most_common(1)[0][0] for cluster, counted in members.items()}
+    standing = {}
+    for cluster, counted in members.items():
+        identity, rows = counted.most_common(1)[0]
+        # A cluster of two behaviours stands for neither.
+        behaving = sum(count for who, count in counted.items() if who != NOISE)
+        if identity == NOISE or rows >= PURE * behaving:
+            standing[cluster] = identity
     often = Counter(standing.values())
     who = sorted({behaviour.identity for behaviour in night.behaviours})
     return Found(

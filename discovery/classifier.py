@@ -108,6 +108,20 @@ class Codebook(NamedTuple):
         found = nearest_of_run(projected, self.points, self.labels, self.noise_factor)
         return found, found.distance > self.reach
 
+    def nearest_member(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+        """Each vector's label, were there no landmarks of noise; -1 beyond reach: int32[m].
+
+        For rows that are behaviours for sure, of another night: between two clusters that move
+        together lies what was noise, and would hide that they met.
+        """
+        members = self.labels != NOISE
+        if not members.any():
+            return np.full(len(vectors), NOISE, np.int32)
+        points = self.points[members]
+        found = nearest_landmark(self.projection(vectors, self.layout), points)
+        own = self.labels[members][found.row]
+        return np.where(found.distance > self.reach, NOISE, own).astype(np.int32)
+
     def label(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
         """Each vector's label, -1 for noise and beyond reach: int32[m]."""
         found, beyond = self.nearest(vectors)

@@ -54,7 +54,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     their_share = parent.share if parent else np.empty(0)
     rows = seen.contingency.sum()
     found = match(
-        seen.contingency[:count, :-1] / rows,
+        seen.kin[:count, :-1] / rows,
         seen_by_own(parent, codebook, count) if parent else np.empty((count, 0)),
         seen.contingency[:count].sum(axis=1) / rows,
         their_share,
@@ -134,14 +134,16 @@ class Seen(NamedTuple):
     """What one look at all rows gave.
 
     zones, clusters: shares of this run's rows, clusters as its own landmarks label them;
-    contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; labelled: shares
-    of the parent's labels; noise is last in each. beyond: rows out of the parent's reach.
+    contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; kin, the same by
+    the parent's nearest cluster; labelled: shares of the parent's labels; noise is last in each.
+    beyond: rows out of the parent's reach.
     """
 
     references: References
     zones: Shares
     clusters: Shares
     contingency: NDArray[np.int64]
+    kin: NDArray[np.int64]
     labelled: Shares
     beyond: int
 
@@ -151,7 +153,7 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
     parent = job.parent
     known = len(parent.ids) if parent else 0
     zones, clusters, labelled = (RequestCounts(n) for n in (len(ZONES), count + 1, known + 1))
-    contingency = np.zeros((count + 1, known + 1), np.int64)
+    contingency, kin = (np.zeros((count + 1, known + 1), np.int64) for _ in range(2))
     references = References(
         np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32), np.empty(0, np.uint64)
     )
@@ -167,6 +169,7 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))
         np.add.at(contingency, (part.label, answer.parent), 1)
+        np.add.at(kin, (part.label, answer.kin), 1)
         beyond += answer.beyond
         order = row_hashes(hashes, part.batch, job.options.seed)
         inside = part.label != NOISE
@@ -180,27 +183,30 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
         zones.shares(requests.estimate),
         clusters.shares(requests.estimate),
         contingency,
+        kin,
         labelled.shares(requests.estimate),
         beyond,
     )
 
 
 class Answer(NamedTuple):
-    """Of n rows: own and parent's label int32[n] (-1: noise), and how many are beyond the parent's
-    reach."""
+    """Of n rows: own and parent's label int32[n] (-1: noise), the parent's nearest cluster int32[n]
+    (-1: none in reach), and how many are beyond the parent's reach."""
 
     own: NDArray[np.int32]
     parent: NDArray[np.int32]
+    kin: NDArray[np.int32]
     beyond: int
 
 
 def label_both(own: Codebook, parent: Codebook | None, vectors: NDArray[np.float32]) -> Answer:
     labels = own.label(vectors)
     if parent is None:
-        return Answer(labels, np.full(len(vectors), NOISE, np.int32), 0)
+        none = np.full(len(vectors), NOISE, np.int32)
+        return Answer(labels, none, none, 0)
     nearest, beyond = parent.nearest(vectors)
     theirs = np.where(beyond, NOISE, parent.labels[nearest.row]).astype(np.int32)
-    return Answer(labels, theirs, int(beyond.sum()))
+    return Answer(labels, theirs, parent.nearest_member(vectors), int(beyond.sum()))
 
 
 def own_codebook(job: Job) -> Codebook:
@@ -219,7 +225,7 @@ def own_codebook(job: Job) -> Codebook:
 def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> NDArray[np.float64]:
     """Share of the parent's rows in each of its clusters that this run labels with each of its own:
     float64[c, p]."""
-    labels = codebook.label(parent.references)
+    labels = codebook.nearest_member(parent.references)
     table = np.zeros((count + 1, len(parent.ids)))
     np.add.at(table, (labels, parent.reference_cluster), 1.0)
     return table[:count] / np.maximum(table.sum(axis=0), 1.0) * parent.share
