@@ -11,8 +11,8 @@ an id that was never used, and what died is gone. Beside its id the event that t
 with its parents, must be the true one.
 
 A behaviour that the clustering of a night did not find, or found as several clusters, or lumped
-with another one, has no one id to judge: it is counted and named, and left out. Exits 1 where an id or event is wrong, or where
-more than 5% had to be left out.
+with another one, has no one id to judge: it is counted and named, and left out. Exits 1 where an id
+or event is wrong, or where more than 5% had to be left out.
 
 The peer is what one would write: of all pairs of a cluster and one of the night before, the one
 whose centroids are nearest takes the id first. It is judged by the same ids on the same runs.

@@ -31,5 +31,5 @@ def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, floa
     for name, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
-            raise OptionError(f"{path}: {name} must be a number, got {str(value)[:40]}")
+            raise OptionError(f"{path}: {name} must be a number, got {value!r:.40}")
     return {name: float(value) for name, value in table.items()}
