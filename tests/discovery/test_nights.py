@@ -16,11 +16,13 @@ import pytest
 from numpy.typing import NDArray
 from planted import SHARES, planted, planted_batch
 from published import layered, make_store
+from rich.table import Table
 from shared import NOW, REPO
 from test_resume import fingerprint_of, killed_at
 
 from capture_kernels.fingerprint import Layout
 from discovery.artifacts import load_artifacts
+from discovery.commands import console
 from discovery.consistency import entropy_bound, inconsistent
 from pipeline.store import open_store
 
@@ -259,7 +261,14 @@ def test_a_run_begun_by_another_version_is_not_resumed(attn, runs, tmp_path):
     assert "--resume" not in done.stderr
 
 
-def test_token_texts_name_clusters_and_square_brackets_do_not_hurt(attn, tmp_path):
+def test_a_label_with_square_brackets_is_printed_as_it_is(capsys):
+    table = Table("cluster")
+    table.add_row('on "[/INST]" and "[b]"')
+    console().print(table)
+    assert 'on "[/INST]" and "[b]"' in capsys.readouterr().out
+
+
+def test_token_texts_name_clusters(attn, tmp_path):
     sample = REPO / "examples" / "sample" / "fingerprints.parquet"
     tokens = REPO / "examples" / "demo_model" / "tokenizer.json"
     db = tmp_path / "sample.db"
@@ -270,7 +279,6 @@ def test_token_texts_name_clusters_and_square_brackets_do_not_hurt(attn, tmp_pat
     done = attn("discover", "--db", db, "--output", tmp_path / "runs", "--hours", "0",
                 "--tokenizer", tokens, "--no-gate")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "]" in done.stdout
     clusters = load_artifacts(tmp_path / "runs").table("clusters").to_pylist()
     texts = {token["text"] for cluster in clusters for token in cluster["tokens"]}
     assert texts & {"]", "[", ")", "("}
