@@ -281,6 +281,7 @@ def test_token_texts_name_clusters(attn, tmp_path):
     assert done.returncode == 0, done.stderr
     clusters = load_artifacts(tmp_path / "runs").table("clusters").to_pylist()
     texts = {token["text"] for cluster in clusters for token in cluster["tokens"]}
-    assert texts & {"]", "[", ")", "("}
+    assert texts & {"␣[", "␣("}
+    assert any("on closing brackets" in cluster["label"] for cluster in clusters)
     page = (tmp_path / "runs" / "latest" / "report.html").read_text()
     assert clusters[0]["says"].split(";")[0] in page
