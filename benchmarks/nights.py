@@ -269,6 +269,7 @@ def line(figures: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=20, help="pairs of nights; 0: none")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--nights", type=int, default=14, help="of the long series; 0: none")
     parser.add_argument("--rows", type=int, default=10_000, help="of a night")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
@@ -281,7 +282,7 @@ def main() -> int:
     by_seed: dict[str, dict[str, Any]] = {}
     series: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as made:
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             found = judge_two_nights(seed, options.rows, Path(made))
             by_seed[str(seed)] = figures_of(*found)
             print(f"two nights, seed {seed}: {line(by_seed[str(seed)])}", flush=True)

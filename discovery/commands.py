@@ -174,7 +174,7 @@ def refuse_changes_on_resume(ctx: typer.Context) -> None:
 @runs_app.command("list")
 def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = False) -> None:
     """All runs, oldest first."""
-    latest = (output / "latest").readlink().name if (output / "latest").is_symlink() else None
+    latest = runs.latest_id(output)
     rows = []
     for run_id in runs.run_ids(output):
         folder = output / run_id

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from .parent import was_served
+from .runs import run_order
 
 Manifest = dict[str, Any]
 Event = dict[str, Any]
@@ -62,11 +63,6 @@ class Descent:
     through: dict[int, tuple[int, ...]]
     since: dict[int, str]
     ended: dict[int, Ending]
-
-
-def run_order(run_id: str) -> tuple[str, int]:
-    """The place of a run id in time: -10 comes after -9."""
-    return run_id[:19], int(run_id[20:] or 1)
 
 
 def lineage_key(manifest: Manifest) -> LineageKey:

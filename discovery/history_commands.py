@@ -25,9 +25,9 @@ from .history import (
     compare,
     history,
     lineage_key,
-    run_order,
     story,
 )
+from .words import joined
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -50,7 +50,7 @@ def diff(
     """What changed from one run to another of its lineage: clusters, zones, quality."""
     manifests = manifests_there(output)
     given = [finished_run(output, run) for run in (first, second)]
-    before, after = sorted(given, key=lambda manifest: run_order(manifest["run_id"]))
+    before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
     known = ancestry(after["run_id"], manifests)
     refuse_strangers(before, after, known)
     then, now = (own_clusters(output, manifest) for manifest in (before, after))
@@ -175,7 +175,7 @@ def refuse_strangers(before: Manifest, after: Manifest, known: Ancestry) -> None
 
 def elsewhere(cluster: int, output: Path, manifests: dict[str, Manifest], there: Clusters) -> str:
     """Where else an id that was not found is known, or which ids are."""
-    for run_id in sorted(manifests, key=run_order, reverse=True):
+    for run_id in sorted(manifests, key=runs.run_order, reverse=True):
         told = {event["cluster_id"] for event in history(manifests[run_id])}
         if cluster in told or cluster in own_clusters(output, manifests[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
@@ -203,8 +203,7 @@ def plural(count: int, word: str) -> str:
 
 def ids(clusters: list[int]) -> str:
     """Cluster ids as a person lists them: 1, 2 and 3."""
-    words = [str(cluster) for cluster in clusters]
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "none"
+    return joined([str(cluster) for cluster in clusters]) if clusters else "none"
 
 
 def diff_in_words(found: dict[str, Any]) -> list[str]:
@@ -302,7 +301,7 @@ def story_in_words(found: dict[str, Any]) -> list[str]:
     if ended:
         fate = f"went into {ids(ended['into'])}" if ended["into"] else "died"
         happened.append((ended["run_id"], fate))
-    happened.sort(key=lambda at_and_what: run_order(at_and_what[0]))
+    happened.sort(key=lambda at_and_what: runs.run_order(at_and_what[0]))
     lines = [f"cluster {found['cluster_id']}{label}"]
     lines += [f"{run_id}  {what}" for run_id, what in happened]
     if not ended:

@@ -61,9 +61,7 @@ def _collect(
     output: Path, named: Sequence[str], keep_last: int, unfinished: bool, dry_run: bool
 ) -> dict[str, Any]:
     found = survey(output)
-    link = output / "latest"
-    latest = link.readlink().name if link.is_symlink() else None
-    kept = keepers(found, latest, named, keep_last, unfinished)
+    kept = keepers(found, runs.latest_id(output), named, keep_last, unfinished)
     deleted = []
     for one in found:
         if one.run_id not in kept:

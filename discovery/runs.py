@@ -32,16 +32,16 @@ def new_run_id(output: Path, now: datetime) -> str:
     base = now.strftime("%Y-%m-%dT%H-%M-%S")
     same = [found for found in run_ids(output) if found[:19] == base]
     # Counted on from the last one: one that was deleted must not come back as another run.
-    return f"{base}-{int(same[-1][20:] or 1) + 1}" if same else base
+    return f"{base}-{run_order(same[-1])[1] + 1}" if same else base
 
 
 def run_folder(output: Path, run_id: str) -> Path:
     """The folder of an existing run; `latest` is resolved. ArtifactError names what there is."""
     if run_id == "latest":
-        latest = output / "latest"
-        if not latest.is_symlink():
+        served = latest_id(output)
+        if served is None:
             raise ArtifactError(f"{output} has no latest run: run attn discover first")
-        run_id = latest.readlink().name
+        run_id = served
     folder = output / run_id
     if not RUN_ID.fullmatch(run_id) or not folder.is_dir():
         known = ", ".join(run_ids(output)[-3:]) or "none"
@@ -54,8 +54,18 @@ def run_ids(output: Path) -> list[str]:
     if not output.is_dir():
         return []
     found = (p.name for p in output.iterdir() if p.is_dir() and RUN_ID.fullmatch(p.name))
-    # -10 comes after -9.
-    return sorted(found, key=lambda run_id: (run_id[:19], int(run_id[20:] or 1)))
+    return sorted(found, key=run_order)
+
+
+def run_order(run_id: str) -> tuple[str, int]:
+    """The place of a run id in time: -10 comes after -9."""
+    return run_id[:19], int(run_id[20:] or 1)
+
+
+def latest_id(output: Path) -> str | None:
+    """The run that `latest` points at, whether or not it is still there."""
+    latest = output / "latest"
+    return latest.readlink().name if latest.is_symlink() else None
 
 
 @contextmanager
@@ -137,10 +147,8 @@ def clean_up(output: Path) -> None:
 
 def newer_latest(output: Path, run_id: str) -> str | None:
     """The run that is latest, where it is there and newer than `run_id`."""
-    latest = output / "latest"
-    served = latest.readlink().name if latest.is_symlink() else None
-    known = run_ids(output)
-    newer = served in known and known.index(served) > known.index(run_id)
+    served = latest_id(output)
+    newer = served in run_ids(output) and run_order(served) > run_order(run_id)
     return served if newer else None
 
 
