@@ -13,17 +13,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .arrays import array_module, block_rows
 from .errors import OptionError
 from .fingerprint import DIMENSIONS, HIST_BINS, PLACE_BINS, Layout
 from .limits import read_limits
 
 ZONES = ("syntax_floor", "semantic_bridge", "long_range", "structure_ripple", "diffuse")
-# Rows are worked through in blocks that stay in the cache.
+# Rows that stay in a core's cache while they are worked through.
 BLOCK_ROWS = 16_384
 
 
 class Zoned(NamedTuple):
-    """Zones of n vectors: int8[n] indices into `ZONES`, and float32[n] confidences in (0, 1]."""
+    """Zones of n vectors: int8[n] indices into `ZONES`, and float32[n] confidences in (0, 1];
+    where the vectors are, on the host or on a device."""
 
     zone: NDArray[np.int8]
     confidence: NDArray[np.float32]
@@ -68,24 +70,28 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
     `python benchmarks/zones.py --db STORE`.
 
     Args:
-        vectors: float32[n, 20] of one layout.
+        vectors: float32[n, 20] of one layout, on any device.
     """
+    xp = array_module(vectors)
     bins = HIST_BINS if layout is Layout.LOG16 else PLACE_BINS
-    masses = np.maximum(vectors[:, 4 : 4 + bins], 0)
+    bases = xp.asarray(RIPPLE_BASES[bins])
+    masses = xp.maximum(vectors[:, 4 : 4 + bins], 0)
     reach = bins - (masses[:, ::-1] > 0).argmax(axis=1)
     # In units of the largest, so that no square leaves float32 and one bound tells a constant.
     peak = masses.max(axis=1, keepdims=True)
-    amplitudes = np.sqrt(masses / np.where(peak > 0, peak, 1))
-    shares = np.zeros(len(masses), np.float32)
-    for bins_reached in np.unique(reach):
-        rows = np.flatnonzero(reach == bins_reached)
-        energy = np.square(amplitudes[rows] @ RIPPLE_BASES[bins][bins_reached])
+    amplitudes = xp.sqrt(masses / xp.where(peak > 0, peak, 1))
+    shares = xp.zeros(len(masses), np.float32)
+    for bins_reached in range(1, bins + 1):
+        rows = xp.flatnonzero(reach == bins_reached)
+        if not len(rows):
+            continue
+        energy = xp.square(amplitudes[rows] @ bases[bins_reached])
         total = energy.sum(axis=1)
         # Rounding leaves some energy to a constant histogram.
         waves = total > 1e-9
         low = energy[:, 1 : bins // 2 - 1].sum(axis=1)
-        shares[rows[waves]] = low[waves] / total[waves]
-    return np.minimum(shares, 1.0)
+        shares[rows] = xp.where(waves, low, 0.0) / xp.where(waves, total, 1.0)
+    return xp.minimum(shares, 1.0)
 
 
 @dataclass(frozen=True)
@@ -116,36 +122,39 @@ class ZoneRules:
         """Evidence for each zone, in the order of `ZONES`: float32[n, 5] in [0, 1].
 
         Args:
-            vectors: float32[n, 20] of one layout.
+            vectors: float32[n, 20] of one layout, on any device.
         """
-        rows = np.asarray(vectors, dtype=np.float32).reshape(-1, DIMENSIONS)
-        signals = np.empty((len(rows), len(ZONES)), np.float32)
+        xp = array_module(vectors)
+        rows = xp.asarray(vectors, dtype=np.float32).reshape(-1, DIMENSIONS)
+        signals = xp.empty((len(rows), len(ZONES)), np.float32)
         signals[:, :3] = rows[:, :3]
         signals[:, 3] = ripple(rows, layout)
         signals[:, 4] = rows[:, 3]
-        strong = np.array(
+        strong = xp.asarray(
             [self.local_mass, self.mid_mass, self.long_mass, self.ripple, self.entropy], np.float32
         )
-        np.clip(signals, 0.0, 1.0, out=signals)
+        xp.clip(signals, 0.0, 1.0, out=signals)
         below = signals / (2 * strong)
         above = 1.0 - (1.0 - signals) / (2 * (1.0 - strong))
-        return np.where(signals < strong, below, above)
+        return xp.where(signals < strong, below, above)
 
     def classify(self, vectors: ArrayLike, layout: Layout) -> Zoned:
         """Zone and confidence of each vector; ties go to the zone named first in `ZONES`.
 
         Args:
-            vectors: float32[n, 20] of one layout.
+            vectors: float32[n, 20] of one layout, on any device.
         """
-        rows = np.asarray(vectors, dtype=np.float32).reshape(-1, DIMENSIONS)
-        index = np.empty(len(rows), np.int8)
-        confidence = np.empty(len(rows), np.float32)
-        for start in range(0, len(rows), BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
+        xp = array_module(vectors)
+        rows = xp.asarray(vectors, dtype=np.float32).reshape(-1, DIMENSIONS)
+        index = xp.empty(len(rows), np.int8)
+        confidence = xp.empty(len(rows), np.float32)
+        step = block_rows(rows, BLOCK_ROWS)
+        for start in range(0, len(rows), step):
+            block = slice(start, start + step)
             evidence = self.evidence(rows[block], layout)
             best = evidence.argmax(axis=1)
             index[block] = best
             total = evidence.sum(axis=1)
-            top = evidence[np.arange(len(evidence)), best]
-            confidence[block] = top / np.where(total > 0, total, 1.0)
+            top = evidence[xp.arange(len(evidence)), best]
+            confidence[block] = top / xp.where(total > 0, total, 1.0)
         return Zoned(index, confidence)
