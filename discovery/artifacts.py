@@ -17,7 +17,7 @@ from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint import DIMENSIONS
 from pipeline.record import PHASES
 
-from .checkpoint import file_facts, write_atomically
+from .checkpoint import Facts, facts_of, write_atomically
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -85,19 +85,31 @@ def landmark_schema(dimensions: int) -> pa.Schema:
     )
 
 
-def write_parquet(path: Path, rows: pa.Table | pa.RecordBatchReader) -> None:
+def write_parquet(path: Path, rows: pa.Table | pa.RecordBatchReader) -> Facts:
     """Write rows so that they are whole and on disk before they have their name.
 
     Of a reader only one batch is held at a time; each becomes a row group.
+
+    Returns:
+        The `file_facts` of the file.
     """
+    # Floats have no words that repeat: a dictionary of them is built only to be thrown away, and
+    # page by page.
+    repeating = [
+        field.name
+        for field in rows.schema
+        if not pa.types.is_floating(field.type) and not pa.types.is_nested(field.type)
+    ]
 
     def write(file: IO[bytes]) -> None:
         # No statistics or timestamps that differ between two writings of the same rows.
-        with pq.ParquetWriter(file, rows.schema, compression="zstd") as writer:
+        with pq.ParquetWriter(
+            file, rows.schema, compression="zstd", use_dictionary=repeating
+        ) as writer:
             for batch in [rows] if isinstance(rows, pa.Table) else rows:
                 writer.write(batch)
 
-    write_atomically(path, write)
+    return write_atomically(path, write)
 
 
 @dataclass(frozen=True)
@@ -126,12 +138,14 @@ def load_artifacts(folder: Path) -> Artifacts:
         folder = folder / "latest"
     folder = folder.resolve()
     manifest = read_manifest(folder)
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        if not path.exists():
-            raise ArtifactError(f"{path} is missing: run attn discover again")
-        if file_facts(path) != facts:
-            raise ArtifactError(f"{path} is damaged (its hash is another): run attn discover again")
+    files = manifest["files"]
+    for name, found in zip(files, facts_of([folder / name for name in files]), strict=True):
+        if found is None:
+            raise ArtifactError(f"{folder / name} is missing: run attn discover again")
+        if found != files[name]:
+            raise ArtifactError(
+                f"{folder / name} is damaged (its hash is another): run attn discover again"
+            )
     return Artifacts(folder, manifest)
 
 

@@ -11,31 +11,48 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RunError
 from pipeline.durable import sync
 
+from .npz import read_npz, write_npz
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Call `write` on a new file that takes the name `path` only once it is whole and on disk."""
+# Files that are hashed at once: sha256 is slower than any disk that many share.
+MOST_READERS = 8
+
+Facts = dict[str, Any]
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
+    """Call `write` on a new file that takes the name `path` only once it is whole and on disk.
+
+    Returns:
+        Its `file_facts`; it is hashed while it goes to the disk.
+
+    Raises:
+        RunError: it cannot be written. What was at `path` is still there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("wb") as file, ThreadPoolExecutor(1) as disk:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            on_disk = disk.submit(os.fsync, file.fileno())
+            facts = file_facts(temporary)
+            on_disk.result()
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror}; mend that and resume") from error
+    return facts
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -43,11 +60,24 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def file_facts(path: Path) -> dict[str, Any]:
+def file_facts(path: Path) -> Facts:
     """Size in bytes and sha256 of a file, as manifests hold them."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def facts_of(paths: Sequence[Path]) -> list[Facts | None]:
+    """`file_facts` of each file, None where there is none; several are read at once."""
+
+    def facts(path: Path) -> Facts | None:
+        try:
+            return file_facts(path)
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(min(MOST_READERS, len(os.sched_getaffinity(0)))) as readers:
+        return list(readers.map(facts, paths))
 
 
 def chained_key(previous: str, stage: str, parameters: dict[str, Any]) -> str:
@@ -63,6 +93,8 @@ class StageParts:
         self.folder = folder
         self.key = key
         self._key_file = folder / "key"
+        # Of the parts written since this was opened.
+        self._facts: dict[str, Facts] = {}
         if folder.exists() and self._saved_key() != key:
             shutil.rmtree(folder)
         if not folder.exists():
@@ -87,11 +119,15 @@ class StageParts:
         for name, array in arrays.items():
             if array.dtype.hasobject:
                 raise ValueError(f"{name} holds Python objects: parts never need pickle")
-        write_atomically(self.path(part), lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+        self._facts[part] = write_atomically(self.path(part), lambda file: write_npz(file, arrays))
 
     def read_arrays(self, part: str) -> dict[str, NDArray[Any]]:
-        with np.load(self.path(part), allow_pickle=False) as saved:
-            return {name: saved[name] for name in saved.files}
+        """The arrays of a part, memory-mapped. They may be written to; the part is not.
+
+        Raises:
+            ValueError: an array of Python objects, which only pickle could read.
+        """
+        return read_npz(self.path(part))
 
     def write_batch(self, part: str, batch: pa.RecordBatch) -> None:
         """Save one record batch as an Arrow IPC file."""
@@ -100,7 +136,7 @@ class StageParts:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
 
-        write_atomically(self.path(part), write)
+        self._facts[part] = write_atomically(self.path(part), write)
 
     def read_batch(self, part: str) -> pa.RecordBatch:
         """A saved batch, memory-mapped: its columns are read from disk when touched."""
@@ -117,17 +153,25 @@ class StageParts:
         if not record.exists():
             return None
         saved: dict[str, Any] = json.loads(record.read_text())
-        for name, facts in saved["parts"].items():
-            if not self.has(name) or file_facts(self.path(name)) != facts:
+        parts = saved["parts"]
+        found = facts_of([self.path(name) for name in parts])
+        for name, facts in zip(parts, found, strict=True):
+            if facts != parts[name]:
                 raise RunError(
                     f"checkpoint part {self.path(name)} is damaged: delete {self.folder} and resume"
                 )
         return saved
 
     def finish(self, summary: dict[str, Any], says: str, seconds: float) -> None:
-        own = {"key", "stage.json"}
-        parts = {p.name: file_facts(p) for p in sorted(self.folder.iterdir())
-                 if p.name not in own and not p.name.startswith(".")}  # fmt: skip
+        """Say that all parts are there, and hold on to what is told of them."""
+        names = [
+            name
+            for name in self.names("")
+            if name not in ("key", "stage.json") and not name.startswith(".")
+        ]
+        before = [self.path(name) for name in names if name not in self._facts]
+        known = dict(zip(before, facts_of(before), strict=True))
+        parts = {name: self._facts.get(name) or known[self.path(name)] for name in names}
         write_json(
             self.folder / "stage.json",
             {"key": self.key, "summary": summary, "says": says, "seconds": seconds, "parts": parts},

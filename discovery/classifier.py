@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from threadpoolctl import ThreadpoolController
 
+from capture_kernels.arrays import array_module, block_rows, dots
 from capture_kernels.errors import ArtifactError, RecordError
 from capture_kernels.fingerprint import DIMENSIONS, Layout
 from capture_kernels.zones import ZONES, ZoneRules
@@ -20,10 +22,13 @@ from .projection import Projection
 NOISE = -1
 # 1,024 landmarks times this many rows of float32 stay in a core's second-level cache.
 BLOCK_ROWS = 256
+# Distances that a device computes at a time: 0.5 GB of float32.
+DEVICE_SCORES = 1 << 27
 
 
 class Nearest(NamedTuple):
-    """Of m rows: the nearest landmark's index int64[m] and its distance float32[m]."""
+    """Of m rows: the nearest landmark's index int64[m] and its distance float32[m]; where the rows
+    are, on the host or on a device."""
 
     row: NDArray[np.int64]
     distance: NDArray[np.float32]
@@ -33,26 +38,29 @@ def nearest_landmark(projected: NDArray[np.float32], landmarks: NDArray[np.float
     """Exact nearest landmark of each row by Euclidean distance.
 
     Args:
-        projected: float32[m, d].
-        landmarks: float32[l, d].
+        projected: float32[m, d], on any device.
+        landmarks: float32[l, d], there or on the host.
     """
-    index = np.empty(len(projected), np.int64)
-    distance = np.empty(len(projected), np.float32)
+    xp = array_module(projected)
+    landmarks = xp.asarray(landmarks)
+    index = xp.empty(len(projected), np.int64)
+    distance = xp.empty(len(projected), np.float32)
     # |p - l|^2 = |p|^2 + (|l|^2 - 2 p.l): the bracket decides which is nearest, and one matrix
     # product gives it when a constant 1 is appended to every row.
-    norms = np.einsum("ld,ld->l", landmarks, landmarks)
-    folded = np.concatenate([-2.0 * landmarks.T, norms[None]]).astype(np.float32)
-    padded = np.concatenate([projected, np.ones((len(projected), 1), np.float32)], axis=1)
-    scores = np.empty((min(BLOCK_ROWS, max(1, len(projected))), len(landmarks)), np.float32)
+    norms = dots(landmarks, landmarks)
+    folded = xp.concatenate([-2.0 * landmarks.T, norms[None]]).astype(np.float32)
+    padded = xp.concatenate([projected, xp.ones((len(projected), 1), np.float32)], axis=1)
+    step = block_rows(projected, BLOCK_ROWS, max(1, DEVICE_SCORES // len(landmarks)))
+    scores = xp.empty((min(step, max(1, len(projected))), len(landmarks)), np.float32)
     # Blocks this small lose more by waking BLAS threads than they gain.
-    with blas_threads().limit(limits=1):
-        for start in range(0, len(projected), BLOCK_ROWS):
-            block = padded[start : start + BLOCK_ROWS]
-            found = np.matmul(block, folded, out=scores[: len(block)]).argmin(axis=1)
+    with blas_threads().limit(limits=1) if xp is np else nullcontext():
+        for start in range(0, len(projected), step):
+            block = padded[start : start + step]
+            found = xp.matmul(block, folded, out=scores[: len(block)]).argmin(axis=1)
             index[start : start + len(block)] = found
             # The distance comes from the difference: the folded form cancels near zero.
             apart = block[:, :-1] - landmarks[found]
-            distance[start : start + len(block)] = np.sqrt(np.einsum("md,md->m", apart, apart))
+            distance[start : start + len(block)] = xp.sqrt(dots(apart, apart))
     return Nearest(index, distance)
 
 
@@ -66,10 +74,11 @@ def nearest_of_run(
     `noise_factor` times the nearest cluster's.
 
     Args:
-        projected: float32[m, d].
-        landmarks: float32[l, d].
-        labels: int32[l], noise (-1) last.
+        projected: float32[m, d], on any device.
+        landmarks: float32[l, d], there or on the host.
+        labels: int32[l], noise (-1) last, on the host.
     """
+    xp = array_module(projected)
     clusters = int(np.count_nonzero(labels != NOISE))
     if clusters in (0, len(labels)):
         return nearest_landmark(projected, landmarks)
@@ -77,8 +86,8 @@ def nearest_of_run(
     noise = nearest_landmark(projected, landmarks[clusters:])
     is_noise = noise.distance < noise_factor * member.distance
     return Nearest(
-        np.where(is_noise, noise.row + clusters, member.row),
-        np.where(is_noise, noise.distance, member.distance),
+        xp.where(is_noise, noise.row + clusters, member.row),
+        xp.where(is_noise, noise.distance, member.distance),
     )
 
 
@@ -89,7 +98,8 @@ def blas_threads() -> ThreadpoolController:
 
 
 class Codebook(NamedTuple):
-    """Landmarks as vectors are named by them: all that it takes, on any machine.
+    """Landmarks as vectors are named by them: all that it takes, on any machine. Its own arrays are
+    on the host; what it finds is where the vectors are.
 
     points float32[l, d]; labels int32[l], noise (-1) last; noise_factor as in `nearest_of_run`;
     reach, the distance beyond which a row is of no cluster.
@@ -116,16 +126,30 @@ class Codebook(NamedTuple):
         """
         members = self.labels != NOISE
         if not members.any():
-            return np.full(len(vectors), NOISE, np.int32)
+            none: NDArray[np.int32] = array_module(vectors).full(len(vectors), NOISE, np.int32)
+            return none
         points = self.points[members]
         found = nearest_landmark(self.projection(vectors, self.layout), points)
-        own = self.labels[members][found.row]
-        return np.where(found.distance > self.reach, NOISE, own).astype(np.int32)
+        return labels_within(self.labels[members], found.row, found.distance > self.reach)
 
     def label(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
         """Each vector's label, -1 for noise and beyond reach: int32[m]."""
         found, beyond = self.nearest(vectors)
-        return np.where(beyond, NOISE, self.labels[found.row]).astype(np.int32)
+        return labels_within(self.labels, found.row, beyond)
+
+
+def labels_within(
+    labels: NDArray[np.int32], row: NDArray[np.int64], beyond: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    """The label of each row's landmark, -1 for the rows beyond reach: int32[m].
+
+    Args:
+        labels: int32[l], on the host.
+        row, beyond: int64[m] and bool[m], on any device.
+    """
+    xp = array_module(row)
+    found: NDArray[np.int32] = xp.where(beyond, NOISE, xp.asarray(labels)[row]).astype(np.int32)
+    return found
 
 
 class Classified(NamedTuple):
@@ -218,7 +242,7 @@ class Classifier:
         if not (np.isfinite(rows).all() and (rows >= 0).all()):
             raise RecordError("a fingerprint's numbers must be finite and not negative")
         nearest, beyond = self.codebook.nearest(rows)
-        cluster = np.where(beyond, NOISE, self.codebook.labels[nearest.row]).astype(np.int32)
+        cluster = labels_within(self.codebook.labels, nearest.row, beyond)
         probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])
         zoned = self.rules.classify(rows, self.layout)
         return Classified(

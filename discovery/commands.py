@@ -50,13 +50,18 @@ def discover(
     max_per_request: Annotated[int, typer.Option(help="Most rows of one request; 0: all.")] = 256,
     umap_neighbors: Annotated[int, typer.Option(help="UMAP's n_neighbors.")] = 30,
     umap_min_dist: Annotated[float, typer.Option(help="UMAP's min_dist.")] = 0.0,
-    umap_sample_size: Annotated[int, typer.Option(help="Most rows the map is fitted on.")] = 25_000,
-    batch_size: Annotated[int, typer.Option(help="Rows of a chunk.")] = 65_536,
+    umap_sample_size: Annotated[
+        int | None,
+        typer.Option(help="Most rows the map is fitted on. Default: 25,000; a million on a GPU."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows of a chunk. Default: 65,536; 1,048,576 on a GPU.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 42,
     layout: Annotated[str | None, typer.Option(help="log16 or layered.")] = None,
     model: Annotated[str | None, typer.Option(help="Only this model's fingerprints.")] = None,
     capture_id: Annotated[str | None, typer.Option(help="Only this capture's.")] = None,
-    engine: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, cpu or rapids.")] = "auto",
     long_running: Annotated[
         bool, typer.Option("--long-running", help="Spread the work over a Dask cluster.")
     ] = False,

@@ -7,11 +7,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .engine import Clustering
+from .engine import Clustering, Search
 
 LIBRARIES = ("numpy", "scipy", "scikit-learn", "umap-learn", "numba", "hdbscan")
 # umap-learn's own defaults by size, stated so that a release cannot change a resumed run.
@@ -25,9 +26,24 @@ class CpuEngine:
     """Exact neighbours, seeded UMAP on one thread, and HDBSCAN with its own single-linkage tree."""
 
     name = "cpu"
+    fit_rows = 25_000
+    part_rows = 65_536
+    search_rows = 8_192
+    # The libraries, UMAP compiled and a store read; allocators keep some of it.
+    at_rest_bytes = 600_000_000
+    gpus = 0
 
     def __init__(self) -> None:
         self.versions = {library: version(library) for library in LIBRARIES}
+
+    def array(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values
+
+    def host(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
+    def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
+        return Search("exact", 1.0)
 
     def neighbors(
         self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int

@@ -70,7 +70,8 @@ class DistinctCount:
         self._seen = np.zeros(BITMAP, bool)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        self._seen[hashes % np.uint64(BITMAP)] = True
+        # BITMAP is a power of two: its remainder is these bits.
+        self._seen[hashes & np.uint64(BITMAP - 1)] = True
 
     @property
     def estimate(self) -> int:
@@ -99,8 +100,10 @@ class RequestCounts:
             requests: uint64[n], the hash of each row's request (`sampling.request_hashes`).
             category: int[n], each in 0 .. k - 1.
         """
-        bucket = (requests % np.uint64(BUCKETS)).astype(np.int64)
-        np.add.at(self.counts, (bucket, category), 1)
+        # BUCKETS is a power of two: its remainder is these bits.
+        bucket = (requests & np.uint64(BUCKETS - 1)).astype(np.int64)
+        cell = bucket * self.counts.shape[1] + category
+        self.counts += np.bincount(cell, minlength=self.counts.size).reshape(self.counts.shape)
 
     def shares(self, requests: int) -> Shares:
         """The shares of the rows so far.

@@ -1,16 +1,21 @@
-"""The engine: the heavy steps of a run that a CPU and a GPU do with different libraries."""
+"""The engine: what a CPU and a GPU do with different libraries.
+
+Formulas that NumPy and CuPy share are written once, over `array_module` of their argument: a stage
+moves a part's rows to the engine's device with `Engine.array`, works on them there, and brings back
+with `Engine.host` what it keeps. Only steps that need a library of their own are methods here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capture_kernels.errors import OptionError
 
-ENGINES = ("auto", "cpu")
+ENGINES = ("auto", "cpu", "rapids")
 
 
 class Clustering(NamedTuple):
@@ -24,16 +29,49 @@ class Clustering(NamedTuple):
     persistence: NDArray[np.float64]
 
 
+class Search(NamedTuple):
+    """How neighbours are found: in words, and the share of the true ones that is found (1 where the
+    search is exact, else measured on a sample)."""
+
+    method: str
+    recall: float
+
+
 class Engine(Protocol):
-    """What a discovery run needs of its libraries. Arrays are NumPy arrays on the host."""
+    """What a discovery run needs of its libraries.
+
+    Arrays are NumPy arrays on the host, but for those that `array` made, which stay on the engine's
+    device until `host` brings them back.
+
+    name, versions: for the manifest. fit_rows, part_rows: what --umap-sample-size and --batch-size
+    are where they are not given. search_rows: queries worth searching for at a time. at_rest_bytes:
+    memory of the host that a process takes with the libraries loaded. gpus: how many there are for
+    the engine's workers, 0 for a CPU.
+    """
 
     name: str
     versions: dict[str, str]
+    fit_rows: int
+    part_rows: int
+    search_rows: int
+    at_rest_bytes: int
+    gpus: int
+
+    def array(self, values: NDArray[Any]) -> Any:
+        """The values on the engine's device; on a CPU the same array."""
+
+    def host(self, array: Any) -> NDArray[Any]:
+        """What `array` or work on it gave, as a NumPy array."""
+
+    def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
+        """How `neighbors` finds the k nearest of these rows; the same wherever it is asked."""
 
     def neighbors(
         self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The k nearest fit rows of each query: int32[m, k] and Euclidean float32[m, k], ascending.
+
+        Exact in two dimensions and for few fit rows; `search` says whether it is for many.
 
         Args:
             fit: float32[n, d].
@@ -70,9 +108,23 @@ class Engine(Protocol):
 
 
 def open_engine(name: str) -> Engine:
-    """The engine called `name`; "auto" is the CPU engine, the only one there is so far."""
+    """The engine called `name`; "auto" is RAPIDS where a GPU answers, and the CPU where none does.
+
+    Raises:
+        OptionError: no such engine, or RAPIDS was asked for and cannot work here.
+    """
     if name not in ENGINES:
         raise OptionError(f"unknown engine {name!r}: use {' or '.join(ENGINES)}")
+    if name != "cpu":
+        from .rapids import why_not
+
+        reason = why_not()
+        if reason is None:
+            from .rapids.engine import RapidsEngine
+
+            return RapidsEngine()
+        if name == "rapids":
+            raise OptionError(f"--engine rapids cannot work here: {reason}")
     from .cpu_engine import CpuEngine
 
     return CpuEngine()

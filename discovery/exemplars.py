@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import array_module, on_host
 from pipeline.record import KEY
+
+
+class Candidates(NamedTuple):
+    """Rows of one part that may be exemplars: their numbers in it int64[m], and how far each is
+    from its cluster's target, float32[m]; on the host."""
+
+    row: NDArray[np.int64]
+    apart: NDArray[np.float32]
+
+
+def candidates(
+    projected: NDArray[np.float32],
+    label: NDArray[np.int32],
+    request: NDArray[np.int32],
+    targets: NDArray[np.float32],
+    reach: NDArray[np.float64],
+    most: int,
+) -> Candidates:
+    """The `most` rows of each cluster that are nearest to its target and within reach, one of a
+    request; of equally near rows the first counts.
+
+    Args:
+        projected: float32[n, d].
+        label: int32[n], each row's cluster, -1 for none.
+        request: int32[n], from 0, which request each row is of.
+        targets: float32[clusters, d]; reach: float64[clusters]. All of these on one device.
+    """
+    xp = array_module(projected)
+    rows = xp.flatnonzero(label >= 0)
+    own = label[rows].astype(np.int64)
+    apart = xp.linalg.norm(projected[rows] - targets[own], axis=1)
+    near = xp.flatnonzero(apart < reach[own])
+    # By distance; the sorts are stable, so equally near rows stay in order.
+    near = near[xp.argsort(apart[near], kind="stable")]
+    rows, own, apart = rows[near], own[near], apart[near]
+    # The nearest row of each request of each cluster,
+    pair = own << 32 | request[rows]
+    order = xp.argsort(pair, kind="stable")
+    first = xp.sort(order[begins(pair[order])])
+    # and the nearest few of those.
+    first = first[xp.argsort(own[first], kind="stable")]
+    starts = xp.flatnonzero(begins(own[first]))
+    group = xp.cumsum(begins(own[first])) - 1
+    rank = xp.arange(len(first)) - starts[group]
+    first = first[rank < most]
+    return Candidates(on_host(rows[first]), on_host(apart[first]))
+
+
+def begins(values: Any) -> Any:
+    """Where another value begins in a sorted array [n]: bool[n]."""
+    new = array_module(values).ones(len(values), bool)
+    new[1:] = values[1:] != values[:-1]
+    return new
 
 
 class Exemplars:
@@ -18,47 +72,34 @@ class Exemplars:
     how the rows are cut into parts; of equally near rows the first counts.
 
     Args:
-        targets: float32[clusters, d].
+        clusters: how many there are.
         most: exemplars of a cluster.
+
+    Attributes:
+        reach: float64[clusters]; a row farther away than this is no exemplar of its cluster any
+            more.
     """
 
-    def __init__(self, targets: NDArray[np.float32], most: int) -> None:
-        self._targets = targets
+    def __init__(self, clusters: int, most: int) -> None:
         self._most = most
         # Of each cluster by request: distance, when it was added, and its key.
-        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]] = [{} for _ in targets]
-        # A row further away than this is no exemplar of its cluster any more.
-        self._reach = np.full(len(targets), np.inf)
+        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]] = [
+            {} for _ in range(clusters)
+        ]
+        self.reach = np.full(clusters, np.inf)
         self._added = 0
 
-    def add(
-        self, projected: NDArray[np.float32], label: NDArray[np.int32], batch: pa.RecordBatch
-    ) -> None:
-        """Look at n more rows.
+    def add(self, found: Candidates, label: NDArray[np.int32], batch: pa.RecordBatch) -> None:
+        """Look at the next part.
 
         Args:
-            projected: float32[n, d].
-            label: int32[n], each row's cluster, -1 for none.
+            found: its candidates, within `reach` as it is now or was earlier.
+            label: int32[n], each row's cluster.
             batch: n rows with their request_id, position and layer.
         """
-        rows = np.flatnonzero(label >= 0)
-        apart = np.linalg.norm(projected[rows] - self._targets[label[rows]], axis=1)
-        near = apart < self._reach[label[rows]]
-        rows, apart = rows[near], apart[near]
-        order = np.lexsort((apart, label[rows]))
-        rows, apart = rows[order], apart[order]
-        requests = batch.column("request_id").take(pa.array(rows)).dictionary_encode()
-        code = requests.indices.to_numpy()
-        own = label[rows].astype(np.int64)
-        # The nearest row of each request of each cluster, and the nearest few of those.
-        _, first = np.unique(own * (len(requests.dictionary) + 1) + code, return_index=True)
-        first.sort()
-        counts = np.bincount(own[first], minlength=len(self._targets))
-        rank = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
-        for at in first[rank < self._most].tolist():
-            row = int(rows[at])
+        for row, apart in zip(found.row.tolist(), found.apart.tolist(), strict=True):
             key = {name: batch.column(name)[row].as_py() for name in KEY}
-            self._note(int(own[at]), float(apart[at]), self._added + row, key)
+            self._note(int(label[row]), apart, self._added + row, key)
         self._added += len(label)
 
     def _note(self, cluster: int, apart: float, number: int, key: dict[str, Any]) -> None:
@@ -69,7 +110,7 @@ class Exemplars:
         if len(best) > self._most:
             del best[max(best, key=lambda request: best[request][:2])]
         if len(best) == self._most:
-            self._reach[cluster] = max(distance for distance, _, _ in best.values())
+            self.reach[cluster] = max(distance for distance, _, _ in best.values())
 
     def of(self, cluster: int) -> list[dict[str, Any]]:
         """The keys (request_id, position, layer) of a cluster's exemplars, nearest first."""

@@ -6,19 +6,13 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint import Layout
-from pipeline.record import vectors as batch_vectors
 from pipeline.store import Store, open_store
 from pipeline.tokens import open_tokens
 
@@ -28,48 +22,17 @@ from .checkpoint import StageParts, chained_key, write_json
 from .deletion import sweep
 from .engine import Engine, open_engine
 from .executor import DaskExecutor, Executor, InlineExecutor
+from .gpu_memory import GpuMemoryErrors
 from .memory import MemoryPlan, MemoryWatch, plan_memory
 from .options import FREE_ON_RESUME, RULES, DiscoverOptions
 from .parent import Parent, before_this_run, open_parent
 from .progress import Listener, Progress
+from .rows import Rows
 from .stages import STAGES, extract, publish
 from .stopping import Interrupted, StopRequest
 
 CHECKPOINT = ".checkpoint"
 RUN_FILE = "run.json"
-
-
-class Rows:
-    """The rows that extract kept, read from its parts when touched."""
-
-    def __init__(self, parts: StageParts, count: int, part_rows: int) -> None:
-        self._parts = parts
-        self._part_rows = part_rows
-        self.names = parts.names(".arrow")
-        self.count = count
-        # All parts are full but the last.
-        self.offsets = list(range(0, count, part_rows))
-
-    def batch(self, index: int) -> pa.RecordBatch:
-        return self._parts.read_batch(self.names[index])
-
-    def part_vectors(self, index: int) -> NDArray[np.float32]:
-        """float32[n, 20] of one part, memory-mapped."""
-        return batch_vectors(self.batch(index))
-
-    def vectors(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Each part's first row number and its vectors, in order."""
-        for index, offset in enumerate(self.offsets):
-            yield offset, self.part_vectors(index)
-
-    def outside(self, index: int, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows of a part are not among the sorted row numbers `chosen`: bool[n]."""
-        start = self.offsets[index]
-        end = min(start + self._part_rows, self.count)
-        inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, end)]
-        mask = np.ones(end - start, bool)
-        mask[inside - start] = False
-        return mask
 
 
 class Job:
@@ -115,7 +78,9 @@ class Job:
     @functools.cached_property
     def rows(self) -> Rows:
         kept = self.summaries["extract"]["rows"]
-        return Rows(self.stage_parts("extract"), kept, self.options.batch_size)
+        return Rows(
+            self.stage_parts("extract"), kept, self.options.part_rows, self.executor.shares_disk
+        )
 
     @functools.cached_property
     def parent(self) -> Parent | None:
@@ -148,7 +113,8 @@ class Job:
             saved = self.parts.finished()
             if saved is None:
                 began = time.perf_counter()
-                summary, says = stage.run(self)
+                with GpuMemoryErrors():
+                    summary, says = stage.run(self)
                 seconds = round(time.perf_counter() - began, 3)
                 self.parts.finish(summary, says, seconds)
             else:
@@ -204,8 +170,9 @@ def discover(
         if resume:
             run_id = runs.run_folder(output, resume).name
             options, saved = resumed_options(output / run_id, options)
+        options = options.resolved(engine)
         rows = (window or saved["window"])["rows"]
-        memory = plan_memory(options, rows, len(os.sched_getaffinity(0)))
+        memory = plan_memory(options, engine, rows, len(os.sched_getaffinity(0)))
         watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, stop.ask))
         executor = open_executor(options, memory)
         cleanup.callback(executor.close)
@@ -251,7 +218,9 @@ def discover(
 def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
     """Dask where it was asked for and the plan has room for it; else this process."""
     if options.scheduler or memory.workers:
-        return DaskExecutor(options.scheduler, memory.workers, memory.worker_bytes)
+        return DaskExecutor(
+            options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
+        )
     if options.long_running:
         return InlineExecutor(": --max-memory-gb leaves no room for Dask")
     return InlineExecutor()

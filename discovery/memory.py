@@ -19,19 +19,20 @@ import psutil
 
 from capture_kernels.errors import OptionError
 
+from .engine import Engine
 from .options import DiscoverOptions
 
 # Bytes, from the peaks by stage that `benchmarks/memory.py` prints on Linux, and some more.
-# A process with the libraries loaded, UMAP compiled and a store read; allocators keep some of it:
-AT_REST = 600e6
 # What the whole window costs for each of its rows: is it kept, and which cell is it in.
 WINDOW_ROW = 2
 # For each fitted row: neighbours, UMAP's graph, HDBSCAN's tree and the checks of the map.
 FIT_ROW, FIT_NEIGHBOR = 4_000, 100
 # For each row of a part, with what is waiting to be merged or handed out.
 PART_ROW = 800
-# A Dask worker, with its libraries, and for each row of the chunk that it searches for.
+# A Dask worker, with its libraries, and for each row of the chunk that it searches for; on a GPU
+# the device's context and libraries are as much as all else.
 WORKER, WORKER_ROW = 250e6, 300
+GPU_WORKER = 2_500e6
 # What Dask takes in this process and in the one that looks after its workers.
 DASK = 80e6
 # Dask stops giving work to a worker at 80% of its limit.
@@ -46,29 +47,33 @@ EXCEEDED = 2
 
 class MemoryPlan(NamedTuple):
     """workers: Dask workers of the job's own, 0 for none; worker_bytes: the limit of each, or None;
-    scratch_bytes: memory for sorting hashes."""
+    scratch_bytes: memory for sorting hashes; on_gpus: whether the workers have a GPU each."""
 
     workers: int
     worker_bytes: int | None
     scratch_bytes: int
+    on_gpus: bool = False
 
 
-def plan_memory(options: DiscoverOptions, rows: int, cores: int) -> MemoryPlan:
+def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int) -> MemoryPlan:
     """How to do a run in the memory that it may have.
 
     Args:
+        options: resolved.
         rows: rows of the window, before the limit of a request.
-        cores: most workers worth having.
+        cores: most workers worth having where there are no GPUs; else it is their number.
 
     Raises:
         OptionError: `--max-memory-gb` is too small even for one process; says what is enough.
     """
     own_cluster = options.long_running and options.scheduler is None
+    most = (engine.gpus or cores) if own_cluster else 0
+    on_gpus = engine.gpus > 0
     if options.max_memory_gb is None:
-        return MemoryPlan(cores if own_cluster else 0, None, SCRATCH_MOST)
-    part = min(options.batch_size, rows)
-    fitted = min(options.umap_sample_size, rows)
-    needed = AT_REST + SCRATCH_LEAST + WINDOW_ROW * rows + PART_ROW * part
+        return MemoryPlan(most, None, SCRATCH_MOST, on_gpus)
+    part = min(options.part_rows, rows)
+    fitted = min(options.fit_rows, rows)
+    needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + PART_ROW * part
     needed += fitted * (FIT_ROW + FIT_NEIGHBOR * options.umap_neighbors)
     spare = options.max_memory_gb * 1e9 - needed
     if spare < 0:
@@ -78,14 +83,14 @@ def plan_memory(options: DiscoverOptions, rows: int, cores: int) -> MemoryPlan:
             f"--max-memory-gb must be {enough:g} or more for {rows:,} rows; a new run with smaller "
             "--umap-sample-size or --batch-size needs less"
         )
-    worker = (WORKER + WORKER_ROW * part) * WORKER_HEADROOM
-    workers = min(cores, int((spare - DASK) // worker)) if own_cluster and spare > DASK else 0
+    worker = ((GPU_WORKER if on_gpus else WORKER) + WORKER_ROW * part) * WORKER_HEADROOM
+    workers = min(most, int((spare - DASK) // worker)) if spare > DASK else 0
     if workers:
         scratch = SCRATCH_LEAST
         limit = int((spare - DASK) / workers)
     else:
         scratch, limit = SCRATCH_LEAST + int(spare), None
-    return MemoryPlan(workers, limit, min(scratch, SCRATCH_MOST))
+    return MemoryPlan(workers, limit, min(scratch, SCRATCH_MOST), on_gpus)
 
 
 class MemoryWatch:

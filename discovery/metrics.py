@@ -7,8 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Sampled rows that are compared with all others at a time.
-BLOCK_ROWS = 64
+from capture_kernels.arrays import array_module, block_rows, on_host
+
+from .engine import Engine
+
+# Distances that are looked at together: float64, and as many again that they are made from.
+BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
 
 
 class MapQuality(NamedTuple):
@@ -19,13 +23,19 @@ class MapQuality(NamedTuple):
 
 
 def map_quality(
-    space: NDArray[np.float32], points: NDArray[np.float32], k: int, sample: int, seed: int
+    engine: Engine,
+    space: NDArray[np.float32],
+    points: NDArray[np.float32],
+    k: int,
+    sample: int,
+    seed: int,
 ) -> MapQuality:
     """Both figures for the map of n rows, from `sample` of the rows against all n.
 
     Equal to scikit-learn's trustworthiness over all rows when sample >= n, without its n x n ranks.
 
     Args:
+        engine: finds the neighbours on the map; the distances are computed on its device.
         space: float32[n, d], n > 2 k.
         points: float32[n, 2].
         k: neighbours that count.
@@ -33,28 +43,45 @@ def map_quality(
     n = len(space)
     rng = np.random.default_rng(seed)
     rows = np.arange(n) if sample >= n else np.sort(rng.choice(n, sample, replace=False))
-    penalty = kept = 0
-    for start in range(0, len(rows), BLOCK_ROWS):
-        block = rows[start : start + BLOCK_ROWS]
-        far = squared_distances(space[block], space)
-        near = squared_distances(points[block], points)
-        own = (np.arange(len(block)), block)
-        far[own] = near[own] = np.inf
-        on_map = np.argpartition(near, k, axis=1)[:, :k]
-        # A row's rank is one more than the number of rows that are closer in the space.
-        limit = np.take_along_axis(far, on_map, axis=1)
-        order = np.sort(far, axis=1)
-        rank = np.stack([np.searchsorted(order[i], limit[i]) + 1 for i in range(len(block))])
-        penalty += int(np.maximum(rank - k, 0).sum())
-        kept += int((rank <= k).sum())
+    near, _ = engine.neighbors(points, points[rows], k + 1)
+    closer = rows_closer(engine.array(space), engine.array(rows), engine.array(others(near, rows)))
+    # A row's rank is one more than the number of rows that are closer in the space.
+    rank = closer + 1
     scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
-    return MapQuality(1.0 - scale * penalty, kept / (len(rows) * k))
+    penalty = int(np.maximum(rank - k, 0).sum())
+    return MapQuality(1.0 - scale * penalty, int((rank <= k).sum()) / (len(rows) * k))
 
 
-def squared_distances(
-    queries: NDArray[np.float32], rows: NDArray[np.float32]
-) -> NDArray[np.float64]:
-    """float64[m, n]: in float64, so that the expanded square does not cancel."""
-    a, b = queries.astype(np.float64), rows.astype(np.float64)
-    cross = a @ b.T
-    return (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1)[None] - 2.0 * cross
+def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The neighbours int[m, k + 1] of the rows int64[m] less each row itself: int64[m, k]."""
+    is_own = near == rows[:, None]
+    # Among exact duplicates a row may not be of its own neighbours: then the last one goes.
+    is_own[~is_own.any(axis=1), -1] = True
+    return near[~is_own].reshape(len(near), -1).astype(np.int64)
+
+
+def rows_closer(
+    space: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many of all rows are closer to each row than each of its neighbours is: int64[m, k], on
+    the host.
+
+    Args:
+        space: float32[n, d], on any device; rows: int64[m], and near: int64[m, k], too.
+    """
+    xp = array_module(space)
+    (m, k), n = near.shape, len(space)
+    exact = space.astype(np.float64)
+    squares = (exact * exact).sum(axis=1)
+    closer = xp.empty((m, k), np.int64)
+    step = max(1, block_rows(space, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
+    for start in range(0, m, step):
+        own, theirs = rows[start : start + step], near[start : start + step]
+        # In float64, so that the expanded square does not cancel.
+        apart = squares[None] - 2.0 * (exact[own] @ exact.T)
+        apart[xp.arange(len(own)), own] = np.inf
+        limit = xp.take_along_axis(apart, theirs, axis=1)
+        for neighbor in range(k):
+            found = (apart < limit[:, neighbor, None]).sum(axis=1)
+            closer[start : start + step, neighbor] = found
+    return on_host(closer)

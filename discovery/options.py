@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZoneRules
 
 from .gate import GateRules
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 # A century: further back there is nothing, and before the year 1 there are no dates.
 MOST_HOURS = 876_600
@@ -47,8 +50,8 @@ class DiscoverOptions:
     max_per_request: int = 256
     umap_neighbors: int = 30
     umap_min_dist: float = 0.0
-    umap_sample_size: int = 25_000
-    batch_size: int = 65_536
+    umap_sample_size: int | None = None  # None: the engine's own, see `resolved`
+    batch_size: int | None = None
     seed: int = 42
     layout: str | None = None
     model: str | None = None
@@ -79,7 +82,7 @@ class DiscoverOptions:
                 )
         highest = {"umap_min_dist": 1, "seed": 2**32 - 1, "hours": MOST_HOURS, "batch_size": 2**20}
         for name, most in highest.items():
-            if getattr(self, name) > most:
+            if getattr(self, name) is not None and getattr(self, name) > most:
                 raise OptionError(
                     f"{option_name(name)} must be at most {most}, got {getattr(self, name)}"
                 )
@@ -94,6 +97,27 @@ class DiscoverOptions:
                 "--max-memory-gb is for processes of the job's own: with --scheduler, start that "
                 "cluster's workers with a limit"
             )
+
+    def resolved(self, engine: Engine) -> DiscoverOptions:
+        """The options with the engine's own sizes where none were given. A run keeps them, so that
+        it can be finished on another engine."""
+        return replace(
+            self,
+            umap_sample_size=self.umap_sample_size or engine.fit_rows,
+            batch_size=self.batch_size or engine.part_rows,
+        )
+
+    @property
+    def fit_rows(self) -> int:
+        """Most rows that the map is fitted on, of resolved options."""
+        assert self.umap_sample_size is not None
+        return self.umap_sample_size
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a part, of resolved options."""
+        assert self.batch_size is not None
+        return self.batch_size
 
     def as_json(self) -> dict[str, Any]:
         rules = {name: getattr(self, name).as_dict() for name in RULES}

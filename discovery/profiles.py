@@ -13,12 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import array_module, on_host
 from capture_kernels.fingerprint import DIMENSIONS, HIST_BINS, Layout
 from capture_kernels.zones import ZONES
 from pipeline.record import PHASES
 
 # Pairs of cluster and token that are counted: 64 MiB. Past it the rarest are dropped.
 MOST_PAIRS = 4_194_304
+# Numbers of the one-hot matrix, in float64, that a device makes at a time: 0.5 GB.
+ONE_HOT = 1 << 26
 _TOKEN_BITS = 32
 ENTROPY = 3
 
@@ -95,7 +98,7 @@ class Profiles:
         token_ids: NDArray[np.int32],
         has_token: NDArray[np.bool_],
     ) -> None:
-        """Add one part of n rows.
+        """Add one part of n rows, all of whose columns are on one device.
 
         Args:
             vectors: float32[n, 20].
@@ -106,23 +109,32 @@ class Profiles:
             token_ids: int[n]; what it holds where `has_token` is false does not matter.
             has_token: bool[n].
         """
+        xp = array_module(vectors)
         group = label.astype(np.int64) + 1
         cell = group * HIST_BINS + octave
         groups, cells = len(self._rows), self._rows.size
-        self._rows += np.bincount(cell, minlength=cells).reshape(self._rows.shape)
-        for dimension in range(DIMENSIONS):
-            values = vectors[:, dimension].astype(np.float64)
-            found = np.bincount(cell, values, minlength=cells)
-            self._sums[:, :, dimension] += found.reshape(self._rows.shape)
+        self._rows += on_host(xp.bincount(cell, minlength=cells)).reshape(self._rows.shape)
+        self._sums += sums_by_cell(vectors, cell, cells).reshape(self._sums.shape)
         for counts, code in ((self._phases, phase), (self._zones, zone)):
             width = counts.shape[1]
-            found = np.bincount(group * width + code, minlength=counts.size)
-            counts += found.reshape(counts.shape)
-        self._token_rows += np.bincount(group[has_token], minlength=groups)
-        self._count_tokens((group[has_token] << _TOKEN_BITS) + token_ids[has_token])
+            found = xp.bincount(group * width + code, minlength=counts.size)
+            counts += on_host(found).reshape(counts.shape)
+        group, token_ids = group[has_token], token_ids[has_token]
+        if len(group):
+            self._token_rows += on_host(xp.bincount(group, minlength=groups))
+            pairs = (group << _TOKEN_BITS) + token_ids
+            self._count_pairs(*map(on_host, xp.unique(pairs, return_counts=True)))
 
-    def _count_tokens(self, pairs: NDArray[np.int64]) -> None:
-        new, counts = np.unique(pairs, return_counts=True)
+    def join(self, other: Profiles) -> None:
+        """Add the rows of another of as many clusters."""
+        self._rows += other._rows
+        self._sums += other._sums
+        self._phases += other._phases
+        self._zones += other._zones
+        self._token_rows += other._token_rows
+        self._count_pairs(other._pairs, other._pair_counts)
+
+    def _count_pairs(self, new: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         place = np.searchsorted(self._pairs, new)
         known = np.zeros(len(new), bool)
         inside = place < len(self._pairs)
@@ -187,3 +199,27 @@ class Profiles:
         counts = np.zeros(len(unique), np.int64)
         np.add.at(counts, place, self._pair_counts[begin:end])
         return TokenCounts(unique, counts, int(self._token_rows[groups].sum()))
+
+
+def sums_by_cell(
+    vectors: NDArray[np.float32], cell: NDArray[np.int64], cells: int
+) -> NDArray[np.float64]:
+    """Sums of the vectors of each cell, in float64: float64[cells, 20], on the host.
+
+    Args:
+        vectors: float32[n, 20]; cell: int64[n], each below `cells`; on one device.
+    """
+    xp = array_module(vectors)
+    if xp is np:
+        columns = [
+            np.bincount(cell, column.astype(np.float64), minlength=cells) for column in vectors.T
+        ]
+        return np.stack(columns, axis=1)
+    # Products with one-hot rows, for atomic additions come in any order and round differently.
+    sums = xp.zeros((cells, vectors.shape[1]))
+    numbers = xp.arange(cells)[:, None]
+    step = max(1, ONE_HOT // cells)
+    for start in range(0, len(cell), step):
+        block = slice(start, start + step)
+        sums += (numbers == cell[block]).astype(np.float64) @ vectors[block].astype(np.float64)
+    return on_host(sums)

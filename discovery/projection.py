@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import array_module, on_host
 from capture_kernels.fingerprint import DIMENSIONS, HIST_BINS, Layout
 
 # cuVS's NN-descent keeps float32 distances only up to 16 dimensions.
@@ -30,7 +31,9 @@ EXPLAINED = 0.99
 
 def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
     """Elementwise square root, 0 for the negative numbers that no real share has."""
-    return np.sqrt(np.maximum(vectors, 0))
+    xp = array_module(vectors)
+    roots: NDArray[Any] = xp.sqrt(xp.maximum(vectors, 0))
+    return roots
 
 
 def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.int64]:
@@ -38,16 +41,21 @@ def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.i
 
     The layered layout has no distances, and its places are relative already: always 0.
     """
+    xp = array_module(vectors)
+    octave: NDArray[np.int64]
     if layout is not Layout.LOG16:
-        return np.zeros(len(vectors), np.int64)
+        octave = xp.zeros(len(vectors), np.int64)
+        return octave
     reached = vectors[:, 4:] > 0
     last = HIST_BINS - 1 - reached[:, ::-1].argmax(axis=1)
-    return np.where(reached.any(axis=1), last, 0)
+    octave = xp.where(reached.any(axis=1), last, 0)
+    return octave
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over square-rooted vectors by context octave, added up chunk by chunk in float64.
+    """Sums over square-rooted vectors by context octave, added up chunk by chunk in float64. They
+    are on the host, wherever the vectors are.
 
     counts int64[16], totals float64[16, 20], products float64[20, 20] (over all octaves).
     """
@@ -65,13 +73,27 @@ class Moments:
         )
 
     def add(self, vectors: NDArray[np.float32], layout: Layout) -> Moments:
+        """With n more vectors float32[n, 20]."""
+        return self + Moments.of(vectors, layout)
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.counts + other.counts,
+            self.totals + other.totals,
+            self.products + other.products,
+        )
+
+    @classmethod
+    def of(cls, vectors: NDArray[np.float32], layout: Layout) -> Moments:
+        """Those of the vectors float32[n, 20], on any device."""
+        xp = array_module(vectors)
         roots = square_roots(vectors.astype(np.float64))
         octave = context_octave(vectors, layout)
-        members = octave[:, None] == np.arange(HIST_BINS)
-        return Moments(
-            self.counts + members.sum(axis=0),
-            self.totals + members.T.astype(np.float64) @ roots,
-            self.products + roots.T @ roots,
+        members = octave[:, None] == xp.arange(HIST_BINS)
+        return cls(
+            on_host(members.sum(axis=0)),
+            on_host(members.T.astype(np.float64) @ roots),
+            on_host(roots.T @ roots),
         )
 
     @property
@@ -129,6 +151,11 @@ class Projection:
         )
 
     def __call__(self, vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
-        """float32[n, 20] to float32[n, d]."""
-        centred = square_roots(vectors) - self.mean[context_octave(vectors, layout)]
-        return np.asarray((centred / self.scale) @ self.components, np.float32)
+        """float32[n, 20] to float32[n, d], on any device."""
+        xp = array_module(vectors)
+        mean, scale = xp.asarray(self.mean), xp.asarray(self.scale)
+        centred = square_roots(vectors) - mean[context_octave(vectors, layout)]
+        projected: NDArray[np.float32] = xp.asarray(
+            (centred / scale) @ xp.asarray(self.components), np.float32
+        )
+        return projected

@@ -10,18 +10,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.fingerprint import DIMENSIONS, Layout
 from capture_kernels.zones import ZONES
 from pipeline.record import PHASES
 from pipeline.tokens import TokenText, open_tokens
 
 from .artifacts import CLUSTERS, EMBEDDING, landmark_schema
 from .describe import Earlier, describe_clusters
-from .exemplars import Exemplars
+from .engine import Engine
+from .exemplars import Candidates, Exemplars, candidates
 from .lineage import GONE
 from .profiles import Profiles
-from .projection import context_octave
-from .stages.cluster import labelled_rows
+from .projection import Projection, context_octave
+from .rows import VectorsOfPart
+from .stages.cluster import labelled_rows, rows_part
 from .stages.project import saved_projection
 from .stages.zones import zones_part
 
@@ -29,17 +31,20 @@ if TYPE_CHECKING:
     from .job import Job
 
 EXEMPLARS = 5
+# Vectors of a part, label int32[n], request int32[n], and reach float64[clusters].
+Part = tuple[VectorsOfPart, NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]
 
 
 def embedding_batches(job: Job, lookup: NDArray[np.int32]) -> Iterator[pa.RecordBatch]:
     """One row for each fingerprint of the run, in the order of extract, a part at a time.
+
+    They are asked for by another thread than the job's, so nothing here stops or pauses it.
 
     Args:
         lookup: int32[clusters + 1], the id of each label; the last is that of noise, label -1.
     """
     zones = job.stage_parts("zones")
     for index, rows in enumerate(labelled_rows(job)):
-        job.stop_if_asked()
         zoned = zones.read_arrays(zones_part(index))
         columns = {
             **{name: rows.batch.column(name) for name in ("request_id", "position", "layer")},
@@ -112,21 +117,43 @@ def clusters_table(job: Job, ids: NDArray[np.int32]) -> pa.Table:
 
 def profiles_of(job: Job, clusters: int) -> Profiles:
     """The statistics that the clusters are described from, over all rows."""
+    cluster, zones = job.stage_parts("cluster"), job.stage_parts("zones")
+
+    def columns(index: int) -> tuple[VectorsOfPart, dict[str, NDArray[Any]]]:
+        batch = job.rows.batch(index)
+        return job.rows.reference(index), {
+            "label": cluster.read_arrays(rows_part(index))["label"],
+            "phase": phase_codes(batch).astype(np.int8),
+            "zone": zones.read_arrays(zones_part(index))["zone"],
+            # A negative id is no token's.
+            "token_ids": batch.column("token_id").fill_null(-1).to_numpy(),
+        }
+
     profiles = Profiles(clusters, job.layout)
-    for index, rows in enumerate(labelled_rows(job)):
+    chunks = map(columns, range(len(job.rows.offsets)))
+    for own in job.executor.run(profile_part, chunks, (job.engine, clusters, job.layout)):
         job.stop_if_asked()
-        token_id = rows.batch.column("token_id")
-        # A negative id is no token's.
-        ids = token_id.fill_null(-1).to_numpy()
-        profiles.add(
-            vectors=rows.vectors,
-            label=rows.label,
-            phase=phase_codes(rows.batch),
-            zone=job.stage_parts("zones").read_arrays(zones_part(index))["zone"],
-            octave=context_octave(rows.vectors, job.layout),
-            token_ids=ids,
-            has_token=ids >= 0,
-        )
+        profiles.join(own)
+    return profiles
+
+
+def profile_part(
+    engine: Engine,
+    clusters: int,
+    layout: Layout,
+    chunk: tuple[VectorsOfPart, dict[str, NDArray[Any]]],
+) -> Profiles:
+    """The statistics of one part's rows, of which the other columns are given by name."""
+    part, columns = chunk
+    vectors = part.load(engine)
+    moved = {name: engine.array(column) for name, column in columns.items()}
+    profiles = Profiles(clusters, layout)
+    profiles.add(
+        vectors=vectors,
+        octave=context_octave(vectors, layout),
+        has_token=moved["token_ids"] >= 0,
+        **moved,
+    )
     return profiles
 
 
@@ -150,11 +177,40 @@ def earlier_words(job: Job, ids: NDArray[np.int32]) -> dict[int, Earlier]:
 def exemplars(job: Job, centroids: NDArray[np.float32]) -> Exemplars:
     """The rows nearest to each cluster's centroid, in the space that neighbours are found in."""
     projection = saved_projection(job)
-    found = Exemplars(projection(centroids, job.layout), EXEMPLARS)
-    for rows in labelled_rows(job):
+    found = Exemplars(len(centroids), EXEMPLARS)
+    cluster = job.stage_parts("cluster")
+
+    def chunk(index: int) -> Part:
+        request = job.rows.batch(index).column("request_id").dictionary_encode().indices
+        label = cluster.read_arrays(rows_part(index))["label"]
+        return job.rows.reference(index), label, request.to_numpy(), found.reach.copy()
+
+    shared = (job.engine, projection, job.layout, projection(centroids, job.layout))
+    chunks = map(chunk, range(len(job.rows.offsets)))
+    for index, own in enumerate(job.executor.run(candidates_of_part, chunks, shared)):
         job.stop_if_asked()
-        found.add(projection(rows.vectors, job.layout), rows.label, rows.batch)
+        found.add(own, cluster.read_arrays(rows_part(index))["label"], job.rows.batch(index))
     return found
+
+
+def candidates_of_part(
+    engine: Engine,
+    projection: Projection,
+    layout: Layout,
+    targets: NDArray[np.float32],
+    part: Part,
+) -> Candidates:
+    """The rows of a part that may be exemplars of their clusters, from its vectors, and each row's
+    label and request, within the reach of the clusters."""
+    vectors, label, request, reach = part
+    return candidates(
+        projection(vectors.load(engine), layout),
+        engine.array(label),
+        engine.array(request),
+        engine.array(targets),
+        engine.array(reach),
+        EXEMPLARS,
+    )
 
 
 def landmarks_table(job: Job, lookup: NDArray[np.int32]) -> pa.Table:

@@ -7,13 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import array_module, dots
+
 # How far from its nearest voter to the mean of all of them a query is placed.
 TO_MEAN = 0.1
 
 
 class Votes(NamedTuple):
     """For m queries: winning cluster int32[m], its share of the weight float32[m], and the place
-    float32[m, 2] that its voters give."""
+    float32[m, 2] that its voters give; where the neighbours are, on the host or on a device."""
 
     cluster: NDArray[np.int32]
     share: NDArray[np.float32]
@@ -38,15 +40,16 @@ def vote(
         labels: int32[m, k], each neighbour's cluster.
         places: float32[m, k, 2], each neighbour's map coordinates.
     """
+    xp = array_module(distances)
     weights = 1.0 / (distances + distances[:, :1] + 1e-6)
     # agree[q, i, j]: neighbours i and j of query q are of one cluster
     agree = labels[:, :, None] == labels[:, None, :]
-    support = np.einsum("qij,qj->qi", agree, weights)
+    support = dots(agree.astype(np.float32), weights[:, None])
     winner = support.argmax(axis=1)
-    rows = np.arange(len(labels))
+    rows = xp.arange(len(labels))
     voters = weights * agree[rows, winner]
     total = voters.sum(axis=1)
-    mean = np.einsum("qj,qjc->qc", voters, places) / total[:, None]
+    mean = dots(places.swapaxes(1, 2), voters[:, None]) / total[:, None]
     nearest = places[rows, agree[rows, winner].argmax(axis=1)]
     place = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
     share = total / weights.sum(axis=1)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from pipeline.record import vectors as batch_vectors
 
 from ..classifier import NOISE, nearest_of_run
-from ..engine import Clustering
+from ..engine import Clustering, Engine
 from ..landmarks import Landmarks, train_landmarks
-from ..voting import vote
-from .neighbors import fit_neighbors, rest_part
+from ..rows import ArraysOfPart
+from ..voting import Votes, vote
+from .neighbors import fit_distances, rest_part
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -62,12 +63,15 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     labels, probabilities = found_arrays["labels"], found_arrays["probabilities"]
 
     noise_rows = 0
+    todo = [i for i in range(len(job.rows.offsets)) if not job.parts.has(rows_part(i))]
+    votes = votes_of_rest(job, todo, points, labels, probabilities)
     for index in range(len(job.rows.offsets)):
-        if not job.parts.has(rows_part(index)):
-            job.parts.write_arrays(
-                rows_part(index), **rows_of_part(job, index, fit["rows"], points, found_arrays)
-            )
-        label = job.parts.read_arrays(rows_part(index))["label"]
+        if index in todo:
+            found_rows = rows_of_part(job, index, fit["rows"], points, found_arrays, next(votes))
+            job.parts.write_arrays(rows_part(index), **found_rows)
+            label = found_rows["label"]
+        else:
+            label = job.parts.read_arrays(rows_part(index))["label"]
         noise_rows += int(np.count_nonzero(label < 0))
         job.part_done(index + 1, len(job.rows.offsets))
 
@@ -82,8 +86,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
 def dense_clusters(job: Job, points: NDArray[np.float32], size: int, largest: int) -> Clustering:
     """HDBSCAN of the map points float32[n, 2] of all rows but the sparse ones, which are noise."""
     least = job.options.min_samples
-    _, distances = fit_neighbors(job)
-    apart = distances[:, min(least, distances.shape[1] - 1)]
+    apart = fit_distances(job, least)
     # Rows with that many exact duplicates, as a shared prompt makes them, say nothing of how far
     # neighbours lie.
     alone = apart[apart > 0]
@@ -95,30 +98,65 @@ def dense_clusters(job: Job, points: NDArray[np.float32], size: int, largest: in
     return Clustering(labels, probabilities, found.persistence)
 
 
+def votes_of_rest(
+    job: Job,
+    indices: list[int],
+    points: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+) -> Iterator[Votes | None]:
+    """For each of these parts the votes on its rows that are not fit rows; None where all are."""
+    if len(points) == job.rows.count:
+        return iter([None] * len(indices))
+    parts, shares_disk = job.stage_parts("neighbors"), job.executor.shares_disk
+    chunks = (ArraysOfPart.of(parts, rest_part(index), shares_disk) for index in indices)
+    return job.executor.run(votes_of_part, chunks, (job.engine, points, labels, probabilities))
+
+
+def votes_of_part(
+    engine: Engine,
+    points: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    neighbors: ArraysOfPart,
+) -> Votes:
+    """The votes of these neighbours among the fit rows; a share is that of the winner, and no more
+    than the surest voter's probability."""
+    saved = neighbors.load()
+    near = engine.array(saved["indices"])
+    votes = vote(
+        engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
+    )
+    # As sure as the voters agree, and no surer than they are of themselves.
+    sure = votes.share * engine.array(probabilities)[near].max(axis=1)
+    return Votes(engine.host(votes.cluster), engine.host(sure), engine.host(votes.place))
+
+
 def rows_of_part(
     job: Job,
     index: int,
     fit_rows: NDArray[np.int64],
     points: NDArray[np.float32],
     found: dict[str, NDArray[Any]],
+    votes: Votes | None,
 ) -> dict[str, NDArray[Any]]:
     """label int32[n], place float32[n, 2] and probability float32[n] of one part of extract: its
     fit rows' own, the others' by the vote of their neighbours among the fit rows."""
     labels, probabilities = found["labels"], found["probabilities"]
-    rest = job.rows.outside(index, fit_rows)
-    label = np.empty(len(rest), np.int32)
-    place = np.empty((len(rest), 2), np.float32)
-    probability = np.empty(len(rest), np.float32)
+    own = job.rows.among(index, fit_rows)
     first = int(np.searchsorted(fit_rows, job.rows.offsets[index]))
-    own = slice(first, first + np.count_nonzero(~rest))
-    label[~rest], place[~rest], probability[~rest] = labels[own], points[own], probabilities[own]
-    if len(fit_rows) < job.rows.count:
-        saved = job.stage_parts("neighbors").read_arrays(rest_part(index))
-        near = saved["indices"]
-        votes = vote(saved["distances"], labels[near], points[near])
-        label[rest], place[rest] = votes.cluster, votes.place
-        # As sure as the voters agree, and no surer than they are of themselves.
-        probability[rest] = votes.share * probabilities[near].max(axis=1)
+    fitted = slice(first, first + len(own))
+    if votes is None:
+        label, place = labels[fitted], points[fitted]
+        probability = probabilities[fitted].copy()
+    else:
+        rest = job.rows.outside(index, fit_rows)
+        label = np.empty(len(rest), np.int32)
+        place = np.empty((len(rest), 2), np.float32)
+        probability = np.empty(len(rest), np.float32)
+        label[own], place[own] = labels[fitted], points[fitted]
+        probability[own] = probabilities[fitted]
+        label[rest], place[rest], probability[rest] = votes.cluster, votes.place, votes.share
     probability[label < 0] = 0.0
     return {"label": label, "place": place, "probability": probability}
 
@@ -170,10 +208,12 @@ def keep_landmarks(
     projected, rows = fit["projected"], fit["rows"]
     held = np.random.default_rng(job.options.seed).random(len(rows)) < HELD_OUT
     seen = np.flatnonzero(~held)
-    found = train_landmarks(projected[seen], labels[seen], job.options.seed)
-    near = nearest_of_run(projected, found.points, found.labels, found.noise_factor)
-    quantiles = np.quantile(near.distance[seen], QUANTILES)
-    answer = np.where(near.distance > quantiles[-1], NOISE, found.labels[near.row])
+    engine = job.engine
+    found = train_landmarks(engine, projected[seen], labels[seen], job.options.seed)
+    near = nearest_of_run(engine.array(projected), found.points, found.labels, found.noise_factor)
+    distance = engine.host(near.distance)
+    quantiles = np.quantile(distance[seen], QUANTILES)
+    answer = np.where(distance > quantiles[-1], NOISE, found.labels[engine.host(near.row)])
     inside, noise = held & (labels != NOISE), held & (labels == NOISE)
     right = answer == labels
     job.parts.write_arrays(

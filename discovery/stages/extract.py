@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,18 @@ from pipeline.store import Group, Selection, Store
 from ..sampling import RequestLimit, request_hashes, row_hashes
 
 if TYPE_CHECKING:
+    from ..checkpoint import StageParts
     from ..job import Job
 
 COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
+# One more column of a part: uint64, what `sampling.request_hashes` gives.
+REQUEST_HASH = "request_hash"
 
 
 def parameters(job: Job) -> dict[str, Any]:
     o = job.options
     return {"window": job.window, "max_per_request": o.max_per_request, "seed": o.seed,
-            "batch_size": o.batch_size, "columns": list(COLUMNS)}  # fmt: skip
+            "batch_size": o.batch_size, "columns": [*COLUMNS, REQUEST_HASH]}  # fmt: skip
 
 
 def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
@@ -140,37 +144,69 @@ def part_name(index: int) -> str:
 
 
 def run(job: Job) -> tuple[dict[str, Any], str]:
-    with job.open_store(read_only=True) as store:
-        keep = chosen_rows(job, store)
+    most, expected = job.options.max_per_request, job.window["rows"]
+    scratch = job.parts.folder / ".hashes"
+    with (
+        job.open_store(read_only=True) as store,
+        RequestLimit(scratch, most, expected, job.memory.scratch_bytes) as limit,
+    ):
+        look_at_keys(job, store, limit)
+        keep = limit.kept()
         kept = int(np.count_nonzero(keep))
         if kept < job.options.min_rows:
             raise RunError(
-                f"--max-per-request {job.options.max_per_request} leaves {kept} of {len(keep):,} "
+                f"--max-per-request {most} leaves {kept} of {len(keep):,} "
                 f"rows, --min-rows is {job.options.min_rows}: raise it, or 0 for all"
             )
-        size = job.options.batch_size
-        total = -(-kept // size)
-        first, last = [], []
-        for index, batch in enumerate(full_batches(scan(job, store, COLUMNS), keep, size)):
-            times = captured_at(batch)
-            first.append(int(times.min()))
-            last.append(int(times.max()))
-            if not job.parts.has(part_name(index)):
-                job.parts.write_batch(part_name(index), batch)
-            job.part_done(index + 1, total)
+        times = write_parts(job, kept_rows(scan(job, store, COLUMNS), keep, limit), kept)
     summary = {
         "rows_in_window": len(keep),
         "rows": kept,
-        "captured_at": [min(first), max(last)],
+        "captured_at": list(times),
         "over_request_limit": len(keep) - kept,
         "left_out": job.window["left_out"],
     }
     says = f"{kept:,} rows of {job.window['model']}"
     if kept < len(keep):
-        says += f"; {len(keep) - kept:,} over {job.options.max_per_request} a request left out"
+        says += f"; {len(keep) - kept:,} over {most} a request left out"
     if other := sum(group["rows"] for group in job.window["left_out"]):
         says += f"; {other:,} of other models, layouts or captures left out"
     return summary, says
+
+
+def write_parts(job: Job, batches: Iterator[pa.RecordBatch], kept: int) -> tuple[int, int]:
+    """Keep the rows as parts; while one is written, the rows of the next are read.
+
+    Args:
+        batches: `kept` rows in all, in the columns of a part.
+
+    Returns:
+        When the first and the last of them were captured, in microseconds since 1970 UTC.
+    """
+    size = job.options.part_rows
+    total = -(-kept // size)
+    first, last = [], []
+    writing: Future[None] | None = None
+    # Left by an error or a stop, it still waits for the part that is being written.
+    with ThreadPoolExecutor(1) as writer:
+        for index, rows in enumerate(full_parts(batches, size)):
+            for batch in rows:
+                times = captured_at(batch)
+                first.append(int(times.min()))
+                last.append(int(times.max()))
+            if writing is not None:
+                writing.result()
+                job.part_done(index, total)
+            writing = writer.submit(write_part, job.parts, part_name(index), rows)
+        if writing is not None:
+            writing.result()
+            job.part_done(total, total)
+    return min(first), max(last)
+
+
+def write_part(parts: StageParts, name: str, rows: list[pa.RecordBatch]) -> None:
+    if not parts.has(name):
+        parts.write_batch(name, merge(rows))
 
 
 def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
@@ -183,26 +219,23 @@ def scan(job: Job, store: Store, columns: tuple[str, ...]) -> Iterator[pa.Record
         selection_of(job.window),
         snapshot=job.window["snapshot"],
         columns=columns,
-        batch_rows=job.options.batch_size,
+        batch_rows=job.options.part_rows,
     )
 
 
-def chosen_rows(job: Job, store: Store) -> NDArray[np.bool_]:
-    """Which rows of the scan to keep, so that one long answer does not become the map: bool[n]."""
+def look_at_keys(job: Job, store: Store, limit: RequestLimit) -> None:
+    """Hand the hashes of all rows of the scan to `limit`, so that one long answer does not become
+    the map."""
     digest = hashlib.sha256()
-    most, expected = job.options.max_per_request, job.window["rows"]
-    scratch = job.parts.folder / ".hashes"
-    with RequestLimit(scratch, most, expected, job.memory.scratch_bytes) as limit:
-        for batch in scan(job, store, ("request_id", "position", "layer")):
-            job.stop_if_asked()
-            requests = request_hashes(batch)
-            rows = row_hashes(requests, batch, job.options.seed)
-            digest.update(rows.data)
-            limit.add(requests, rows)
-        if not limit.rows:
-            raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
-        check_same_rows(job, digest.digest())
-        return limit.kept()
+    for batch in scan(job, store, ("request_id", "position", "layer")):
+        job.stop_if_asked()
+        requests = request_hashes(batch)
+        rows = row_hashes(requests, batch, job.options.seed)
+        digest.update(rows.data)
+        limit.add(requests, rows)
+    if not limit.rows:
+        raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
+    check_same_rows(job, digest.digest())
 
 
 def check_same_rows(job: Job, found: bytes) -> None:
@@ -221,26 +254,37 @@ def check_same_rows(job: Job, found: bytes) -> None:
         raise NewRunNeededError("rows of this run were deleted from the store: start a new run")
 
 
-def full_batches(
-    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_], size: int
+def kept_rows(
+    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_], limit: RequestLimit
 ) -> Iterator[pa.RecordBatch]:
-    """The kept rows in batches of exactly `size` (the last one less), however they were scanned."""
-    waiting: list[pa.RecordBatch] = []
-    held = offset = 0
+    """The rows to keep, with the hashes of their requests. No batch is empty."""
+    end = 0
     for batch in batches:
-        chosen = batch.filter(pa.array(keep[offset : offset + batch.num_rows]))
-        offset += batch.num_rows
-        waiting.append(chosen)
-        held += chosen.num_rows
-        while held >= size:
-            merged = merge(waiting)
-            yield merged.slice(0, size)
-            waiting, held = [merged.slice(size)], held - size
-    if held:
-        yield merge(waiting)
+        start, end = end, end + batch.num_rows
+        own = keep[start:end]
+        if not own.any():
+            continue
+        hashed = batch.append_column(REQUEST_HASH, pa.array(limit.requests(start, end)))
+        yield hashed if own.all() else hashed.filter(pa.array(own))
+
+
+def full_parts(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa.RecordBatch]]:
+    """The rows in parts of exactly `size` (the last one less), each as batches, however they were
+    scanned."""
+    waiting: list[pa.RecordBatch] = []
+    room = size
+    for batch in batches:
+        while batch.num_rows >= room:
+            yield [*waiting, batch.slice(0, room)]
+            batch, waiting, room = batch.slice(room), [], size
+        if batch.num_rows:
+            waiting.append(batch)
+            room -= batch.num_rows
+    if waiting:
+        yield waiting
 
 
 def merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """One batch of several; their dictionaries are made one, in order of first appearance."""
     table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
-    return table.to_batches()[0] if table.num_rows else batches[0]
+    return table.to_batches()[0]

@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from capture_kernels.fingerprint import DIMENSIONS
 from capture_kernels.zones import ZONES
 
-from ..classifier import NOISE, Codebook
+from ..classifier import NOISE, Codebook, labels_within
+from ..consistency import inconsistent
 from ..drift import DistinctCount, RequestCounts, Shares
+from ..engine import Engine
 from ..lineage import cluster_ids, events, match
 from ..parent import Parent
+from ..rows import VectorsOfPart
 from ..runs import reserve_cluster_ids
-from ..sampling import request_hashes, row_hashes
+from ..sampling import highest_keys, lowest, request_table, row_hashes
 from .cluster import labelled_rows
 from .project import saved_projection
 from .zones import zones_part
@@ -39,7 +42,10 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     codebook = own_codebook(job)
     seen = look_at_rows(job, codebook, count)
     job.parts.write_arrays(
-        "shares.npz", **as_arrays("zones", seen.zones), **as_arrays("clusters", seen.clusters)
+        "shares.npz",
+        inconsistent=np.array(seen.inconsistent),
+        **as_arrays("zones", seen.zones),
+        **as_arrays("clusters", seen.clusters),
     )
     job.parts.write_arrays("references.npz", **seen.references._asdict())
     job.parts.write_arrays(
@@ -118,16 +124,27 @@ class References(NamedTuple):
     label: NDArray[np.int32]
     order: NDArray[np.uint64]
 
-    def keep_lowest(self, other: References) -> References:
-        """Of both, the `REFERENCES_EACH` rows of lowest order in each cluster: a fair sample of its
-        rows, however they came in parts."""
-        label = np.concatenate([self.label, other.label])
-        rank = np.concatenate([self.order, other.order])
-        order = np.lexsort((rank, label))
-        starts = np.searchsorted(label[order], label[order])
-        kept = order[np.arange(len(order)) - starts < REFERENCES_EACH]
-        vectors = np.concatenate([self.vectors, other.vectors])
-        return References(vectors[kept], label[kept], rank[kept])
+    def keep_lowest(
+        self, vectors: NDArray[np.float32], label: NDArray[np.int32], order: NDArray[np.uint64]
+    ) -> References:
+        """Of these rows and n more the `REFERENCES_EACH` of lowest order in each cluster: a fair
+        sample of its rows, however they came in parts.
+
+        Args:
+            vectors: float32[n, 20]; label: int32[n], -1 for noise, which is not kept; order:
+                uint64[n], evenly spread.
+        """
+        # Noise, label -1, is the last of the groups.
+        counts = np.bincount(label + 1, minlength=1)
+        quota = np.full(len(counts), REFERENCES_EACH)
+        highest = highest_keys(counts, quota)[1:]
+        inside = np.flatnonzero(label >= 0)
+        inside = inside[order[inside] <= highest[label[inside]]]
+        label = np.concatenate([self.label, label[inside]])
+        order = np.concatenate([self.order, order[inside]])
+        vectors = np.concatenate([self.vectors, vectors[inside]])
+        kept = lowest(label, order, np.full(label.max(initial=-1) + 1, REFERENCES_EACH))
+        return References(vectors[kept], label[kept], order[kept])
 
 
 class Seen(NamedTuple):
@@ -136,7 +153,7 @@ class Seen(NamedTuple):
     zones, clusters: shares of this run's rows, clusters as its own landmarks label them;
     contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; kin, the same by
     the parent's nearest cluster; labelled: shares of the parent's labels; noise is last in each.
-    beyond: rows out of the parent's reach.
+    beyond: rows out of the parent's reach. inconsistent: rows whose numbers contradict one another.
     """
 
     references: References
@@ -146,6 +163,7 @@ class Seen(NamedTuple):
     kin: NDArray[np.int64]
     labelled: Shares
     beyond: int
+    inconsistent: int
 
 
 def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
@@ -158,25 +176,24 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
         np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32), np.empty(0, np.uint64)
     )
     requests = DistinctCount()
-    beyond = 0
-    codebooks = (codebook, parent.codebook if parent else None)
-    chunks = (vectors for _, vectors in job.rows.vectors())
-    answers = job.executor.run(label_both, chunks, codebooks)
+    beyond = wrong = 0
+    shared = (job.engine, codebook, parent.codebook if parent else None)
+    answers = job.executor.run(label_both, job.rows.references(), shared)
     for index, (part, answer) in enumerate(zip(labelled_rows(job), answers, strict=True)):
-        hashes = request_hashes(part.batch)
+        table, request = request_table(part.batch)
+        hashes = table[request]
         zones.add(hashes, job.stage_parts("zones").read_arrays(zones_part(index))["zone"])
         # Noise is label -1, which counts as the last category.
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))
-        np.add.at(contingency, (part.label, answer.parent), 1)
-        np.add.at(kin, (part.label, answer.kin), 1)
+        own = part.label % (count + 1)
+        contingency += crossed(own, answer.parent % (known + 1), contingency.shape)
+        kin += crossed(own, answer.kin % (known + 1), kin.shape)
         beyond += answer.beyond
+        wrong += answer.inconsistent
         order = row_hashes(hashes, part.batch, job.options.seed)
-        inside = part.label != NOISE
-        references = references.keep_lowest(
-            References(part.vectors[inside], part.label[inside], order[inside])
-        )
-        requests.add(hashes)
+        references = references.keep_lowest(part.vectors, part.label, order)
+        requests.add(table)
         job.part_done(index + 1, len(job.rows.offsets))
     return Seen(
         references,
@@ -186,27 +203,43 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
         kin,
         labelled.shares(requests.estimate),
         beyond,
+        wrong,
     )
+
+
+def crossed(
+    rows: NDArray[np.int32], columns: NDArray[np.int32], shape: tuple[int, ...]
+) -> NDArray[np.int64]:
+    """How many of n rows are in each pair of categories: int64[shape]."""
+    pair = rows.astype(np.int64) * shape[1] + columns
+    return np.bincount(pair, minlength=shape[0] * shape[1]).reshape(shape)
 
 
 class Answer(NamedTuple):
     """Of n rows: own and parent's label int32[n] (-1: noise), the parent's nearest cluster int32[n]
-    (-1: none in reach), and how many are beyond the parent's reach."""
+    (-1: none in reach), how many are beyond the parent's reach, and how many have numbers that
+    contradict one another."""
 
     own: NDArray[np.int32]
     parent: NDArray[np.int32]
     kin: NDArray[np.int32]
     beyond: int
+    inconsistent: int
 
 
-def label_both(own: Codebook, parent: Codebook | None, vectors: NDArray[np.float32]) -> Answer:
-    labels = own.label(vectors)
+def label_both(
+    engine: Engine, own: Codebook, parent: Codebook | None, part: VectorsOfPart
+) -> Answer:
+    vectors = part.load(engine)
+    labels = engine.host(own.label(vectors))
+    wrong = int(inconsistent(vectors, own.layout).sum())
     if parent is None:
         none = np.full(len(vectors), NOISE, np.int32)
-        return Answer(labels, none, none, 0)
+        return Answer(labels, none, none, 0, wrong)
     nearest, beyond = parent.nearest(vectors)
-    theirs = np.where(beyond, NOISE, parent.labels[nearest.row]).astype(np.int32)
-    return Answer(labels, theirs, parent.nearest_member(vectors), int(beyond.sum()))
+    theirs = engine.host(labels_within(parent.labels, nearest.row, beyond))
+    kin = engine.host(parent.nearest_member(vectors))
+    return Answer(labels, theirs, kin, int(beyond.sum()), wrong)
 
 
 def own_codebook(job: Job) -> Codebook:

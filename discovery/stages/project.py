@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.fingerprint import DIMENSIONS, Layout
 
 from ..axes import axes_in_words
+from ..engine import Engine
 from ..projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
+from ..rows import VectorsOfPart
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -21,8 +23,9 @@ def standardize_parameters(job: Job) -> dict[str, Any]:
 
 def standardize(job: Job) -> tuple[dict[str, Any], str]:
     moments = Moments.empty()
-    for done, (_, vectors) in enumerate(job.rows.vectors(), start=1):
-        moments = moments.add(vectors, job.layout)
+    found = job.executor.run(moments_of_part, job.rows.references(), (job.engine, job.layout))
+    for done, own in enumerate(found, start=1):
+        moments = moments + own
         job.part_done(done, len(job.rows.names))
     job.parts.write_arrays(
         "moments.npz",
@@ -34,6 +37,10 @@ def standardize(job: Job) -> tuple[dict[str, Any], str]:
     octaves = np.flatnonzero(moments.counts)
     summary = {"transform": "sqrt", "rows": moments.rows, "octaves": octaves.tolist()}
     return summary, f"square roots, centred in each of {len(octaves)} context octaves"
+
+
+def moments_of_part(engine: Engine, layout: Layout, vectors: VectorsOfPart) -> Moments:
+    return Moments.of(vectors.load(engine), layout)
 
 
 def pca_parameters(job: Job) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,12 @@ from capture_kernels.errors import StoreError
 from .. import runs
 from ..artifacts import (
     EMBEDDING,
-    FILES,
     MANIFEST,
     SCHEMA_VERSION,
     load_artifacts,
     write_parquet,
 )
-from ..checkpoint import file_facts, write_atomically, write_json
+from ..checkpoint import write_atomically, write_json
 from ..lineage import in_words
 from ..options import FREE_ON_RESUME, RULES
 from ..parent import REFERENCES, SHARES, references_table, shares_table, was_served
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # Stages whose summary has a place of its own in the manifest.
 TOLD_ELSEWHERE = {"extract", "lineage", "quality", "publish"}
 REPORT = "report.html"
-WRITTEN = (*FILES, REFERENCES, SHARES, REPORT)
 
 
 def parameters(job: Job) -> dict[str, Any]:
@@ -46,17 +45,24 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     ids = job.stage_parts("lineage").read_arrays("ids.npz")["ids"]
     # Noise is label -1, which picks the last element.
     lookup = np.append(ids, np.int32(-1))
-    clusters = clusters_table(job, ids)
     embedding = pa.RecordBatchReader.from_batches(EMBEDDING, embedding_batches(job, lookup))
-    write_parquet(job.folder / "embedding.parquet", embedding)
-    write_parquet(job.folder / "clusters.parquet", clusters)
-    write_parquet(job.folder / "landmarks.parquet", landmarks_table(job, lookup))
-    write_parquet(job.folder / "projection.parquet", projection_table(job))
-    hand_on(job, ids, lookup)
+    # Encoding needs no interpreter lock: meanwhile the clusters are described.
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write_parquet, job.folder / "embedding.parquet", embedding)
+        clusters = clusters_table(job, ids)
+        files = {"embedding.parquet": writing.result()}
+    tables = {
+        "clusters.parquet": clusters,
+        "landmarks.parquet": landmarks_table(job, lookup),
+        "projection.parquet": projection_table(job),
+        **handed_on(job, ids, lookup),
+    }
+    for name, table in tables.items():
+        files[name] = write_parquet(job.folder / name, table)
     manifest = build_manifest(job, clusters.to_pylist())
     page = report_html(manifest, clusters, job.folder / "embedding.parquet")
-    write_atomically(job.folder / REPORT, lambda file: file.write(page))
-    manifest["files"] = {name: file_facts(job.folder / name) for name in WRITTEN}
+    files[REPORT] = write_atomically(job.folder / REPORT, lambda file: file.write(page))
+    manifest["files"] = files
     for left in job.folder.glob(".*.tmp"):  # by a job that was killed while it wrote
         left.unlink()
     write_json(job.folder / MANIFEST, manifest)
@@ -78,15 +84,14 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     return {}, says
 
 
-def hand_on(job: Job, ids: NDArray[np.int32], lookup: NDArray[np.int32]) -> None:
-    """Write what the next run of this lineage is compared with."""
+def handed_on(job: Job, ids: NDArray[np.int32], lookup: NDArray[np.int32]) -> dict[str, pa.Table]:
+    """What the next run of this lineage is compared with, by the names of its files."""
     parts = job.stage_parts("lineage")
     kept = parts.read_arrays("references.npz")
     references = references_table(kept["vectors"], lookup[kept["label"]])
-    write_parquet(job.folder / REFERENCES, references)
     saved = parts.read_arrays("shares.npz")
     zones, clusters = (lineage.from_arrays(kind, saved) for kind in ("zones", "clusters"))
-    write_parquet(job.folder / SHARES, shares_table(zones, clusters, ids))
+    return {REFERENCES: references, SHARES: shares_table(zones, clusters, ids)}
 
 
 def lineage_told(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from capture_kernels.zones import ZONES
 
-from ..consistency import inconsistent
 from ..drift import drift
 from ..gate import Measures, judge
 from ..metrics import map_quality
@@ -37,9 +36,10 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     points = job.stage_parts("umap").read_arrays("map.npz")["points"]
     cluster = job.stage_parts("cluster")
     k = min(NEIGHBORS, (len(points) - 1) // 3)
-    found = map_quality(fit["projected"], points, k, SAMPLE_ROWS, job.options.seed)
+    found = map_quality(job.engine, fit["projected"], points, k, SAMPLE_ROWS, job.options.seed)
     held = cluster.read_arrays("agreement.npz")
     persistence = cluster.read_arrays("fit.npz")["persistence"]
+    inconsistent_rows = int(job.stage_parts("lineage").read_arrays("shares.npz")["inconsistent"])
     summary: dict[str, Any] = {
         "trustworthiness": round(found.trustworthiness, 6),
         "neighbor_recall": round(found.recall, 6),
@@ -51,7 +51,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         "classifier_noise_recognised": (
             float(held["noise_recognised"]) if held["noise_rows"] else None
         ),
-        "inconsistent_rows": inconsistent_share(job),
+        "inconsistent_rows": inconsistent_rows / job.rows.count,
         "drift": None,
         "recognised": None,
         "agreement": None,
@@ -66,15 +66,6 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
         says += f", agreement with {job.follows['parent']} {summary['agreement']:.2f}"
     says += "".join(f"; FAILED: {reason}" for reason in summary["gate"]["reasons"])
     return summary, says
-
-
-def inconsistent_share(job: Job) -> float:
-    """Share of all rows whose numbers contradict one another."""
-    wrong = 0
-    for _, vectors in job.rows.vectors():
-        wrong += int(np.count_nonzero(inconsistent(vectors, job.layout)))
-        job.stop_if_asked()
-    return wrong / job.rows.count
 
 
 def against_parent(job: Job) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..classifier import Codebook
+from ..engine import Engine
 from ..parent import Parent
+from ..rows import VectorsOfPart
 from .neighbors import fit_neighbors
 
 if TYPE_CHECKING:
@@ -60,18 +63,30 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
 
 def places_of_parent(job: Job, parent: Parent, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """Where the parent's map has the nearest landmarks of the fit rows: float32[n, 2]."""
-    places = np.empty((len(rows), 2), np.float32)
-    count = min(STARTING_LANDMARKS, len(parent.place))
-    done = 0
-    for offset, vectors in job.rows.vectors():
-        inside = rows[np.searchsorted(rows, offset) : np.searchsorted(rows, offset + len(vectors))]
-        projected = parent.codebook.projection(vectors[inside - offset], parent.codebook.layout)
-        near, distance = job.engine.neighbors(parent.codebook.points, projected, count)
-        weight = 1.0 / (distance + distance[:, :1] + 1e-6)
-        weight /= weight.sum(axis=1, keepdims=True)
-        places[done : done + len(inside)] = np.einsum("nk,nkc->nc", weight, parent.place[near])
-        done += len(inside)
-    return places
+    chunks = (
+        (job.rows.reference(index), own)
+        for index in range(len(job.rows.offsets))
+        if len(own := job.rows.among(index, rows))
+    )
+    shared = (job.engine, parent.codebook, parent.place)
+    return np.concatenate(list(job.executor.run(starting_places, chunks, shared)))
+
+
+def starting_places(
+    engine: Engine,
+    codebook: Codebook,
+    place: NDArray[np.float32],
+    chunk: tuple[VectorsOfPart, NDArray[np.int64]],
+) -> NDArray[np.float32]:
+    """Where rows of a part, by their numbers in it, start: float32[m, 2], between the places
+    float32[l, 2] of the landmarks nearest to each."""
+    part, rows = chunk
+    projected = codebook.projection(part.load(engine, rows), codebook.layout)
+    count = min(STARTING_LANDMARKS, len(place))
+    near, distance = engine.neighbors(codebook.points, engine.host(projected), count)
+    weight = 1.0 / (distance + distance[:, :1] + 1e-6)
+    weight /= weight.sum(axis=1, keepdims=True)
+    return np.einsum("nk,nkc->nc", weight, place[near]).astype(np.float32)
 
 
 def turned_onto(points: NDArray[np.float32], before: NDArray[np.float32]) -> NDArray[np.float32]:

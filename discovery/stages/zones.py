@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capture_kernels.zones import ZONES
-from pipeline.record import vectors as batch_vectors
+from capture_kernels.fingerprint import Layout
+from capture_kernels.zones import ZONES, Zoned, ZoneRules
 
+from ..engine import Engine
+from ..rows import VectorsOfPart
 from .extract import captured_at
 
 if TYPE_CHECKING:
@@ -39,13 +41,20 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     bins = last // (step * MICROS) - start + 1
     counts = np.zeros((len(ZONES), bins), np.int64)
     total = len(job.rows.offsets)
+    todo = [index for index in range(total) if not job.parts.has(zones_part(index))]
+    found = job.executor.run(
+        zones_of_part,
+        map(job.rows.reference, todo),
+        (job.engine, job.options.zone_rules, job.layout),
+    )
     for index in range(total):
-        batch = job.rows.batch(index)
-        if not job.parts.has(zones_part(index)):
-            zoned = job.options.zone_rules.classify(batch_vectors(batch), job.layout)
-            job.parts.write_arrays(zones_part(index), zone=zoned.zone, confidence=zoned.confidence)
-        zone = job.parts.read_arrays(zones_part(index))["zone"].astype(np.int64)
-        when = captured_at(batch) // (step * MICROS) - start
+        if index in todo:
+            zoned = next(found)
+            job.parts.write_arrays(zones_part(index), **zoned._asdict())
+        else:
+            zoned = Zoned(**job.parts.read_arrays(zones_part(index)))
+        zone = zoned.zone.astype(np.int64)
+        when = captured_at(job.rows.batch(index)) // (step * MICROS) - start
         cells = np.bincount(zone * bins + when, minlength=counts.size)
         counts += cells.reshape(counts.shape)
         job.part_done(index + 1, total)
@@ -58,6 +67,13 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     }
     says = ", ".join(f"{zone} {share:.0%}" for zone, share in summary.items() if share >= 0.005)
     return {"shares": summary, "over_time": over_time}, says
+
+
+def zones_of_part(
+    engine: Engine, rules: ZoneRules, layout: Layout, vectors: VectorsOfPart
+) -> Zoned:
+    found = rules.classify(vectors.load(engine), layout)
+    return Zoned(engine.host(found.zone), engine.host(found.confidence))
 
 
 def bin_seconds(first: int, last: int) -> int:

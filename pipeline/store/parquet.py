@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ from .parquet_parts import (
 from .sqlite_file import BUSY_TIMEOUT_S
 
 # Row groups read at once by a scan; Arrow reads without the interpreter lock.
-READERS = 2
+READERS = min(max(os.cpu_count() or 1, 2), 8)
 _EPOCH = date(1970, 1, 1)
 _FIRST_DAY, _LAST_DAY = (date.min - _EPOCH).days, (date.max - _EPOCH).days
 

@@ -38,6 +38,9 @@ _REQUESTS = np.dtype([("hash", "<u8"), ("low", "<i8"), ("high", "<i8")])
 # Few distinct values: a dictionary. Vectors and counters have none, and would only try.
 _WORD_COLUMNS = ["request_id", "session_id", "prompt_len", "layer", "model", "capture_id", "layout",
                  "phase"]  # fmt: skip
+# The value of each base-85 digit, by its ASCII code.
+_DIGITS = np.zeros(256, np.uint8)
+_DIGITS[list(base64.b85encode(np.arange(85, dtype=">u4").tobytes())[4::5])] = np.arange(85)
 _NUMBERS = count()  # of this process's temporary files
 
 Hashes = NDArray[np.uint64]
@@ -287,6 +290,16 @@ def damaged(path: Path, error: Exception) -> StoreError:
     )
 
 
+def _from_base85(text: str) -> bytes:
+    """What `base64.b85decode` gives, which takes 20 ms for the requests of a million rows."""
+    digits = _DIGITS[np.frombuffer(text.encode("ascii"), np.uint8)].astype(np.int64)
+    missing = -len(digits) % 5
+    padded = np.concatenate([digits, np.full(missing, 84)]).reshape(-1, 5)
+    words = padded @ 85 ** np.arange(4, -1, -1)
+    whole = words.astype(">u4").tobytes()
+    return whole[: len(whole) - missing]
+
+
 def _packed(summary: Summary) -> dict[str, Any]:
     return {
         "groups": [[*kind, *values] for kind, values in summary.groups.items()],
@@ -297,7 +310,7 @@ def _packed(summary: Summary) -> dict[str, Any]:
 
 def _unpacked(about: dict[str, Any]) -> Summary:
     requests, sessions = (
-        zlib.decompress(base64.b85decode(about[name])) for name in ("requests", "sessions")
+        zlib.decompress(_from_base85(about[name])) for name in ("requests", "sessions")
     )
     return Summary(
         {
