@@ -160,6 +160,16 @@ def test_a_finished_stage_says_what_it_was_told(tmp_path):
     assert stage.names(".npz") == ["a.npz", "b.npz"]
 
 
+def test_a_stage_that_was_stopped_in_between_holds_the_parts_of_both_times(tmp_path):
+    StageParts(tmp_path / "stage", "k").write_arrays("a.npz", x=np.arange(3))
+    stage = StageParts(tmp_path / "stage", "k")
+    stage.write_arrays("b.npz", x=np.arange(4))
+    stage.write_arrays("b.npz", x=np.arange(5))
+    stage.finish({}, "", 0.0)
+    saved = StageParts(tmp_path / "stage", "k").finished()
+    assert saved["parts"] == {name: file_facts(stage.path(name)) for name in ("a.npz", "b.npz")}
+
+
 @pytest.mark.parametrize("damage", ["one bit", "cut short", "missing", "longer"])
 def test_a_damaged_part_of_a_finished_stage_is_named(tmp_path, damage):
     stage = StageParts(tmp_path / "stage", "k")

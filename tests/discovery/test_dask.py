@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from shared import NOW
 
-OPTIONS = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--long-running"]
+OPTIONS = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--long-running", "--engine", "cpu"]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery.exemplars import Exemplars
+from discovery.exemplars import Exemplars, candidates
 
 
 def plainly(targets, points, label, requests, most) -> list[list[int]]:
@@ -42,7 +42,8 @@ def test_exemplars_are_the_nearest_rows_of_different_requests_however_they_are_c
         points = points.round()
     targets = rng.normal(size=(clusters, 3)).astype(np.float32)
     label = rng.integers(-1, clusters, rows).astype(np.int32)
-    requests = [f"request-{i}" for i in rng.integers(0, several, rows)]
+    request = rng.integers(0, several, rows).astype(np.int32)
+    requests = [f"request-{i}" for i in request]
     batch = pa.record_batch(
         {
             "request_id": pa.array(requests, pa.string()),
@@ -50,10 +51,16 @@ def test_exemplars_are_the_nearest_rows_of_different_requests_however_they_are_c
             "layer": pa.array(np.full(rows, -1), pa.int16()),
         }
     )
-    found = Exemplars(targets, most)
+    found = Exemplars(clusters, most)
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=4)))
+    # Workers that are ahead know the reach as it was some parts ago.
+    late = data.draw(st.integers(0, 2))
+    reaches = [found.reach.copy()] * (late + 1)
     for start, end in zip([0, *cuts], [*cuts, rows], strict=True):
-        found.add(points[start:end], label[start:end], batch.slice(start, end - start))
+        own = slice(start, end)
+        near = candidates(points[own], label[own], request[own], targets, reaches[-1 - late], most)
+        found.add(near, label[own], batch.slice(start, end - start))
+        reaches.append(found.reach.copy())
     for cluster, wanted in enumerate(plainly(targets, points, label, requests, most)):
         assert [key["position"] for key in found.of(cluster)] == wanted
         assert [key["request_id"] for key in found.of(cluster)] == [requests[i] for i in wanted]

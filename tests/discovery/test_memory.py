@@ -11,6 +11,8 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,17 +24,31 @@ from shared import NOW, REPO
 
 from capture_kernels.errors import OptionError
 from capture_kernels.zones import ZONES
-from discovery.memory import EXCEEDED, SCRATCH_MOST, MemoryWatch, plan_memory
+from discovery.cpu_engine import CpuEngine
+from discovery.memory import EXCEEDED, SCRATCH_MOST, MemoryPlan, MemoryWatch, plan_memory
 from discovery.options import DiscoverOptions
 from discovery.stages.zones import MICROS, MOST_BINS, bin_seconds
 
 RUN_ID = "2026-01-10T04-02-11"
 OPTIONS = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--batch-size", "256",
-           "--umap-sample-size", "700", "--seed", "7", "--max-per-request", "60"]  # fmt: skip
+           "--umap-sample-size", "700", "--seed", "7", "--max-per-request", "60",
+           "--engine", "cpu"]  # fmt: skip
+CPU = CpuEngine()
+
+
+def gpu_engine(gpus: int) -> Any:
+    """What a plan asks of an engine, as that of so many GPUs answers; there need be none here."""
+    return SimpleNamespace(
+        gpus=gpus, fit_rows=1_000_000, part_rows=1_048_576, at_rest_bytes=3_000_000_000
+    )
 
 
 def options(limit: float | None, **given) -> DiscoverOptions:
     return DiscoverOptions(db="", max_memory_gb=limit, **given)
+
+
+def plan(limit: float | None, rows: int, cores: int, engine: Any = CPU, **given) -> MemoryPlan:
+    return plan_memory(options(limit, **given).resolved(engine), engine, rows, cores)
 
 
 def published(folder: Path) -> dict[str, object]:
@@ -83,40 +99,57 @@ def test_a_limit_that_is_too_small_is_refused_and_the_one_it_names_is_enough(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("engine", [CPU, gpu_engine(4)], ids=["cpu", "gpus"])
 @pytest.mark.parametrize("rows", [1, 100_000, 5_000_000, 100_000_000])
 @pytest.mark.parametrize("sample", [100, 50_000, 200_000])
-def test_the_limit_that_a_refusal_names_is_the_least_in_steps_of_a_tenth(rows, sample):
-    given = {"umap_sample_size": sample, "long_running": True}
+def test_the_limit_that_a_refusal_names_is_the_least_in_steps_of_a_tenth(engine, rows, sample):
+    given = {"engine": engine, "umap_sample_size": sample, "long_running": True}
     with pytest.raises(OptionError, match="--max-memory-gb must be") as refused:
-        plan_memory(options(0.01, **given), rows, 4)
+        plan(0.01, rows, 4, **given)
     enough = float(str(refused.value).split("must be ")[1].split()[0])
-    plan_memory(options(enough, **given), rows, 4)
+    plan(enough, rows, 4, **given)
     with pytest.raises(OptionError):
-        plan_memory(options(enough - 0.1, **given), rows, 4)
+        plan(enough - 0.1, rows, 4, **given)
 
 
 def test_what_was_promised_fits():
     for rows, limit in ((500_000, 4.0), (5_000_000, 8.0), (100_000_000, 8.0)):
         for long_running in (False, True):
-            plan = plan_memory(options(limit, long_running=long_running), rows, 2)
-            assert plan.workers == (2 if long_running else 0)
+            workers = plan(limit, rows, 2, long_running=long_running).workers
+            assert workers == (2 if long_running else 0)
 
 
-def test_more_memory_never_means_fewer_workers_and_all_of_it_stays_within_the_limit():
+@pytest.mark.parametrize(
+    ("engine", "most", "limits"),
+    [(CPU, 16, np.arange(1.2, 12, 0.1)), (gpu_engine(8), 8, np.arange(12.0, 60, 0.5))],
+    ids=["cpu", "gpus"],
+)
+def test_more_memory_never_means_fewer_workers_and_all_of_it_stays_within_the_limit(
+    engine, most, limits
+):
     before = 0
-    for limit in np.arange(1.2, 12, 0.1):
-        plan = plan_memory(options(float(limit), long_running=True), 1_000_000, 16)
-        assert plan.workers >= before
-        assert plan.workers * (plan.worker_bytes or 0) + plan.scratch_bytes < limit * 1e9
-        before = plan.workers
-    assert before == 16
+    for limit in limits:
+        found = plan(float(limit), 1_000_000, 16, engine, long_running=True)
+        assert found.workers >= before
+        assert found.workers * (found.worker_bytes or 0) + found.scratch_bytes < limit * 1e9
+        before = found.workers
+    assert before == most
 
 
-def test_without_a_limit_a_cluster_of_ones_own_has_a_worker_for_each_core():
-    assert plan_memory(options(None, long_running=True), 10, 6) == (6, None, SCRATCH_MOST)
-    assert plan_memory(options(None), 10, 6).workers == 0
-    elsewhere = options(None, long_running=True, scheduler="tcp://127.0.0.1:1")
-    assert plan_memory(elsewhere, 10, 6).workers == 0
+def test_without_a_limit_a_cluster_of_ones_own_has_a_worker_for_each_core_or_gpu():
+    assert plan(None, 10, 6, long_running=True) == (6, None, SCRATCH_MOST, False)
+    assert plan(None, 10, 6, gpu_engine(2), long_running=True) == (2, None, SCRATCH_MOST, True)
+    for engine in (CPU, gpu_engine(2)):
+        assert plan(None, 10, 6, engine).workers == 0
+        elsewhere = {"long_running": True, "scheduler": "tcp://127.0.0.1:1"}
+        assert plan(None, 10, 6, engine, **elsewhere).workers == 0
+
+
+def test_a_worker_with_a_gpu_is_given_room_for_its_libraries():
+    for limit in range(12, 60):
+        found = plan(float(limit), 10_000_000, 64, gpu_engine(8), long_running=True)
+        assert found.workers == 0 or (found.worker_bytes or 0) > 2.5e9
+    assert found.workers == 8
 
 
 def test_a_limit_without_long_running_is_taken_and_with_a_scheduler_refused():
@@ -204,10 +237,10 @@ def test_memory_that_was_taken_between_two_looks_is_seen_all_the_same():
 OPTIMIST = textwrap.dedent(
     """
     import sys
-    import discovery.memory
+    import discovery.cpu_engine, discovery.memory
     from cli import app
 
-    discovery.memory.AT_REST /= 10
+    discovery.cpu_engine.CpuEngine.at_rest_bytes //= 10
     discovery.memory.SCRATCH_LEAST //= 10
     app(sys.argv[1:])
     """

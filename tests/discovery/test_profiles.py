@@ -77,6 +77,20 @@ def test_parts_add_up_to_the_whole_however_they_are_cut(rows, seed, cuts, layout
             np.testing.assert_allclose(everything(other)[name], value, atol=1e-7, err_msg=name)
 
 
+def test_profiles_of_parts_that_workers_made_join_to_those_of_the_whole():
+    columns = drawn(900, 4)
+    joined = Profiles(CLUSTERS, Layout.LOG16)
+    for begin, end in pairwise([0, 300, 300, 450, 900]):
+        joined.join(summed({name: column[begin:end] for name, column in columns.items()}))
+    in_turn = summed(columns, cuts=(300, 450))
+    for found, wanted in [
+        (joined.run(), in_turn.run()),
+        *((joined.cluster(i), in_turn.cluster(i)) for i in range(CLUSTERS)),
+    ]:
+        for name, value in everything(wanted).items():
+            np.testing.assert_array_equal(everything(found)[name], value, err_msg=name)
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("rows", [1, 57, 3_000])
 def test_a_profile_is_what_its_rows_are(rows, layout):

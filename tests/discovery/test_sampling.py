@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from capture_kernels.errors import RunError
+from discovery.classifier import nearest_landmark
 from discovery.sampling import (
     DRAW_ROWS,
     HASHED_BYTES,
@@ -64,6 +65,39 @@ def test_no_request_has_more_than_the_limit_whatever_the_order_of_the_rows(rows,
     for request in {row[0] for row in rows}:
         had = sum(row[0] == request for row in rows)
         assert sum(row[0] == request for row in kept) == (min(had, limit) if limit else had)
+
+
+def lowest_of_each(requests, rows, limit) -> np.ndarray:
+    """`within_request_limit`, as plain as can be; of equal hashes the first row counts as lower."""
+    keep = np.zeros(len(rows), bool)
+    for request in set(requests.tolist()):
+        own = np.flatnonzero(requests == request)
+        keep[own[np.argsort(rows[own], kind="stable")][:limit]] = True
+    return keep
+
+
+@given(data=st.data(), limit=st.integers(1, 12))
+@settings(deadline=None)
+def test_the_lowest_hashes_of_a_request_are_kept(data, limit):
+    count = data.draw(st.integers(1, 200))
+    # Hashes that differ in their last bits alone, or not at all, as well as good ones.
+    numbers = st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1))
+    hashes = arrays(np.uint64, count, elements=numbers)
+    requests, rows = data.draw(hashes), data.draw(hashes)
+    kept = within_request_limit(requests, rows, limit)
+    assert np.array_equal(kept, lowest_of_each(requests, rows, limit))
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("memory", [HASHED_BYTES, 10**6])
+def test_the_hashes_of_requests_are_read_back_in_the_order_of_the_rows(tmp_path, limit, memory):
+    requests = mix64(np.arange(100, dtype=np.uint64) // 9)
+    with RequestLimit(tmp_path / ".hashes", limit, 100, memory) as chosen:
+        for own in np.split(requests, [1, 40]):
+            chosen.add(own, mix64(own))
+            assert np.array_equal(chosen.requests(0, len(own)), requests[: len(own)])
+        for start, end in [(0, 100), (0, 0), (39, 41), (99, 100), (100, 100)]:
+            assert np.array_equal(chosen.requests(start, end), requests[start:end])
 
 
 @pytest.mark.parametrize("limit", [1, 7, 256])
@@ -143,8 +177,9 @@ def test_hashes_that_cannot_be_written_are_one_line(tmp_path):
 
 def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarray:
     """A stratified sample as the neighbors stage draws it."""
-    cells = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
-    return stratified_rows(cells.predict(points).astype(np.uint8), size, floor, seed)
+    centres = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
+    cell = nearest_landmark(points, centres).row.astype(np.uint8)
+    return stratified_rows(cell, size, floor, seed)
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from datetime import UTC, datetime, timedelta
@@ -11,11 +12,14 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store import Selection, open_store
 from pipeline.store.parquet_folder import FILES_LOCK, MARKER, STATE
+from pipeline.store.parquet_parts import _from_base85
 
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
 
@@ -230,3 +234,8 @@ def test_a_copy_without_its_locks_can_be_read(store, root, records):
 def test_a_run_id_that_is_no_file_name_is_refused(store):
     with pytest.raises(StoreError, match="cannot be a file name"):
         store.record_run({"run_id": "../../x", "created_at": "now"}, [])
+
+
+@given(content=st.binary(max_size=200))
+def test_what_base85_packed_is_unpacked(content):
+    assert _from_base85(base64.b85encode(content).decode()) == content

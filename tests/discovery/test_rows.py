@@ -1,0 +1,82 @@
+"""Parts of a run's rows, as workers get them, and the rows that stand for its clusters."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import planted, planted_batch
+from shared import START
+
+from discovery.checkpoint import StageParts
+from discovery.cpu_engine import CpuEngine
+from discovery.rows import ArraysOfPart, Rows
+from discovery.sampling import mix64
+from discovery.stages.lineage import REFERENCES_EACH, References
+
+COUNT, PART = 250, 100
+
+
+@pytest.mark.parametrize("shares_disk", [True, False])
+def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, shares_disk):
+    vectors = planted(COUNT, 0)[0]
+    parts = StageParts(tmp_path / "extract", "key")
+    for start in range(0, COUNT, PART):
+        batch = planted_batch(vectors[start : start + PART], START)
+        parts.write_batch(f"rows-{start // PART:05d}.arrow", batch)
+    parts.write_arrays("more.npz", label=np.arange(5))
+    rows = Rows(parts, COUNT, PART, shares_disk)
+    references = [pickle.dumps(part) for part in rows.references()]
+    more = pickle.dumps(ArraysOfPart.of(parts, "more.npz", shares_disk))
+    # A path is short; who has no disk to read it from is sent the rows.
+    assert all((len(sent) < 1_000) == shares_disk for sent in references)
+    if not shares_disk:
+        for path in parts.folder.glob("*.*"):
+            path.unlink()
+    found = [pickle.loads(sent).load(CpuEngine()) for sent in references]
+    assert [len(part) for part in found] == [100, 100, 50] == [rows.size(i) for i in range(3)]
+    assert np.array_equal(np.concatenate(found), vectors)
+    some = pickle.loads(references[1]).load(CpuEngine(), np.array([2, 99]))
+    assert np.array_equal(some, vectors[[102, 199]])
+    assert pickle.loads(more).load()["label"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_chosen_rows_are_found_in_their_parts(tmp_path):
+    rows = Rows(StageParts(tmp_path / "extract", "key"), COUNT, PART, True)
+    chosen = np.array([0, 99, 100, 249])
+    assert [rows.among(i, chosen).tolist() for i in range(3)] == [[0, 99], [0], [49]]
+    assert [np.flatnonzero(~rows.outside(i, chosen)).tolist() for i in range(3)] == [
+        [0, 99], [0], [49],
+    ]  # fmt: skip
+    assert len(rows.outside(2, chosen)) == 50
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3_000), min_size=1, max_size=4),
+    several=st.integers(1, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_references_of_a_cluster_are_its_rows_of_lowest_order(sizes, several, seed):
+    rng = np.random.default_rng(seed)
+    count = sum(sizes)
+    # From a cluster with nearly all rows to some with a few.
+    label = (rng.choice(several + 1, count, p=rng.dirichlet([0.5] * (several + 1))) - 1).astype(
+        np.int32
+    )
+    order = mix64(np.arange(count, dtype=np.uint64) + np.uint64(seed))
+    vectors = np.repeat(np.arange(count, dtype=np.float32)[:, None], 20, axis=1)
+    found = References(vectors[:0], label[:0], order[:0])
+    ends = np.cumsum(sizes)[:-1]
+    for part in np.split(np.arange(count), ends):
+        found = found.keep_lowest(vectors[part], label[part], order[part])
+    wanted = []
+    for cluster in range(several):
+        rows = np.flatnonzero(label == cluster)
+        wanted += rows[np.argsort(order[rows])][:REFERENCES_EACH].tolist()
+    assert found.vectors[:, 0].astype(int).tolist() == wanted
+    assert np.array_equal(found.label, label[wanted])
+    assert np.array_equal(found.order, order[wanted])
