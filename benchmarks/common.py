@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from capture_kernels.errors import AttnError
 from discovery.artifacts import Artifacts, load_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
@@ -26,7 +30,8 @@ from pipeline.store import Selection, open_store
 
 REPO = Path(__file__).resolve().parents[1]
 SAMPLE = REPO / "examples" / "sample" / "fingerprints.parquet"
-LIBRARIES = ("numpy", "scikit-learn", "umap-learn", "hdbscan", "pyarrow")
+LIBRARIES = ("numpy", "scikit-learn", "umap-learn", "hdbscan", "pyarrow", "numba", "fast-hdbscan")
+GPU_LIBRARIES = ("cuml-cu13", "cudf-cu13", "cuvs-cu13", "cupy-cuda13x", "dask-cuda")
 # A fixed clock, so that a run's name and window do not depend on the day of the benchmark.
 NOW = datetime(2026, 1, 10, 4, 2, 11, tzinfo=UTC)
 # The plain recipe. Of 20 numbers 16 are free (three are sums of others, the histogram sums to 1).
@@ -37,23 +42,50 @@ class WrongAnswerError(Exception):
     """A figure or an answer is not what it must be."""
 
 
+def exit_code(work: Callable[[], None]) -> int:
+    """Of a benchmark: 0, 1 where an answer is wrong, 2 where it cannot be done as asked."""
+    try:
+        work()
+    except WrongAnswerError as error:
+        print(f"wrong answer: {error}", file=sys.stderr)
+        return 1
+    except AttnError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def about(libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
-    """Date, versions and machine, to stand beside figures. No host names and no paths."""
+    """Date, versions and machine, to stand beside figures. No host names and no paths. Of the
+    libraries, and those of the GPU, the ones that are installed."""
     versions = {"python": platform.python_version()}
-    for library in libraries:
+    for library in (*libraries, *GPU_LIBRARIES):
         try:
             versions[library] = version(library)
         except PackageNotFoundError:
             continue
+    machine: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+    }
+    if found := gpus():
+        machine["gpus"] = found
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions,
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        },
+        "machine": machine,
     }
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each GPU, as the driver's own tool says; none where it is not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False)
+    return said.stdout.splitlines() if said.returncode == 0 else []
 
 
 def cpu_model() -> str:
@@ -103,9 +135,9 @@ class Run(NamedTuple):
     seconds: float
 
 
-def run_job(db: Path, output: Path, seed: int) -> Run:
-    """The job as `attn discover --hours 0 --seed SEED` runs it."""
-    options = DiscoverOptions(db=str(db), output=str(output), hours=0, seed=seed)
+def run_job(db: Path, output: Path, seed: int, engine: str = "auto") -> Run:
+    """The job as `attn discover --hours 0 --seed SEED --engine ENGINE` runs it."""
+    options = DiscoverOptions(db=str(db), output=str(output), hours=0, seed=seed, engine=engine)
     began = time.perf_counter()
     run_id = discover(options, now=NOW)["run_id"]
     seconds = time.perf_counter() - began

@@ -119,7 +119,7 @@ def trustworthiness_of_all(data: Planted, run: common.Run) -> float:
     codebook = Classifier(run.artifacts).codebook
     space = codebook.projection(data.vectors, codebook.layout)
     return map_quality(
-        space, points, quality_stage.NEIGHBORS, quality_stage.SAMPLE_ROWS, FIRST_SEED
+        CpuEngine(), space, points, quality_stage.NEIGHBORS, quality_stage.SAMPLE_ROWS, FIRST_SEED
     ).trustworthiness
 
 
@@ -136,8 +136,9 @@ def measure_peer(data: Planted) -> dict[str, Any]:
     """The plain recipe's figures."""
     plain = common.plain_recipe(data.vectors, FIRST_SEED)
     quality = map_quality(
-        plain.space, plain.points, quality_stage.NEIGHBORS, quality_stage.SAMPLE_ROWS, FIRST_SEED
-    )
+        CpuEngine(), plain.space, plain.points, quality_stage.NEIGHBORS,
+        quality_stage.SAMPLE_ROWS, FIRST_SEED,
+    )  # fmt: skip
     return {
         "rows": len(data.truth),
         **agreement(data.truth, plain.labels),

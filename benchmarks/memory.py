@@ -9,8 +9,8 @@ its children is added up: pages that processes share count in each of them, as t
 promise. Where the system tells it, the proportional share (PSS), in which they count once, is
 looked at every half second. Stages are told apart by the times in the run's progress.jsonl.
 
-The rows are made in chunks of a seed each and kept in --folder, so that the next run finds them.
-The truth is made again for the chunks that the answer is checked on, 100,000 rows or all. Exits 1
+The rows are made by benchmarks/large.py and kept in --folder, so that the next run finds them. The
+truth is made again for the chunks that the answer is checked on, 100,000 rows or all. Exits 1
 where the peak is above the limit, or the adjusted Rand index with the truth is below 0.9.
 
 The peer is what one would write first: all rows of the store in one Arrow table, its vectors in one
@@ -24,27 +24,19 @@ import json
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
-import pyarrow.parquet as pq
-from sklearn.metrics import adjusted_rand_score
 
 # The repository is no installed package; and `discovery` must be the package, not a benchmark.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import REPO, WrongAnswerError
-from discovery.artifacts import load_artifacts
-from pipeline.store import open_store
-from tests.planted import planted, planted_batch
+from benchmarks.large import agreement, planted_store
 
-CHUNK_ROWS, ROWS_PER_REQUEST = 50_000, 100
-# Every chunk is the seed of its own rows, and begins so many hours before the end.
-FIRST_SEED, SPREAD_HOURS = 1_000, 20.0
 CHECKED_ROWS = 100_000
 LEAST_ARI = 0.9
 LOOK_EVERY, SHARES_EVERY = 0.05, 10
@@ -61,34 +53,6 @@ with open_store(sys.argv[1], read_only=True) as store:
     table = pa.Table.from_batches(list(store.scan(columns=columns)))
 PCA(16, random_state=0).fit_transform(StandardScaler().fit_transform(vectors(table)))
 """
-
-
-def planted_store(folder: Path, kind: str, rows: int) -> Path:
-    """A store of so many planted rows, made where it is not there yet."""
-    path = folder / (f"planted-{rows}" + (".db" if kind == "sqlite" else ""))
-    whole = folder / f"{path.name}.made"
-    if whole.exists():
-        return path
-    if path.exists():
-        raise WrongAnswerError(f"{path} was not finished: delete it")
-    folder.mkdir(parents=True, exist_ok=True)
-    chunks = -(-rows // CHUNK_ROWS)
-    began = time.perf_counter()
-    with open_store(path, create=True) as store:
-        for chunk in range(chunks):
-            vectors, _ = chunk_rows(chunk, rows)
-            start = common.NOW - timedelta(hours=SPREAD_HOURS * (1 - chunk / chunks))
-            store.append(
-                planted_batch(vectors, start, f"c{chunk:05d}", rows_per_request=ROWS_PER_REQUEST)
-            )
-    whole.touch()
-    print(f"{path}: {rows:,} rows made in {time.perf_counter() - began:.0f} s", flush=True)
-    return path
-
-
-def chunk_rows(chunk: int, rows: int) -> tuple[Any, Any]:
-    """Vectors and true behaviours of one chunk of a store of `rows`."""
-    return planted(min(CHUNK_ROWS, rows - chunk * CHUNK_ROWS), FIRST_SEED + chunk)
 
 
 class Look(NamedTuple):
@@ -169,35 +133,6 @@ def by_stage(watched: Watched, progress: Path) -> dict[str, float]:
     return peaks
 
 
-def agreement(folder: Path, rows: int) -> dict[str, float | int]:
-    """ARI of a run's clusters with the truth, on chunks that are spread over the window."""
-    chunks = -(-rows // CHUNK_ROWS)
-    wanted = min(chunks, -(-CHECKED_ROWS // CHUNK_ROWS))
-    truth: dict[int, Any] = {}
-    for number in range(wanted):
-        chunk = number * chunks // wanted
-        truth[chunk] = chunk_rows(chunk, rows)[1]
-    found = {chunk: np.full(len(own), -2, np.int32) for chunk, own in truth.items()}
-    total = 0
-    with pq.ParquetFile(load_artifacts(folder).folder / "embedding.parquet") as file:
-        for batch in file.iter_batches(columns=["request_id", "position", "cluster_id"]):
-            total += batch.num_rows
-            words = batch.column("request_id").dictionary_encode()
-            names = words.dictionary.to_pylist()
-            code = words.indices.to_numpy()
-            chunk = np.array([int(name[1:6]) for name in names])[code]
-            request = np.array([int(name[7:]) for name in names])[code]
-            place = request * ROWS_PER_REQUEST + batch.column("position").to_numpy()
-            cluster = batch.column("cluster_id").to_numpy()
-            for one in set(np.unique(chunk).tolist()) & set(found):
-                found[one][place[chunk == one]] = cluster[chunk == one]
-    answers = np.concatenate(list(found.values()))
-    if total != rows or (answers < -1).any():
-        raise WrongAnswerError(f"embedding.parquet has {total:,} of {rows:,} rows, or others")
-    ari = adjusted_rand_score(np.concatenate(list(truth.values())), answers)
-    return {"rows": len(answers), "ari": float(ari)}
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     db = planted_store(options.folder, options.store, options.rows)
     output = options.folder / "runs"
@@ -218,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peak_gb_by_stage": by_stage(watched, folder / "progress.jsonl"),
         "told_gb": told_peak(folder / "progress.jsonl"),
         "seconds": watched.seconds,
-        "answer": agreement(folder, options.rows),
+        "answer": agreement(folder, options.rows, CHECKED_ROWS),
     }
     if not options.no_peer:
         peer = watch([sys.executable, "-c", PEER, str(db)], options.folder / "peer.log")

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from discovery.rapids import why_not
 
 HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
@@ -38,6 +39,12 @@ ON_GPU = {
     "capture": ["capture", "--device", "cuda", "--size", "small", "--dtype", "float32"],
     "capture-8b": ["capture", "--device", "cuda", "--size", "8b", "--dtype", "bfloat16"],
 }
+# At sizes for one GPU; rows are kept as those of memory are.
+ON_GPU["discovery"] = ["gpu_discovery", "--folder", "build/benchmarks"]
+ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2"]
+ON_GPU["discovery"] += ["--peers", "--sampling", "--sample"]
+ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
+ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
 LIBRARIES = (*common.LIBRARIES, "dask", "tokenizers", "torch", "triton", "transformers")
@@ -51,6 +58,18 @@ def gpu_memory_gib() -> float:
     except ImportError:
         return 0.0
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def cannot_run(name: str) -> str | None:
+    """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
+    if not name.startswith("capture"):
+        return why_not()
+    free = gpu_memory_gib()
+    if not free:
+        return "torch sees no GPU"
+    if name == "capture-8b" and free < MEMORY_8B_GIB:
+        return f"{free:.0f} GiB are free and it takes {MEMORY_8B_GIB}"
+    return None
 
 
 def run(arguments: list[str], path: Path) -> bool:
@@ -185,6 +204,57 @@ def of_classifier(found: dict[str, Any]) -> Iterator[Figure]:
     yield "agreement with held-out rows", f"{found['agreement']:.1%}"
 
 
+def of_gpu_discovery(found: dict[str, Any]) -> Iterator[Figure]:
+    for size in found["sizes"].values():
+        job, rows = size["job"], f"{size['rows']:,} rows"
+        yield (
+            f"{rows}, folder to verified artifacts",
+            f"{job['seconds']:.1f} s, {job['microseconds_a_row']:.1f} us a row, "
+            f"{job['fit_rows']:,} fitted, ARI {job['answer']['ari']:.3f}, trustworthiness "
+            f"{job['trustworthiness']:.3f}, {job['peak_host_gb']:.1f} GB of the host",
+        )
+        if "floors" in size:
+            floors = sum(floor["seconds"] for floor in size["floors"].values())
+            yield f"{rows}, floors of all stages", f"{floors:.1f} s"
+        for name in ("sampled_to_250k", "cuml", "cpu", "cpu_all"):
+            if peer := size.get(name):
+                yield (
+                    f"{rows}, {name.replace('_', ' ')}",
+                    f"{peer['seconds']:.1f} s ({peer['seconds'] / job['seconds']:.1f}x the time), "
+                    f"ARI {peer['answer']['ari']:.3f}, trustworthiness "
+                    f"{peer['trustworthiness']:.3f}",
+                )
+    if sample := found.get("sample"):
+        between, seeds = sample["ari_between_engines"], sample["ari_between_cpu_seeds"]
+        yield (
+            "the sample: ARI between the engines (two CPU seeds)",
+            f"{sum(between) / len(between):.3f} ({sum(seeds) / len(seeds):.3f})",
+        )
+
+
+def of_gpu_clustering(found: dict[str, Any]) -> Iterator[Figure]:
+    for case in found["cases"]:
+        own = case["ways"]["engine"]["seconds"]
+        peers = (
+            f"{name} {way['seconds']:.2f} s ({way['seconds'] / own:.1f}x, ARI "
+            f"{way['ari_with_engine']:.4f})"
+            for name, way in case["ways"].items()
+            if name != "engine"
+        )
+        yield (
+            f"{case['map']}, {case['rows']:,} points, clusters of {case['min_cluster_size']:,}",
+            "; ".join([f"{own:.2f} s", *peers]),
+        )
+
+
+def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, run in found["runs"].items():
+        seconds = run.get("resumed_seconds", run.get("seconds"))
+        told = "" if "ari" not in run else f", ARI {run['ari']:.4f} with the run left alone"
+        told += ", the same files" if run.get("same_files") else ""
+        yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "store": of_store,
     "capture": of_capture,
@@ -195,6 +265,9 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "nights": of_nights,
     "interruptions": of_interruptions,
     "memory": of_memory,
+    "gpu_discovery": of_gpu_discovery,
+    "gpu_clustering": of_gpu_clustering,
+    "gpu_kills": of_gpu_kills,
 }
 
 
@@ -203,11 +276,13 @@ def figures_table(folder: Path) -> str:
     lines = ["# Figures", "", "Written by `python benchmarks/run.py --out DIR`."]
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        source = path.stem.removesuffix("-gpu").partition("-")[0]
-        if source not in FIGURES or "command" not in found:
+        # By its script: a benchmark may have several files, and a namesake on the GPU.
+        script = Path(found["command"].split()[1]).stem if "command" in found else ""
+        if script not in FIGURES:
             continue
         machine = found["machine"]
         device = found.get("about", {}).get("device", "") if path.stem.endswith("-gpu") else ""
+        device = "; ".join(machine.get("gpus", [])) or device
         lines += [
             "",
             f"## {path.stem}{'' if found['passed'] else ' (failed)'}",
@@ -217,7 +292,7 @@ def figures_table(folder: Path) -> str:
             "",
             "| figure | value |",
             "|---|---|",
-            *(f"| {name} | {value} |" for name, value in FIGURES[source](found)),
+            *(f"| {name} | {value} |" for name, value in FIGURES[script](found)),
         ]
     return "\n".join(lines) + "\n"
 
@@ -233,12 +308,12 @@ def main() -> int:
     if unknown := sorted(set(names) - set(chosen)):
         parser.error(f"unknown benchmark {unknown[0]!r}: use {', '.join(chosen)}")
     if options.gpu:
-        free = gpu_memory_gib()
-        if not free:
-            parser.error("--gpu needs a GPU that torch can use")
-        if "capture-8b" in names and free < MEMORY_8B_GIB:
-            print(f"capture-8b: left out, {free:.0f} GiB are free and it takes {MEMORY_8B_GIB}")
-            names.remove("capture-8b")
+        reasons = {name: reason for name in names if (reason := cannot_run(name))}
+        for name, reason in reasons.items():
+            print(f"{name}: left out, {reason}")
+        names = [name for name in names if name not in reasons]
+        if not names:
+            parser.error("--gpu needs a GPU, and the libraries of what is to run")
     options.out.mkdir(parents=True, exist_ok=True)
     ending = "-gpu.json" if options.gpu else ".json"
     good = [run(chosen[name], options.out / f"{name}{ending}") for name in names]
