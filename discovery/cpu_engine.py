@@ -140,15 +140,17 @@ class EpochCounter(io.TextIOBase):
 
     def __init__(self, epochs: int, on_epoch: Callable[[int, int], None]) -> None:
         self._epochs, self._on_epoch = epochs, on_epoch
-        self._failed = False
+        self._told, self._failed = -1, False
         self.tqdm_options = {"file": self, "disable": False, "bar_format": "{n}", "desc": "",
                              # Without it tqdm's monitor, a thread, may come and print instead.
                              "miniters": 1}  # fmt: skip
 
     def write(self, text: str) -> int:
         done = text.strip()
-        # The bar prints once more as it closes, which an exception must not meet again.
-        if done.isdigit() and not self._failed:
+        # The bar prints once more as it closes: its last epoch may have been told, and an exception
+        # must not be met again.
+        if done.isdigit() and int(done) > self._told and not self._failed:
+            self._told = int(done)
             try:
                 self._on_epoch(int(done), self._epochs)
             except BaseException:
