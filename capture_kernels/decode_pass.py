@@ -1,0 +1,280 @@
+"""One pass over the keys of a decode step: what `statistics` and `fused_decode` launch.
+
+Mathematics, for one row and query head, with the distance d of key j = t - d:
+
+    x_d = scale * descale * (q . k_d);    x_d := cap * tanh(x_d / cap) where logits are capped;
+    m = max x_d;    e_d = exp(x_d - m);    L = sum e_d;    S = sum e_d (x_d - m)
+
+over stretches of blocks (`schedule`), with L and S over the visible keys only. Stretches are merged
+as in flash decoding; then logsumexp = m + ln L and entropy = ln L - S / L. All histograms and bands
+are sums of e over ranges of distances, 28 of them, that is a product of e with a matrix of zeros
+and ones, on the tensor cores. e is given to it as the sum of two bfloat16, good to 17 bits, so
+masses are good to 1e-5. With values the same pass is an ordinary attention: o = sum e_d v_d.
+
+m is taken over all keys that are read, so a mass below 2**-126 of the largest is lost.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of range masses, and what else is in a row of statistics.
+COLUMNS = 32
+PLACES, NEAR, MIDDLE, SINKS, MASKED = 16, 24, 25, 26, 27
+# What stands after the columns in a partial result.
+MAXIMUM, SUM, WEIGHTED = 32, 33, 34
+PARTIAL = 36
+# Keys of one product of matrices.
+TILE = 64
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Below every logit, but finite: 0 * (LOWEST - m) is 0.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def column_ranges(visible, real, seen, count):
+    """The range of distances [first, after) of each column: two int32[32].
+
+    0..15 log2 bins; 16..23 relative places, oldest first; 24 d < 10; 25 10 <= d < 100; 26 sink
+    tokens; 27 keys that are read but not real; the rest are empty.
+    """
+    c = tl.arange(0, 32)
+    first = tl.where(c == 0, 0, 1 << tl.minimum(c, 15))
+    after = tl.where(c < 15, 2 << tl.minimum(c, 14), visible)
+    # The first rank of place b is the least r with (2r + 1) * 8 >= 2 * count * b.
+    b = tl.minimum(tl.maximum(c - 16, 0), 7)
+    is_place = (c >= 16) & (c < 24)
+    first = tl.where(is_place, count - (count * (b + 1) + 3) // 8, first)
+    after = tl.where(is_place, count - (count * b + 3) // 8, after)
+    first = tl.where(c == 24, 0, tl.where(c == 25, 10, first))
+    after = tl.where(c == 24, 10, tl.where(c == 25, 100, after))
+    after = tl.minimum(after, visible)
+    first = tl.where(c == 26, visible, tl.where(c == 27, real, first))
+    after = tl.where(c == 26, real, tl.where(c == 27, seen, after))
+    after = tl.where(c > 27, 0, after)
+    return first, after
+
+
+@triton.jit
+def tile_logits(q, k, factor, soft_cap, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr):
+    """Logits in units of ln 2: float32[heads, keys], of q [heads, D] and k [D, keys]."""
+    if UPCAST:
+        y = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+    else:
+        y = tl.dot(q, k.to(q.dtype))
+    y *= factor
+    if SOFT_CAP:
+        # cap * tanh(x / cap), from exp2 alone; both ends are reached without overflow.
+        y = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 / soft_cap))))
+        y *= LOG2_E
+    return y
+
+
+@triton.jit
+def add_products(sums, inside, masses, UPCAST: tl.constexpr):
+    """masses float32[heads, 32] + sums float32[heads, keys] @ inside bool[keys, 32]."""
+    if UPCAST:
+        ones = tl.where(inside, 1.0, 0.0)
+        return masses + tl.dot(sums, ones, input_precision="ieee")
+    ones = tl.where(inside, 1.0, 0.0).to(tl.bfloat16)
+    high = sums.to(tl.bfloat16)
+    low = (sums - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(low, ones, tl.dot(high, ones, masses))
+
+
+@triton.jit
+def next_due(tile, first, after, TILE_KEYS: tl.constexpr):
+    """The first tile, from `tile` on, after which sums must be told to their ranges: the one whose
+    range ends in it or with it, or whose successor holds the end of a range.
+
+    So all tiles since the last telling lie wholly in the same ranges, or there is but one.
+    """
+    edge = tile * TILE_KEYS
+    first_edge = tl.min(tl.where(first > edge, first, 2147483647), 0)
+    after_edge = tl.min(tl.where(after > edge, after, 2147483647), 0)
+    return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE_KEYS - 1)
+
+
+@triton.jit
+def decode_pass(
+    query,
+    keys,
+    values,
+    slots,
+    base,
+    rows,
+    block_ptr,
+    head_table,
+    descale,
+    partial,
+    partial_values,
+    logits,
+    maxima,
+    factor,
+    soft_cap,
+    stride_qr,
+    stride_qh,
+    stride_kh,
+    stride_vh,
+    count_rows,
+    logit_blocks,
+    max_blocks,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    LOGITS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    total = tl.load(block_ptr + count_rows)
+    block = total * program // programs
+    end = total * (program + 1) // programs
+    if block >= end:
+        return
+
+    group = head_table + tl.program_id(0) * (BLOCK_H + 2)
+    key_head, first_head = tl.load(group), tl.load(group + 1)
+    lane_h = tl.arange(0, BLOCK_H)
+    head = tl.load(group + 2 + lane_h)
+    chosen = head >= 0
+    out_head = first_head + lane_h
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, 32)
+    lane = tl.arange(0, TILE_KEYS)
+    if DESCALE:
+        factor *= tl.load(descale + key_head)
+    keys += key_head.to(tl.int64) * stride_kh
+    if VALUE_DIM:
+        value_dims = tl.arange(0, BLOCK_V)
+        values += key_head.to(tl.int64) * stride_vh
+
+    row_lane = tl.arange(0, ROWS)
+    row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
+    while block < end:
+        row = tl.sum((row_ends <= block).to(tl.int32), 0)
+        row_block = tl.load(block_ptr + row)
+        stop = tl.minimum(end, tl.load(block_ptr + row + 1))
+        position = tl.load(rows + row)
+        seen = tl.load(rows + count_rows + row)
+        real = tl.load(rows + 2 * count_rows + row)
+        visible = tl.load(rows + 3 * count_rows + row)
+        newest = slots + tl.load(base + row) + position
+        first, after = column_ranges(visible, real, seen, tl.load(rows + 4 * count_rows + row))
+        q = tl.load(
+            query + row.to(tl.int64) * stride_qr + head[:, None] * stride_qh + dims[None, :],
+            mask=chosen[:, None] & (dims[None, :] < HEAD_DIM),
+            other=0.0,
+        )
+        m = tl.full([BLOCK_H], LOWEST, tl.float32)
+        masses = tl.zeros([BLOCK_H, 32], tl.float32)
+        sums = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+        weighted = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+        total_l = tl.zeros([BLOCK_H], tl.float32)
+        total_s = tl.zeros([BLOCK_H], tl.float32)
+        m_told = m
+        last = (stop - row_block) * TILES - 1
+        due = next_due((block - row_block) * TILES, first, after, TILE_KEYS)
+        block_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        if VALUE_DIM:
+            o = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+
+        for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
+            distance = tile * TILE_KEYS + lane
+            read = distance < seen
+            # Past the row's last key that key is read again: a mask would cost more.
+            slot = tl.load(newest - tl.minimum(distance, seen - 1)).to(tl.int64)
+            k_at = keys + slot[None, :] * STRIDE_KS + dims[:, None]
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(k_at)
+            else:
+                k = tl.load(k_at, mask=dims[:, None] < HEAD_DIM, other=0.0)
+            y = tile_logits(q, k, factor, soft_cap, SOFT_CAP, UPCAST)
+            y = tl.where(read[None, :], y, float("-inf"))
+            tile_max = tl.max(y, 1)
+            m_new = tl.maximum(m, tile_max)
+            alpha = tl.exp2(m - m_new)
+            shifted = y - m_new[:, None]
+            e = tl.exp2(shifted)
+
+            if STATISTICS:
+                shifted = tl.maximum(shifted, LOWEST)
+                weighted = (weighted + sums * (m - m_new)[:, None]) * alpha[:, None] + e * shifted
+                sums = sums * alpha[:, None] + e
+                if (tile >= due) | (tile == last):
+                    inside = (distance[:, None] >= first[None, :]) & (
+                        distance[:, None] < after[None, :]
+                    )
+                    counted = (distance < visible)[None, :]
+                    rest = tl.exp2(m_told - m_new)
+                    total_s = (total_s + total_l * (m_told - m_new)) * rest
+                    total_s += tl.sum(tl.where(counted, weighted, 0.0), 1)
+                    total_l = total_l * rest + tl.sum(tl.where(counted, sums, 0.0), 1)
+                    masses = add_products(sums, inside, masses * rest[:, None], UPCAST)
+                    m_told = m_new
+                    sums = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+                    weighted = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+                    due = next_due(tile + 1, first, after, TILE_KEYS)
+            else:
+                sums = sums * alpha[:, None] + e
+
+            if MAXIMA:
+                if VALUE_DIM:
+                    y = tl.where((distance < real)[None, :], y, float("-inf"))
+                    tile_max = tl.max(y, 1)
+                this = row_block + tile // TILES
+                if LOGITS:
+                    place = (this.to(tl.int64) * HEADS + out_head[:, None]) * (TILE_KEYS * TILES)
+                    place += (tile % TILES) * TILE_KEYS + lane[None, :]
+                    tl.store(logits + place, y * LN_2, mask=chosen[:, None] & (this < logit_blocks))
+                fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
+                block_max = tl.maximum(fresh, tile_max * LN_2)
+                tl.store(
+                    maxima + out_head.to(tl.int64) * max_blocks + this,
+                    block_max,
+                    mask=chosen & (tile % TILES == TILES - 1) & (this < max_blocks),
+                )
+
+            if VALUE_DIM:
+                v_at = values + slot[:, None] * STRIDE_VS + value_dims[None, :]
+                if VALUE_DIM == BLOCK_V:
+                    v = tl.load(v_at)
+                else:
+                    v = tl.load(v_at, mask=value_dims[None, :] < VALUE_DIM, other=0.0)
+                o *= alpha[:, None]
+                if UPCAST:
+                    o += tl.dot(e, v.to(tl.float32), input_precision="ieee")
+                else:
+                    o = tl.dot(e.to(q.dtype), v.to(q.dtype), o)
+            m = m_new
+
+        # Each stretch has a number of its own: from one to the next, the row or the program grows.
+        place = ((program + row).to(tl.int64) * HEADS + out_head) * 36
+        tl.store(partial + place + 32, m, mask=chosen)
+        if STATISTICS:
+            tl.store(partial + place + 33, total_l, mask=chosen)
+            tl.store(partial + place + 34, total_s, mask=chosen)
+            tl.store(partial + place[:, None] + columns[None, :], masses, mask=chosen[:, None])
+        else:
+            tl.store(partial + place + 33, tl.sum(sums, 1), mask=chosen)
+        if VALUE_DIM:
+            place = ((program + row).to(tl.int64) * HEADS + out_head) * VALUE_DIM
+            tl.store(
+                partial_values + place[:, None] + value_dims[None, :],
+                o,
+                mask=chosen[:, None] & (value_dims[None, :] < VALUE_DIM),
+            )
+        block = stop

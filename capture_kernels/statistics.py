@@ -1,0 +1,445 @@
+"""Exact statistics of attention beside an unmodified engine: one more pass over the keys.
+
+Mathematics: `decode_pass`. Here its stretches are merged,
+
+    m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m),
+
+and each row and query head gets its numbers (`HeadStatistics`), each row the mean of its heads'.
+
+Tensors (R rows, H chosen query heads in ascending order):
+    partial   float32[programs + R, H, 36]  range masses, m, L and S of each stretch
+    per_head  float32[R, H, 32]             0..15 log2 bins; 16..23 relative places; 24 mass at
+                                            d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy;
+                                            28 whether a key is visible, 1 or 0; 29 logsumexp
+    mean      float32[R, 32]                means over the heads of columns 0..27, and column 28
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode_pass import COLUMNS, LN_2, LOG2_E, LOWEST, PARTIAL, TILE, decode_pass
+from .errors import OptionError
+from .fingerprint import Visibility
+from .schedule import PageTable, Schedule
+
+ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
+# A product of matrices wants 16 query heads or more; of more than 32, accumulators fill registers.
+LEAST_GROUP, LARGEST_GROUP = 16, 32
+# Keys whose maxima a row keeps for the top-k, at most; longer rows have larger blocks.
+BLOCKS_A_ROW = 4096
+QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
+FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+FLOAT32 = {torch.float32}
+
+
+@triton.jit
+def _merge_statistics(
+    partial,
+    rows,
+    block_ptr,
+    sinks,
+    per_head,
+    mean,
+    count_rows,
+    programs,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    c = tl.arange(0, 32)
+    if begin == end:
+        nothing = tl.where(c == 29, float("-inf"), tl.zeros([32], tl.float32))
+        for h in range(HEADS):
+            tl.store(per_head + (row.to(tl.int64) * HEADS + h) * 32 + c, nothing)
+        tl.store(mean + row * 32 + c, tl.where(c == 29, 0.0, nothing))
+        return
+    total = tl.load(block_ptr + count_rows)
+    count = tl.load(rows + 4 * count_rows + row)
+    log_count = tl.log(tl.maximum(count, 2).to(tl.float32))
+    # The programs that hold the row's first block and its last.
+    first = ((begin + 1) * programs - 1) // total
+    last = (end * programs - 1) // total
+    means = tl.zeros([32], tl.float32)
+    all_valid = count > 0
+
+    for h in range(0, HEADS, BLOCK_H):
+        head = h + tl.arange(0, BLOCK_H)
+        is_head = head < HEADS
+        m = tl.full([BLOCK_H], LOWEST, tl.float32)
+        total_e = tl.zeros([BLOCK_H], tl.float32)
+        weighted = tl.zeros([BLOCK_H], tl.float32)
+        masses = tl.zeros([BLOCK_H, 32], tl.float32)
+        for p in range(first, last + 1, PARTS):
+            program = p + tl.arange(0, PARTS)
+            # A program may lie between and have had nothing to do.
+            starts = tl.maximum(total * program // programs, begin)
+            stops = tl.minimum(total * (program + 1) // programs, end)
+            there = ((program <= last) & (starts < stops))[:, None] & is_head[None, :]
+            place = ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * 36
+            m_i = tl.load(partial + place + 32, mask=there, other=LOWEST)
+            l_i = tl.load(partial + place + 33, mask=there, other=0.0)
+            s_i = tl.load(partial + place + 34, mask=there, other=0.0)
+            masses_i = tl.load(
+                partial + place[:, :, None] + c[None, None, :], mask=there[:, :, None], other=0.0
+            )
+            m_new = tl.maximum(m, tl.max(m_i, 0))
+            old = tl.exp2(m - m_new)
+            new = tl.exp2(m_i - m_new[None, :])
+            moved = s_i + l_i * (m_i - m_new[None, :])
+            weighted = (weighted + total_e * (m - m_new)) * old + tl.sum(moved * new, 0)
+            total_e = total_e * old + tl.sum(l_i * new, 0)
+            masses = masses * old[:, None] + tl.sum(masses_i * new[:, :, None], 0)
+            m = m_new
+
+        sink = tl.sum(tl.where((c == 26)[None, :], masses, 0.0), 1)
+        binned = tl.sum(tl.where((c < 16)[None, :], masses, 0.0), 1)
+        logsumexp = (m + tl.log2(total_e + sink)) * LN_2
+        if HAS_SINKS:
+            learned = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+            larger = tl.maximum(logsumexp, learned)
+            smaller = tl.minimum(logsumexp, learned)
+            with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
+            logsumexp = tl.where(total_e + sink > 0, with_learned, logsumexp)
+        valid = (total_e > 0) & (count > 0)
+        some = tl.where(valid, total_e, 1.0)
+        entropy = (tl.log2(some) - weighted / some) * LN_2 / log_count
+        entropy = tl.minimum(tl.maximum(entropy, 0.0), 1.0)
+        sink_mass = sink / tl.where(total_e + sink > 0, total_e + sink, 1.0)
+        out = masses / tl.where(valid, binned, 1.0)[:, None]
+        out = tl.where((c == 26)[None, :], sink_mass[:, None], out)
+        out = tl.where((c == 27)[None, :], entropy[:, None], out)
+        out = tl.where((c != 26)[None, :] & (valid == 0)[:, None], 0.0, out)
+        out = tl.where((c == 28)[None, :], tl.where(valid, 1.0, 0.0)[:, None], out)
+        out = tl.where((c == 29)[None, :], logsumexp[:, None], out)
+        out = tl.where((c > 29)[None, :], 0.0, out)
+        place = (row.to(tl.int64) * HEADS + head[:, None]) * 32 + c[None, :]
+        tl.store(per_head + place, out, mask=is_head[:, None])
+        means += tl.sum(tl.where(is_head[:, None], out, 0.0), 0)
+        all_valid = all_valid & (tl.min(tl.where(is_head & (valid == 0), 0, 1), 0) == 1)
+
+    means = means / HEADS
+    means = tl.where(c == 28, tl.where(all_valid, 1.0, 0.0), means)
+    means = tl.where(c > 28, 0.0, means)
+    tl.store(mean + row * 32 + c, means)
+
+
+class Tuning(NamedTuple):
+    """How the pass is compiled and spread; what is measured best on an H200."""
+
+    warps: int = 4
+    stages: int = 5
+    programs_a_processor: int = 2
+
+
+class Statistics(NamedTuple):
+    """What the rows of a step did in one layer; views of the plan's buffers, overwritten by its
+    next run. A row that was not asked for, or has no real key, is 0 with a logsumexp of -inf."""
+
+    per_head: Tensor  # float32[R, H, 32]
+    mean: Tensor  # float32[R, 32]
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """Natural, over the real keys and learned sinks: float32[R, H]; -inf without any."""
+        return self.per_head[..., LOGSUMEXP]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Over the visible keys, divided by ln of their number, in [0, 1]: float32[R, H]."""
+        return self.per_head[..., ENTROPY]
+
+    @property
+    def hist(self) -> Tensor:
+        """Masses in log2 bins of the distance, which sum to 1: float32[R, H, 16]."""
+        return self.per_head[..., :16]
+
+    @property
+    def places(self) -> Tensor:
+        """Masses by relative place of the key, oldest first, which sum to 1: float32[R, H, 8]."""
+        return self.per_head[..., 16:24]
+
+    @property
+    def sink_mass(self) -> Tensor:
+        """The sink tokens' share of the real keys' mass: float32[R, H]."""
+        return self.per_head[..., 26]
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows have a visible key, and were asked for: bool[R]."""
+        return self.mean[:, VALID] != 0
+
+
+def check(
+    tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype], contiguous: bool = False
+) -> None:
+    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis."""
+    if list(tensor.shape) != shape:
+        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
+    if tensor.dtype not in types:
+        raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
+    if tensor.stride(-1) != 1 or (contiguous and not tensor.is_contiguous()):
+        raise OptionError(f"{name} must be contiguous" + (" in its last axis" * (not contiguous)))
+
+
+class HeadGroups:
+    """Chosen query heads by the key head that they read.
+
+    `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and the query
+    heads, then -1. A key head with many query heads has several groups.
+    """
+
+    def __init__(
+        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device
+    ) -> None:
+        if key_heads < 1 or heads % key_heads:
+            raise OptionError(f"{heads} query heads over {key_heads} key heads")
+        order = list(range(heads)) if chosen is None else sorted(chosen)
+        if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
+            raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+        per_key = heads // key_heads
+        groups: list[list[int]] = []
+        for head in order:
+            full = groups and len(groups[-1]) == LARGEST_GROUP
+            if not groups or full or groups[-1][0] // per_key != head // per_key:
+                groups.append([])
+            groups[-1].append(head)
+        self.order, self.key_heads = order, key_heads
+        self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
+        lines, before = [], 0
+        for group in groups:
+            padding = [-1] * (self.block - len(group))
+            lines.append([group[0] // per_key, before, *group, *padding])
+            before += len(group)
+        self.table = torch.tensor(lines, dtype=torch.int32, device=device)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, where products of bfloat16 are wrong."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+class StatisticsPlan:
+    """Buffers and grids for one kind of layer; `schedule` once a step, `run` once a layer.
+
+    A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
+
+    Args:
+        max_rows: the most rows of a step.
+        max_length: the most keys of a row.
+        heads, key_heads, head_dim: the layer's shape; query head h reads key head
+            h // (heads / key_heads).
+        scale: what q . k is multiplied by.
+        device: where queries and keys are.
+        chosen: the query heads to look at; None for all. Results are in ascending order of heads.
+        soft_cap: the bound that tanh puts on the logits; None for none.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+        visibility: which keys a fingerprint describes.
+        programs: how many programs share a key head's blocks; None for what fills the device.
+
+    Raises:
+        OptionError: shapes that do not fit together, or a head_dim that is not supported.
+    """
+
+    all_keys = False  # whether keys are read that no fingerprint describes
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_length: int,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        scale: float,
+        device: torch.device | str,
+        chosen: Sequence[int] | None = None,
+        soft_cap: float | None = None,
+        window: int = 0,
+        visibility: Visibility | None = None,
+        programs: int | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        if head_dim > 256:
+            raise OptionError(
+                f"head_dim {head_dim} is not supported: 256 at most, and no MLA (latent keys)"
+            )
+        if max_rows < 1 or max_length < 1 or head_dim < 1:
+            raise OptionError("max_rows, max_length and head_dim must be 1 or more")
+        if not math.isfinite(scale) or window < 0 or (programs is not None and programs < 1):
+            raise OptionError("scale must be finite, window 0 or more and programs 1 or more")
+        if soft_cap is not None and not 0 < soft_cap < math.inf:
+            raise OptionError(f"soft_cap must be above 0, or None for none, got {soft_cap}")
+        self.device = torch.device(device)
+        self.groups = HeadGroups(heads, key_heads, chosen, self.device)
+        self.query_heads, self.head_dim, self.scale, self.soft_cap = (
+            heads, head_dim, scale, soft_cap
+        )  # fmt: skip
+        self.tuning = tuning or Tuning()
+        spread = processors(self.device) * self.tuning.programs_a_processor
+        self.programs = programs or max(1, spread // len(self.groups))
+        tiles = triton.next_power_of_2(triton.cdiv(max_length, TILE * BLOCKS_A_ROW))
+        self.block_keys = TILE * tiles
+        self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
+        if self.max_blocks * self.programs >= 1 << 31:
+            raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
+        self.steps = Schedule(
+            max_rows,
+            self.block_keys,
+            self.device,
+            visibility=visibility or Visibility(),
+            window=window,
+            all_keys=self.all_keys,
+        )
+        count = len(self.groups.order)
+        self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
+        self.per_head = self._floats(max_rows, count, COLUMNS)
+        self.mean = self._floats(max_rows, COLUMNS)
+
+    def _floats(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def schedule(
+        self, table: PageTable, *, enabled: Tensor | None = None, live: Tensor | None = None
+    ) -> None:
+        """Read the lengths of a step's rows (`Schedule.run`)."""
+        self.steps.run(table, enabled=enabled, live=live)
+
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        *,
+        descale: Tensor | None = None,
+        sinks: Tensor | None = None,
+        mean: Tensor | None = None,
+    ) -> Statistics:
+        """The statistics of the scheduled rows in one layer.
+
+        Args:
+            query: float16, bfloat16 or float32[R, heads, head_dim], the last axis contiguous.
+            keys: of the query's type or float8 (e4m3fn, e5m2), [slots, key_heads, head_dim], the
+                last axis contiguous: the layer's paged cache.
+            descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
+            sinks: float32[H], a learned logit of each chosen head that is in the denominator only.
+            mean: float32[R, 32] to write the means to; None for the plan's own.
+
+        Raises:
+            OptionError: shapes or types that do not fit the plan.
+        """
+        means = self.checked_means(sinks, mean)
+        self.launch_pass(query, keys, descale)
+        return self.launch_merge(sinks, means)
+
+    def launch_pass(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        descale: Tensor | None,
+        values: Tensor | None = None,
+        partial_values: Tensor | None = None,
+        statistics: bool = True,
+    ) -> None:
+        """Launch `decode_pass` on checked tensors."""
+        heads, depth = self.query_heads, self.head_dim
+        check(query, "query", [self.steps.rows, heads, depth], QUERY_TYPES)
+        key_types = {query.dtype, *FLOAT8_TYPES}
+        check(keys, "keys", [len(keys), self.groups.key_heads, depth], key_types)
+        if descale is not None:
+            check(descale, "descale", [self.groups.key_heads], FLOAT32)
+        steps, partial = self.steps, self.partial
+        value_dim = 0 if values is None else values.shape[2]
+        decode_pass[(len(self.groups), self.programs)](
+            query,
+            keys,
+            keys if values is None else values,
+            steps.slots,
+            steps.base,
+            steps.fields,
+            steps.block_ptr,
+            self.groups.table,
+            partial if descale is None else descale,
+            partial,
+            partial if partial_values is None else partial_values,
+            partial,
+            partial,
+            self.scale * LOG2_E.value,
+            self.soft_cap or 1.0,
+            query.stride(0),
+            query.stride(1),
+            keys.stride(1),
+            0 if values is None else values.stride(1),
+            steps.rows,
+            0,
+            self.max_blocks,
+            STRIDE_KS=keys.stride(0),
+            STRIDE_VS=0 if values is None else values.stride(0),
+            HEADS=len(self.groups.order),
+            BLOCK_H=self.groups.block,
+            HEAD_DIM=depth,
+            BLOCK_D=max(16, triton.next_power_of_2(depth)),
+            VALUE_DIM=value_dim,
+            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+            TILE_KEYS=TILE,
+            TILES=self.block_keys // TILE,
+            ROWS=triton.next_power_of_2(max(1, steps.rows)),
+            STATISTICS=statistics,
+            MAXIMA=False,
+            LOGITS=False,
+            SOFT_CAP=self.soft_cap is not None,
+            DESCALE=descale is not None,
+            UPCAST=interpreted() or query.dtype == torch.float32,
+            num_warps=self.tuning.warps,
+            num_stages=self.tuning.stages,
+        )
+
+    def checked_means(self, sinks: Tensor | None, mean: Tensor | None) -> Tensor:
+        """Where the means go. Nothing has been launched when OptionError is raised."""
+        rows = self.steps.rows
+        means = self.mean[:rows] if mean is None else mean
+        check(means, "mean", [rows, COLUMNS], FLOAT32, contiguous=True)
+        if sinks is not None:
+            check(sinks, "sinks", [len(self.groups.order)], FLOAT32)
+        return means
+
+    def launch_merge(self, sinks: Tensor | None, means: Tensor) -> Statistics:
+        """Launch the merge of what the pass left, one program a row."""
+        rows = self.steps.rows
+        count = len(self.groups.order)
+        block = min(32, triton.next_power_of_2(count))
+        _merge_statistics[(rows,)](
+            self.partial,
+            self.steps.fields,
+            self.steps.block_ptr,
+            self.partial if sinks is None else sinks,
+            self.per_head,
+            means,
+            rows,
+            self.programs,
+            HEADS=count,
+            BLOCK_H=block,
+            PARTS=max(1, 256 // block),
+            HAS_SINKS=sinks is not None,
+            num_warps=8,
+        )
+        return Statistics(self.per_head[:rows], means)

@@ -1,0 +1,163 @@
+"""Compiles the kernels that a plan launches for GPUs that are not there.
+
+python compile_only.py CAPABILITY PLAN...   prints {plan: {kernel: {registers, ...}}} as JSON
+
+The plans run as they would, on CPU tensors, but each launch only compiles its kernel for the named
+compute capability (90 is an H100 or H200), with the shapes, alignments and options of that launch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import KernelInterface
+
+import capture_kernels.statistics as statistics
+from capture_kernels.fused_decode import FusedDecodePlan
+from capture_kernels.schedule import PageTable
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ROWS, LENGTH, SLOTS, HEADS, KEY_HEADS, DEPTH = 32, 8192, 64, 32, 8, 128
+
+
+class NoDevice:
+    """Stands in for a GPU's driver: it says which GPU to compile for, and can do nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def figures(kernel: Any) -> dict[str, int]:
+    """What the compiler made of a kernel: registers and spilled bytes of a thread, bytes of shared
+    memory, instructions in all, and in the loops that multiply matrices."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = tool("nvdisasm", "-c", file.name)
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    lines = code.splitlines()
+    return {
+        "registers": used["REG"],
+        "spilled": used["STACK"] + used["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "instructions": len([line for line in lines if instruction(line)]),
+        "loop": innermost_product_loop(lines),
+    }
+
+
+def tool(name: str, *arguments: str) -> str:
+    command = [str(TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instruction(line: str) -> str | None:
+    found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line)
+    return found[1] if found else None
+
+
+def innermost_product_loop(lines: list[str]) -> int:
+    """Instructions of the shortest loop that has a tensor core's product; 0 without one."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    shortest = 0
+    for line in lines:
+        if found := re.match(r"(\.L_\w+):", line.strip()):
+            labels[found[1]] = len(code)
+        elif text := instruction(line):
+            code.append(text)
+            back = re.search(r"\bBRA\b.*?(\.L_\w+)", text)
+            if back and back[1] in labels:
+                body = code[labels[back[1]] :]
+                if any("MMA" in each for each in body):
+                    shortest = min(shortest or len(body), len(body))
+    return shortest
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16, depth: int = DEPTH, key_heads: int = KEY_HEADS):
+    query_type = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    query = torch.zeros(ROWS, HEADS, depth, dtype=query_type)
+    keys = torch.zeros(SLOTS, key_heads, depth).to(dtype)
+    return query, keys
+
+
+def table() -> PageTable:
+    return PageTable.of_requests(
+        torch.zeros(ROWS, LENGTH, dtype=torch.int32),
+        torch.zeros(ROWS, dtype=torch.int64),
+        torch.zeros(ROWS, dtype=torch.int64),
+    )
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    shape = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": DEPTH, "scale": 0.088}
+    return {"max_rows": ROWS, "max_length": LENGTH, "device": "cpu", **shape, **changes}
+
+
+def beside(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
+    plan = statistics.StatisticsPlan(**options(**changes))
+    plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
+    query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
+    plan.run(query, keys)
+
+
+def fused(emit: bool, **changes: Any) -> None:
+    plan = FusedDecodePlan(value_dim=DEPTH, statistics=emit, **options(**changes))
+    plan.schedule(table())
+    query, keys = tensors()
+    plan.decode(query, keys, keys, torch.zeros_like(query))
+
+
+PLANS: dict[str, Callable[[], None]] = {
+    "beside": beside,
+    "beside float8": lambda: beside(torch.float8_e4m3fn),
+    "beside one key head": lambda: beside(key_heads=1),
+    "beside head_dim 80": lambda: beside(head_dim=80),
+    "beside head_dim 256": lambda: beside(head_dim=256),
+    "beside soft cap": lambda: beside(soft_cap=50.0),
+    "fused": lambda: fused(True),
+    "fused without statistics": lambda: fused(False),
+}
+
+
+def main() -> None:
+    driver.set_active(NoDevice(int(sys.argv[1])))
+    launched: dict[str, Any] = {}
+
+    def compile_instead(self: Any, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            launched[self.fn.__name__] = self.run(*arguments, grid=grid, warmup=True, **named)
+
+        return launch
+
+    KernelInterface.__getitem__ = compile_instead  # type: ignore[method-assign]
+    report = {}
+    for name in sys.argv[2:]:
+        launched.clear()
+        PLANS[name]()
+        report[name] = {kernel: figures(made) for kernel, made in launched.items()}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

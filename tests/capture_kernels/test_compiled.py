@@ -1,0 +1,60 @@
+"""What the compiler makes of the kernels, for GPUs that are not there: no spills, lean loops."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+# Instructions of the loop over tiles, the branch that ends a range of distances among them; about
+# half are run for most tiles. At 4 warps and 64 keys a tile, an H200 has 930 instructions a warp
+# in the time that it takes to read a tile of bfloat16 keys of 128 numbers.
+LOOP_BUDGET = {
+    "beside": 700,
+    "beside float8": 850,
+    "beside one key head": 1000,
+    "beside head_dim 80": 700,
+    "beside head_dim 256": 800,
+    "beside soft cap": 850,
+    "fused": 900,
+    "fused without statistics": 600,
+}
+
+
+def compiled(capability: int, plans: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(HERE.parents[1])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_only.py"), str(capability), *plans],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.fixture(scope="module")
+def for_hopper() -> dict[str, dict[str, dict[str, int]]]:
+    return compiled(90, list(LOOP_BUDGET))
+
+
+@pytest.mark.parametrize("plan", LOOP_BUDGET)
+def test_no_kernel_spills_and_the_loop_over_keys_is_within_its_budget(for_hopper, plan):
+    kernels = for_hopper[plan]
+    assert "decode_pass" in kernels
+    assert {name: kernel["spilled"] for name, kernel in kernels.items()} == dict.fromkeys(kernels, 0)
+    assert 0 < kernels["decode_pass"]["loop"] <= LOOP_BUDGET[plan]
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_kernels_compile_for_other_gpus_without_spills(capability):
+    for kernels in compiled(capability, ["beside", "fused"]).values():
+        assert {kernel["spilled"] for kernel in kernels.values()} == {0}

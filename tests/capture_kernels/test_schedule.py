@@ -1,0 +1,308 @@
+"""What a step's rows read, against `Visibility` and plain Python."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+from paged import DEVICE, HUGE, HUGE_REQUEST, paged_case  # noqa: E402
+
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint import Visibility  # noqa: E402
+from capture_kernels.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
+
+# Where a device answers these tests are for it; elsewhere kernels are interpreted.
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+FORMS = ["req_to_token", "kv_indptr"]
+
+
+def numbers(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def page_table(case):
+    if case.kv_indptr is None:
+        return PageTable.of_requests(case.req_to_token, case.req_pool_indices, case.seq_lens)
+    return PageTable.of_indptr(case.kv_indptr, case.kv_indices)
+
+
+def make(max_rows, block_keys=64, visibility=None, **options):
+    """A schedule that has never run, so that nothing in it is right by chance."""
+    visibility = visibility or Visibility()
+    steps = Schedule(max_rows, block_keys, DEVICE, visibility=visibility, **options)
+    for tensor in (steps.block_ptr, steps.fields, steps.base):
+        tensor.fill_(-77)
+    return steps
+
+
+def row_fields(length, visibility, window, *, asked=True, live=True, all_keys=False):
+    """Position, seen, real, visible and count of a row of `length` keys, one key after another."""
+    if not live:
+        return [-1, 0, 0, 0, 0]
+    t = length - 1
+    in_model = [j for j in range(length) if not window or j > t - window]
+    real = [j for j in in_model if j >= visibility.first_real(t) and asked]
+    visible = [j for j in in_model if j >= visibility.start(t) and asked]
+    count = sum(j >= visibility.start(t) and asked for j in range(length))
+    return [t, len(in_model if all_keys else real), len(real), len(visible), count]
+
+
+def assert_rows(steps, fields):
+    """The schedule holds these fields of its rows, and blocks enough for the keys it reads."""
+    rows = len(fields)
+    assert steps.rows == rows
+    found = steps.fields[: ROW_FIELDS * rows].view(ROW_FIELDS, rows).T
+    assert found.tolist() == fields
+    blocks = [-(-seen // steps.block_keys) for _, seen, *_ in fields]
+    assert steps.block_ptr[: rows + 1].tolist() == [0, *np.cumsum(blocks, dtype=int).tolist()]
+    # What has no row keeps what it held.
+    assert (steps.block_ptr[rows + 1 :] == -77).all() and (steps.base[rows:] == -77).all()
+    assert (steps.fields[ROW_FIELDS * rows :] == -77).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("padding_rows", [0, 3])
+def test_keys_of_a_row_lie_where_its_page_table_says(form, padding_rows):
+    lengths = [1, 300, 0, 63, 64, 65, 129]
+    case = paged_case(lengths, 1, 1, 16, form=form, padding_rows=padding_rows)
+    steps = make(12)
+    steps.run(page_table(case), live=numbers([case.live]))
+    live = [row_fields(length, Visibility(), 0) for length in lengths]
+    assert_rows(steps, live + [[-1, 0, 0, 0, 0]] * padding_rows)
+    assert (steps.base[case.live : case.rows] == 0).all()
+    slots = steps.slots.flatten()
+    for row, length in enumerate(lengths):
+        begin = int(steps.base[row])
+        keys = case.k_cache[slots[begin : begin + length].long()]
+        np.testing.assert_array_equal(keys.double().cpu().numpy(), case.keys[row])
+
+
+@pytest.mark.parametrize("seq_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("pool_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("length", [0, 1, 64, 65])
+def test_one_row(length, seq_dtype, pool_dtype):
+    table = numbers([[7] * 80, [8] * 80])
+    steps = make(1)
+    one = PageTable.of_requests(table, numbers([1], pool_dtype), numbers([length], seq_dtype))
+    steps.run(one)
+    assert_rows(steps, [row_fields(length, Visibility(), 0)])
+    assert steps.base.tolist() == [80]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("live", [None, 0, 5])
+def test_a_step_without_rows_has_no_blocks(form, live):
+    steps = make(4)
+    steps.run(
+        page_table(paged_case([], 1, 1, 16, form=form)),
+        enabled=numbers([], torch.uint8),
+        live=None if live is None else numbers([live]),
+    )
+    assert_rows(steps, [])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("all_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("asked", [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
+def test_rows_that_are_not_asked_for_are_read_only_for_the_output(form, all_keys, dtype, asked):
+    lengths = [70, 300, 64, 2]
+    visibility = Visibility(2, 5)
+    case = paged_case(lengths, 1, 1, 16, form=form, padding_rows=2)
+    # Nobody sets the flags of padding rows.
+    enabled = numbers([*asked, 1, 1], torch.uint8).to(dtype)
+    steps = make(6, visibility=visibility, all_keys=all_keys)
+    steps.run(page_table(case), enabled=enabled, live=numbers([case.live]))
+    fields = [
+        row_fields(length, visibility, 0, asked=bool(flag), all_keys=all_keys)
+        for length, flag in zip(lengths, asked, strict=True)
+    ]
+    assert_rows(steps, fields + [[-1, 0, 0, 0, 0]] * 2)
+
+
+@pytest.mark.parametrize("live", [0, 1, 3])
+def test_rows_past_the_live_ones_are_not_read(live):
+    # Addresses that no process has: a read of them is a fault, not a wrong number.
+    lengths = numbers([5] * 3 + [HUGE] * 2, torch.int64)
+    pool = numbers([0] * 3 + [HUGE_REQUEST] * 2, torch.int64)
+    steps = make(5)
+    steps.run(PageTable.of_requests(numbers([[0] * 5]), pool, lengths), live=numbers([live]))
+    assert_rows(steps, [row_fields(5, Visibility(), 0, live=row < live) for row in range(5)])
+    assert not steps.base[:5].any()
+
+
+def test_rows_of_one_request_may_end_at_different_keys():
+    slots, visibility = numbers([3] * 200), Visibility(1, 2)
+    begins, lengths = [100, 100, 0, 100], [68, 69, 90, 70]
+    steps = make(4, visibility=visibility)
+    steps.run(PageTable(slots, numbers(begins), numbers(lengths)))
+    assert_rows(steps, [row_fields(length, visibility, 0) for length in lengths])
+    assert steps.base.tolist() == begins
+
+
+@pytest.mark.parametrize("all_keys", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 64, 90])
+@pytest.mark.parametrize(
+    "visibility",
+    [
+        Visibility(0),
+        Visibility(4),
+        Visibility(2000),
+        Visibility(2, 70),
+        Visibility(70, 2),
+        Visibility(1, 0, 1),
+        Visibility(3, 1, 65),
+        Visibility(3, 100, 200),
+    ],
+)
+def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, all_keys):
+    lengths = [0, 1, 2, 4, 5, 64, 65, 69, 70, 71, 90, 91, 100, 101, 300, 1000]
+    table = PageTable.of_indptr(numbers([0, *np.cumsum(lengths)]), numbers([0]))
+    steps = make(16, 64, visibility, window=window, all_keys=all_keys)
+    steps.run(table)
+    assert_rows(steps, [row_fields(n, visibility, window, all_keys=all_keys) for n in lengths])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # Sizes of which each is compiled once on a device.
+    lengths=st.sampled_from([1, 3, 16]).flatmap(
+        lambda rows: st.lists(
+            st.one_of(st.integers(0, 6), st.integers(0, 1000)), min_size=rows, max_size=rows
+        )
+    ),
+    visibility=st.builds(
+        Visibility,
+        sink_tokens=st.one_of(st.integers(0, 5), st.just(2000)),
+        mask_prefix=st.integers(0, 60),
+        window=st.one_of(st.just(0), st.integers(1, 300)),
+    ),
+    window=st.one_of(st.just(0), st.integers(1, 300)),
+    block_keys=st.sampled_from([64, 128, 1024]),
+    all_keys=st.booleans(),
+    form=st.sampled_from(FORMS),
+    live=st.integers(0, 16),
+    flags=st.lists(st.booleans(), min_size=16, max_size=16),
+)
+def test_any_rows_agree_with_a_walk_over_their_keys(
+    lengths, visibility, window, block_keys, all_keys, form, live, flags
+):
+    rows = len(lengths)
+    indptr = np.cumsum([0, *lengths])
+    if form == "kv_indptr":
+        table = PageTable.of_indptr(numbers(indptr), numbers([0] * int(indptr[-1])))
+    else:
+        places = numbers(list(range(rows)), torch.int64)
+        table = PageTable.of_requests(numbers([[0] * 9] * rows), places, numbers(lengths))
+    steps = make(17, block_keys, visibility, window=window, all_keys=all_keys)
+    steps.run(table, enabled=numbers(flags[:rows], torch.bool), live=numbers([live]))
+    fields = [
+        row_fields(length, visibility, window, asked=asked, live=row < live, all_keys=all_keys)
+        for row, (length, asked) in enumerate(zip(lengths, flags[:rows], strict=True))
+    ]
+    assert_rows(steps, fields)
+    begins = indptr[:-1] if form == "kv_indptr" else np.arange(rows) * 9
+    expected = [int(begin) if row < live else 0 for row, begin in enumerate(begins)]
+    assert steps.base[:rows].tolist() == expected
+
+
+def test_a_step_leaves_nothing_of_a_longer_one_before_it():
+    steps, table = make(40), numbers([[0] * 200])
+    for lengths in ([150] * 40, [3, 130], [], [7] * 5):
+        pool = numbers([0] * len(lengths), torch.int64)
+        for tensor, rows in (
+            (steps.block_ptr, len(lengths) + 1),
+            (steps.fields, ROW_FIELDS * len(lengths)),
+            (steps.base, len(lengths)),
+        ):
+            tensor[rows:] = -77
+        steps.run(PageTable.of_requests(table, pool, numbers(lengths, torch.int64)))
+        assert_rows(steps, [row_fields(length, Visibility(), 0) for length in lengths])
+
+
+def test_a_sequence_of_a_million_keys():
+    length = 1 << 20
+    table = PageTable.of_indptr(numbers([0, length, length + 9]), numbers([0]))
+    steps = make(2, 256)
+    steps.run(table)
+    whole = [length - 1, length, length, length - 1, length - 1]
+    assert_rows(steps, [whole, row_fields(9, Visibility(), 0)])
+
+
+def test_slots_far_into_a_pool_are_addressed_in_64_bits():
+    # Rows of 2**20 entries each, of which request 5,000 begins past 2**32. Nothing reads there.
+    slots = torch.zeros(1, dtype=torch.int32, device=DEVICE).expand(1 << 20)
+    table = torch.as_strided(slots, (1, 1), (1 << 20, 1))
+    steps = make(1)
+    steps.run(PageTable.of_requests(table, numbers([5000]), numbers([3])))
+    assert steps.base.tolist() == [5000 << 20]
+
+
+def test_more_rows_than_a_plan_has_room_for_are_refused():
+    table = PageTable.of_requests(numbers([[0] * 4]), numbers([0] * 5), numbers([1] * 5))
+    with pytest.raises(OptionError, match=r"5 rows in a plan for 4: raise max_rows"):
+        make(4).run(table)
+
+
+ZERO = numbers([0])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: PageTable.of_requests(numbers([0, 1]), ZERO, ZERO),
+        lambda: PageTable.of_requests(numbers([[0, 1], [2, 3]]).T, ZERO, ZERO),
+        lambda: PageTable.of_requests(numbers([[0, 1]]), ZERO, numbers([1, 2])),
+        lambda: PageTable.of_indptr(numbers([[0, 1]]), ZERO),
+        lambda: PageTable.of_indptr(numbers([0, 1]), numbers([[0]])),
+        # A kernel would read what lies between, and answer for other requests.
+        lambda: PageTable.of_indptr(numbers([0, 2]), numbers([5, 0, 6, 0])[::2]),
+        lambda: PageTable.of_indptr(numbers([0, 9, 2, 9])[::2], numbers([5, 6])),
+        lambda: PageTable.of_requests(
+            numbers([[0, 1]]), numbers([0, 1, 0, 1])[::2], numbers([1, 1])
+        ),
+        lambda: PageTable.of_requests(
+            numbers([[0, 1]]), numbers([0, 0]), numbers([1, 9, 1, 9])[::2]
+        ),
+        # Lengths of a float type would be rounded, slots of one are no addresses.
+        lambda: PageTable.of_requests(numbers([[0, 1]], torch.float32), ZERO, ZERO),
+        lambda: PageTable.of_requests(numbers([[0, 1]]), ZERO, numbers([1], torch.float32)),
+    ],
+    ids=[
+        "flat table",
+        "transposed table",
+        "other lengths",
+        "square indptr",
+        "square indices",
+        "strided indices",
+        "strided indptr",
+        "strided pool indices",
+        "strided lengths",
+        "float table",
+        "float lengths",
+    ],
+)
+def test_page_tables_that_would_be_misread_are_refused(build):
+    with pytest.raises(OptionError) as refused:
+        build()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enabled": numbers([1, 1, 1])},
+        {"enabled": numbers([1, 1], torch.uint8)},
+        {"enabled": numbers([1] * 6, torch.uint8)[::2]},
+        {"live": numbers([3], torch.int64)},
+        {"live": numbers([3, 3])},
+    ],
+    ids=["int32", "too few", "strided", "int64 live", "two lives"],
+)
+def test_flags_that_would_be_misread_are_refused(options):
+    table = PageTable.of_requests(numbers([[0] * 4]), numbers([0] * 3), numbers([1] * 3))
+    with pytest.raises(OptionError) as refused:
+        make(4).run(table, **options)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,778 @@
+# ruff: noqa: N803
+"""Statistics beside an engine, against `reference.decode_statistics` in float64."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
+
+from capture_kernels.decode_pass import TILE, column_ranges, next_due  # noqa: E402
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint import (  # noqa: E402
+    Layout,
+    Visibility,
+    fingerprint,
+    log2_bins,
+    place_bins,
+)
+from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
+from capture_kernels.schedule import PageTable  # noqa: E402
+from capture_kernels.statistics import LOGSUMEXP, StatisticsPlan  # noqa: E402
+
+# Where a device answers these tests are for it; elsewhere kernels are interpreted.
+ON_GPU = DEVICE == "cuda"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
+
+# Some five times what float32 gives on a CPU. Tensor cores sum each mass as two bfloat16.
+if ON_GPU:
+    MASSES = {"largest": 1e-4, "rms": 2e-5}
+    NATS = {"largest": 1e-4, "rms": 3e-5, "relative": 1e-5}
+else:
+    MASSES = {"largest": 4e-6, "rms": 1e-6}
+    NATS = {"largest": 3e-6, "rms": 1e-6, "relative": 2e-6}
+
+
+class Truth(NamedTuple):
+    """What `decode_statistics` says of R live rows and the H chosen heads."""
+
+    valid: np.ndarray  # bool[R], whether a row has a visible key
+    columns: np.ndarray  # float64[R, H, 29]: columns 0..28 of `per_head`
+    logsumexp: np.ndarray  # float64[R, H]
+    bands: np.ndarray  # float64[R, H, 6]: those of log16, and of layered
+
+    def of_asked(self, asked):
+        """The same where only some rows are asked for, bool[R]: the others say nothing."""
+        hidden = ~np.asarray(asked, bool)
+        blank = (self.valid.copy(), self.columns.copy(), self.logsumexp.copy(), self.bands.copy())
+        for values, nothing in zip(blank, (False, 0.0, -np.inf, 0.0), strict=True):
+            values[hidden] = nothing
+        return Truth(*blank)
+
+
+def reference(case, *, scale=None, chosen=None, sinks=None, visibility=None, **options):
+    """The truth of a case's live rows; `sinks` are of the chosen heads."""
+    _, heads, depth = case.queries.shape
+    order = list(range(heads)) if chosen is None else sorted(chosen)
+    learned = None
+    if sinks is not None:
+        learned = np.zeros(heads)
+        learned[order] = sinks.double().cpu().numpy()
+    columns = np.zeros((case.live, len(order), 29))
+    bands = np.zeros((case.live, len(order), 6))
+    logsumexp = np.zeros((case.live, len(order)))
+    valid = np.zeros(case.live, bool)
+    for row, length in enumerate(case.lengths):
+        found = decode_statistics(
+            case.query_rows[row],
+            case.keys[row],
+            scale=depth**-0.5 if scale is None else scale,
+            position=length - 1,
+            visibility=visibility or Visibility(),
+            sinks=learned,
+            **options,
+        )
+        near, middle, _ = found.bands_layered[order].T
+        shares = [near, middle, found.sink_mass[order], found.entropy[order]]
+        shares.append(np.full(len(order), float(found.valid)))
+        columns[row] = np.column_stack([found.hist[order], found.places[order], *shares])
+        bands[row] = np.column_stack([found.bands_log16[order], found.bands_layered[order]])
+        logsumexp[row] = found.logsumexp[order]
+        valid[row] = found.valid
+    return Truth(valid, columns, logsumexp, bands)
+
+
+def page_table(case):
+    if case.kv_indptr is None:
+        return PageTable.of_requests(case.req_to_token, case.req_pool_indices, case.seq_lens)
+    return PageTable.of_indptr(case.kv_indptr, case.kv_indices)
+
+
+def live_rows(case):
+    return torch.tensor([case.live], dtype=torch.int32, device=DEVICE)
+
+
+def plan_for(case, plan=StatisticsPlan, *, max_length=1000, scale=None, programs=3, **options):
+    """A plan for a case's shapes whose buffers are poisoned."""
+    rows, heads, depth = case.queries.shape
+    made = plan(
+        max_rows=rows + 1,
+        max_length=max_length,
+        heads=heads,
+        key_heads=case.k_cache.shape[1],
+        head_dim=depth,
+        scale=depth**-0.5 if scale is None else scale,
+        device=DEVICE,
+        programs=programs,
+        **options,
+    )
+    for buffer in (made.partial, made.per_head, made.mean):
+        buffer.fill_(torch.nan)
+    return made
+
+
+def measure(case, *, enabled=None, sinks=None, mean=None, **options):
+    """The statistics of a case's rows by the kernels."""
+    plan = plan_for(case, **options)
+    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
+    found = plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks, mean=mean)
+    # No row but those of the step is written.
+    assert plan.per_head[case.rows :].isnan().all() and plan.mean[case.rows :].isnan().all()
+    return found
+
+
+def assert_statistics(found, truth):
+    """The live rows are the truth's, and nothing is said of those that pad the batch."""
+    live = len(truth.valid)
+    assert found.valid.tolist() == [*truth.valid.tolist(), *[False] * (len(found.mean) - live)]
+    assert not found.mean[live:].any() and not found.mean[:, 29:].any()
+    assert (found.logsumexp[live:] == -torch.inf).all()
+    assert not found.per_head[live:, :, :LOGSUMEXP].any() and not found.per_head[..., 30:].any()
+
+    ours = found.per_head[:live].double().cpu().numpy()
+    assert_close(ours[..., LOGSUMEXP], truth.logsumexp, **NATS)
+    assert_close(ours[..., :28], truth.columns[..., :28], **MASSES)
+    assert (ours[..., 28] == truth.columns[..., 28]).all()
+    assert_close(found.mean[:live, :29], truth.columns.mean(axis=1), **MASSES)
+    near, middle = ours[..., 24], ours[..., 25]
+    bands = [ours[..., :3].sum(-1), ours[..., 3:8].sum(-1), ours[..., 8:16].sum(-1)]
+    bands += [near, middle, ours[..., 28] - near - middle]
+    assert_close(np.stack(bands, axis=-1), truth.bands, **MASSES)
+
+
+def check(case, *, programs=3, max_length=1000, enabled=None, **options):
+    """The kernels' statistics of a case, once they are the truth's."""
+    found = measure(case, programs=programs, max_length=max_length, enabled=enabled, **options)
+    truth = reference(case, **options)
+    if enabled is not None:
+        truth = truth.of_asked(enabled[: case.live].cpu().numpy() != 0)
+    assert_statistics(found, truth)
+    return found
+
+
+def on_device(*numbers, dtype=torch.float32):
+    return torch.tensor(numbers, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape", "paged", "options"),
+    [
+        pytest.param(
+            [1, 2, 63, 64, 65, 127, 128, 129, 257, 307],
+            (4, 2, 40),
+            {"seq_dtype": torch.int32, "padding_rows": 2},
+            {},
+            id="odd lengths",
+        ),
+        pytest.param(
+            [130, 7],
+            (35, 1, 32),
+            {"dtype": torch.bfloat16, "form": "kv_indptr"},
+            {"programs": 50},
+            id="MQA",
+        ),
+        pytest.param(
+            [66, 2, 129],
+            (3, 3, 96),
+            {"dtype": torch.float32, "size": 3.0, "form": "kv_indptr", "padding_rows": 1},
+            {"programs": 7},
+            id="a key head each",
+        ),
+        pytest.param(
+            [129, 5],
+            (8, 2, 128),
+            {"dtype": torch.bfloat16, "size": 2.0},
+            {"sinks": on_device(-3.0, 0.0, 1.0, 2.0, 4.0, 9.0, -30.0, 30.0)},
+            id="learned sinks",
+        ),
+        pytest.param([65, 128], (8, 1, 256), {"padding_rows": 1}, {}, id="head_dim 256"),
+        pytest.param(
+            [129, 3], (6, 2, 80), {"size": 10.0}, {"soft_cap": 5.0, "scale": 0.2}, id="soft cap"
+        ),
+        pytest.param(
+            [1, 49, 50, 51, 91, 200],
+            (4, 2, 32),
+            {},
+            {"window": 50, "visibility": Visibility(1, 0, 90)},
+            id="a wide window over the model's",
+        ),
+        pytest.param(
+            [2, 64, 65, 101, 140],
+            (2, 1, 32),
+            {},
+            {"window": 64, "visibility": Visibility(4, 2, 20), "programs": 1},
+            id="a narrow window under the model's",
+        ),
+        pytest.param(
+            [11, 12, 14, 15, 74, 75, 200],
+            (2, 1, 32),
+            {"form": "kv_indptr"},
+            {"visibility": Visibility(14, 10), "window": 190},
+            id="masked prefix",
+        ),
+        pytest.param([1, 2, 70], (4, 2, 32), {}, {"visibility": Visibility(0)}, id="no sinks"),
+        pytest.param(
+            [1, 3, 4, 5, 130], (4, 2, 32), {}, {"visibility": Visibility(4)}, id="four sinks"
+        ),
+        pytest.param(
+            [1, 70], (4, 2, 32), {}, {"visibility": Visibility(100)}, id="more sinks than keys"
+        ),
+        pytest.param(
+            [100, 9],
+            (12, 3, 32),
+            {},
+            {"chosen": (11, 4, 0, 3, 5), "sinks": on_device(0.0, 1.0, 2.0, 3.0, 4.0)},
+            id="chosen heads",
+        ),
+        pytest.param([100], (12, 3, 32), {"dtype": torch.float32}, {"chosen": (6,)}, id="one head"),
+        pytest.param(
+            [131, 9],
+            (4, 2, 64),
+            {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]},
+            {"soft_cap": 30.0},
+            id="float8 e4m3",
+        ),
+        pytest.param(
+            [131, 9],
+            (4, 2, 64),
+            {"dtype": torch.float8_e5m2, "descale": 0.5, "query_dtype": torch.bfloat16},
+            {},
+            id="float8 e5m2",
+        ),
+        pytest.param([70], (2, 1, 32), {"dtype": torch.float8_e4m3fn}, {}, id="float8 as it is"),
+    ],
+)
+def test_rows_of_every_kind_agree_with_the_reference(lengths, shape, paged, options):
+    check(paged_case(lengths, *shape, **paged), **options)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 50])
+def test_a_row_may_be_cut_at_any_block(programs):
+    # Eight blocks: fewer programs than blocks, rows of many programs, programs without blocks.
+    case = paged_case([130, 1, 0, 64, 200], 4, 2, 32, size=2.0)
+    check(case, programs=programs)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "block_keys", "programs"), [(300_000, 128, 3), (600_000, 256, 2)]
+)
+def test_blocks_of_several_tiles(max_length, block_keys, programs):
+    case = paged_case([1, 65, 129, 257, 390], 2, 1, 32)
+    assert plan_for(case, max_length=max_length).block_keys == block_keys
+    check(case, max_length=max_length, programs=programs, visibility=Visibility(3, 1))
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_tiles_between_the_edges_of_all_ranges_are_told_together(programs):
+    # Long enough that no range begins or ends for several tiles.
+    check(paged_case([2500], 2, 1, 16, size=4.0), max_length=3000, programs=programs)
+
+
+def test_equal_logits_are_spread_evenly():
+    case = paged_case([3, 10, 70, 130], 2, 1, 32, size=0.0)
+    found = check(case)
+    assert_close(found.entropy, np.ones((4, 2)), **MASSES)
+    for row, length in enumerate(case.lengths):
+        counts = np.bincount(log2_bins(np.arange(length - 1)), minlength=16)
+        expected = np.tile(counts / (length - 1), (2, 1))
+        assert_close(found.hist[row], expected, **MASSES)
+        assert_close(found.sink_mass[row], [1 / length] * 2, **MASSES)
+
+
+def test_of_huge_logits_the_largest_has_it_all():
+    found = check(paged_case([130, 64, 2], 2, 1, 32, size=2e3), scale=1.0, visibility=Visibility(0))
+    assert found.logsumexp.max() > 1e4
+    assert (found.hist.amax(-1) > 0.999).all() and (found.entropy < 1e-3).all()
+
+
+def aligned_keys(case, row, nats, scale):
+    """Keys whose logits with a row's queries are `nats`: float64[H, D], one key head each."""
+    query = case.query_rows[row]
+    return query * (nats / (scale * (query**2).sum(axis=1, keepdims=True)))
+
+
+def put_key(case, row, position, key):
+    """Give a row another key, in the cache and in the truth."""
+    slot = case.req_to_token[case.req_pool_indices[row], position]
+    rounded = torch.tensor(key).to(case.k_cache.dtype)
+    case.k_cache[slot] = rounded.to(DEVICE)
+    case.keys[row][position] = rounded.double().numpy()
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("first", [0, 64])
+def test_visible_keys_far_below_a_sink_are_described_exactly(programs, first):
+    visibility = Visibility(first + 1)
+    case = paged_case([200, 65 + first], 2, 2, 32, dtype=torch.float32)
+    for row in range(case.live):
+        put_key(case, row, first, aligned_keys(case, row, 50.0, 32**-0.5))
+    found = check(case, programs=programs, visibility=visibility)
+    assert (found.sink_mass > 1 - 1e-6).all() and found.valid[:1].all()
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+def test_visible_keys_that_are_lost_beside_a_sink_make_a_row_invalid(programs):
+    case = paged_case([200, 65], 2, 2, 32, dtype=torch.float32)
+    for row in range(case.live):
+        put_key(case, row, 0, aligned_keys(case, row, 300.0, 32**-0.5))
+    found = measure(case, programs=programs)
+    assert not found.valid.any() and not found.mean[:, :26].any()
+    assert found.per_head.isfinite().all() and not found.per_head[..., :26].any()
+    assert (found.sink_mass == 1).all()
+    assert_close(found.logsumexp, reference(case).logsumexp, **NATS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("flags", [[1, 0, 1, 0], [0, 0, 0, 0]])
+def test_rows_that_are_not_asked_for_are_not_read(flags, dtype):
+    case = paged_case([70, 130, 64, 5], 4, 2, 32, padding_rows=1)
+    for row in np.flatnonzero(np.logical_not(flags)):
+        case.req_to_token[case.req_pool_indices[row]] = HUGE
+        case.queries[row] = torch.nan
+    # Nobody sets the flags of padding rows.
+    found = check(case, enabled=on_device(*flags, 1, dtype=dtype))
+    assert found.valid[: case.live].tolist() == [bool(flag) for flag in flags]
+
+
+@pytest.mark.parametrize("sinks", [None, on_device(1.0, 2.0)])
+def test_rows_without_real_keys_say_nothing(sinks):
+    found = check(
+        paged_case([0, 4, 6, 30], 2, 1, 32, padding_rows=1),
+        visibility=Visibility(2, 6),
+        sinks=sinks,
+    )
+    assert found.valid.tolist() == [False] * 3 + [True, False]
+    assert (found.logsumexp[:3] == -torch.inf).all() and not found.mean[:3].any()
+
+
+@pytest.mark.parametrize("form", ["req_to_token", "kv_indptr"])
+def test_a_step_without_rows_is_answered(form):
+    found = measure(paged_case([], 4, 2, 32, form=form))
+    assert found.per_head.shape == (0, 4, 32) and found.mean.shape == (0, 32)
+
+
+def test_a_batch_of_padding_alone_says_nothing():
+    found = check(paged_case([], 4, 2, 32, padding_rows=3))
+    assert not found.valid.any()
+
+
+def test_a_shorter_step_leaves_nothing_of_the_one_before():
+    options = {"max_length": 1000, "programs": 3}
+    long = paged_case([3, 150, 64], 2, 1, 32)
+    short = paged_case([65, 3], 2, 1, 32, seed=1, form="kv_indptr")
+    plan = plan_for(long, **options)
+    for case in (long, short, long):
+        plan.schedule(page_table(case))
+        assert_statistics(plan.run(case.queries, case.k_cache), reference(case))
+
+
+def test_means_go_where_the_caller_wants_them():
+    case = paged_case([70, 3], 2, 1, 32, padding_rows=1)
+    guarded = torch.full((5, 32), torch.nan, device=DEVICE)
+    found = measure(case, mean=guarded[1:4])
+    assert found.mean.data_ptr() == guarded[1:4].data_ptr()
+    assert_statistics(found, reference(case))
+    assert guarded[0].isnan().all() and guarded[4].isnan().all()
+
+
+def strided_queries(case):
+    rows, heads, depth = case.queries.shape
+    around = torch.full((rows, heads + 3, depth + 5), torch.nan, device=DEVICE)
+    around = around.to(case.queries.dtype)
+    around[:, 1 : heads + 1, 5:] = case.queries
+    return replace(case, queries=around[:, 1 : heads + 1, 5:])
+
+
+def joint_cache(case):
+    both = torch.full_like(case.k_cache, torch.nan).repeat(1, 2, 1).unflatten(1, (2, -1))
+    both[:, 1] = case.k_cache
+    return replace(case, k_cache=both[:, 1])
+
+
+def head_major_cache(case):
+    return replace(case, k_cache=case.k_cache.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def int64_table(case):
+    return replace(case, req_to_token=case.req_to_token.long())
+
+
+def int32_indices(case):
+    _, _, depth = case.queries.shape
+    whole = paged_case(case.lengths, 4, 2, depth, form="kv_indptr")
+    return replace(whole, kv_indices=whole.kv_indices.int())
+
+
+def int32_pool(case):
+    return replace(case, req_pool_indices=case.req_pool_indices.int())
+
+
+def part_of_a_table(case):
+    columns = case.req_to_token.shape[1]
+    wide = torch.cat([torch.full_like(case.req_to_token, HUGE), case.req_to_token], dim=1)
+    return replace(case, req_to_token=wide[:, columns:])
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        strided_queries,
+        joint_cache,
+        head_major_cache,
+        int64_table,
+        int32_indices,
+        int32_pool,
+        part_of_a_table,
+    ],
+)
+def test_tensors_may_lie_as_engines_have_them(lay_out):
+    check(lay_out(paged_case([65, 3], 4, 2, 40)))
+
+
+def test_rows_of_the_last_queries_of_a_prompt():
+    prompts = [0, 0, 0, 3, 3]
+    whole = paged_case([70, 70, 70, 33, 33], 4, 2, 32)
+    lengths = (68, 69, 70, 1, 33)
+    keys = [whole.keys[prompt][:length] for prompt, length in zip(prompts, lengths, strict=True)]
+    requests = whole.req_pool_indices[prompts]
+    seq_lens = on_device(*lengths, dtype=torch.int64)
+    case = replace(whole, lengths=lengths, seq_lens=seq_lens, req_pool_indices=requests, keys=keys)
+    found = check(case)
+
+    # The same rows, each with the place in a flat table where its request begins.
+    slots, columns = case.req_to_token.flatten(), case.req_to_token.shape[1]
+    plan = plan_for(case)
+    plan.schedule(PageTable(slots, requests * columns, seq_lens))
+    assert torch.equal(plan.run(case.queries, case.k_cache).mean, found.mean)
+
+
+@pytest.mark.parametrize(
+    ("visibility", "window", "sinks"),
+    [(None, 0, None), (Visibility(2, 3, 100), 80, on_device(0.0, 2.0, -1.0, 5.0))],
+)
+def test_the_mean_row_holds_the_fingerprint_of_either_layout(visibility, window, sinks):
+    case = paged_case([2, 65, 150], 4, 2, 32, size=2.0)
+    found = measure(case, visibility=visibility, window=window, sinks=sinks)
+    means = found.mean.double().cpu().numpy()
+    for row, length in enumerate(case.lengths):
+        t, mean = length - 1, means[row]
+        rows = attention_rows(
+            case.query_rows[row][None],
+            case.keys[row],
+            scale=32**-0.5,
+            positions=[t],
+            window=window,
+            sinks=None if sinks is None else sinks.cpu().numpy(),
+        )
+        log16 = fingerprint(rows, t, Layout.LOG16, visibility)
+        layered = fingerprint(rows, t, Layout.LAYERED, visibility)
+        assert bool(found.valid[row]) == (log16 is not None)
+        if log16 is None or layered is None:
+            continue
+        hist, places, entropy = mean[:16], mean[16:24], mean[27]
+        bands = [hist[:3].sum(), hist[3:8].sum(), hist[8:].sum()]
+        assert_close([*bands, entropy, *hist], log16.vector, **MASSES)
+        bands = [mean[24], mean[25], 1.0 - mean[24] - mean[25]]
+        assert_close([*bands, entropy, *places, *[entropy] * 8], layered.vector, **MASSES)
+        assert_close([mean[26]], [log16.sink_mass], **MASSES)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 140), min_size=2, max_size=2),
+    shape=st.sampled_from([(1, 1), (4, 2)]),
+    visibility=st.builds(
+        Visibility,
+        sink_tokens=st.integers(0, 5),
+        mask_prefix=st.integers(0, 20),
+        window=st.one_of(st.just(0), st.integers(1, 140)),
+    ),
+    window=st.one_of(st.just(0), st.integers(1, 140)),
+    size=st.sampled_from([0.1, 1.0, 5.0]),
+    seed=st.integers(0, 2**31),
+    programs=st.lists(st.integers(1, 20), min_size=2, max_size=2, unique=True),
+)
+def test_answers_are_shares_that_hang_neither_on_slots_nor_on_programs(
+    lengths, shape, visibility, window, size, seed, programs
+):
+    case = paged_case(lengths, *shape, 16, seed=seed, size=size)
+    slots = len(case.k_cache)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    cache = torch.empty_like(case.k_cache)
+    cache[order] = case.k_cache
+    used = case.req_to_token < slots
+    table = torch.where(used, order[case.req_to_token.clamp(max=slots - 1)].int(), HUGE)
+    moved = replace(case, k_cache=cache, req_to_token=table)
+    options = {"visibility": visibility, "window": window}
+    here, there, elsewhere = (
+        measure(case, programs=programs[0], **options),
+        measure(moved, programs=programs[0], **options),
+        measure(case, programs=programs[1], **options),
+    )
+    assert torch.equal(here.mean, there.mean)
+    assert_close(here.mean, elsewhere.mean, **MASSES)
+
+    per_head = here.per_head.double().cpu().numpy()
+    hist, places, near, middle, sink, entropy, valid = np.split(
+        per_head[..., :29], [16, 24, 25, 26, 27, 28], axis=-1
+    )
+    slack = MASSES["largest"]
+    assert (per_head[..., :29] >= 0).all() and (per_head[..., :29] <= 1 + slack).all()
+    assert (entropy <= 1).all() and (sink <= 1).all()
+    assert_close(hist.sum(-1, keepdims=True), valid, **MASSES)
+    assert_close(places.sum(-1, keepdims=True), valid, **MASSES)
+    # d < 10 and d < 100 lie between d < 8 and 16, and between d < 64 and 128.
+    upto = np.cumsum(hist, axis=-1)
+    for share, lower, upper in ((near, 2, 3), (near + middle, 5, 6)):
+        assert (share[..., 0] >= upto[..., lower] - slack).all()
+        assert (share[..., 0] <= upto[..., upper] + slack).all()
+
+
+@triton.jit
+def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexpr):
+    visible, real = tl.load(row), tl.load(row + 1)
+    seen, count = tl.load(row + 2), tl.load(row + 3)
+    first, after = column_ranges(visible, real, seen, count)
+    c = tl.arange(0, 32)
+    tl.store(ranges + c, first)
+    tl.store(ranges + 32 + c, after)
+    for i in range(0, count_tiles):
+        tl.store(due + i, next_due(tl.load(tiles + i), first, after, TILE_KEYS))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.one_of(st.integers(1, 300), st.integers(1, 200_000)),
+    hidden=st.one_of(st.just(0), st.integers(0, 200_000)),
+    sinks=st.integers(0, 70),
+    masked=st.one_of(st.just(0), st.integers(0, 300)),
+    window=st.one_of(st.just(0), st.integers(1, 100_000)),
+)
+def test_columns_are_the_ranges_of_their_bins_and_are_told_in_time(
+    length, hidden, sinks, masked, window
+):
+    in_model = min(length, window) if window else length
+    first_real = max(masked, hidden)
+    count = max(length - max(first_real, sinks), 0)
+    real = min(max(length - first_real, 0), in_model)
+    visible, seen = min(count, in_model), in_model
+    last = max(seen - 1, 0) // TILE
+    begins = sorted({0, last // 3, last // 2, max(last - 1, 0), last})
+    ranges = torch.full((2, 32), -7, dtype=torch.int32, device=DEVICE)
+    due = torch.full((len(begins),), -7, dtype=torch.int32, device=DEVICE)
+    row = on_device(visible, real, seen, count, dtype=torch.int32)
+    tiles = on_device(*begins, dtype=torch.int32)
+    _ranges_and_due[(1,)](row, tiles, len(begins), ranges, due, TILE_KEYS=TILE)
+
+    d = np.arange((last + 1) * TILE)
+    shown = d[:visible]
+    expected = np.zeros((len(d), 32), bool)
+    expected[shown, log2_bins(shown)] = True
+    if visible:
+        expected[shown, 16 + place_bins(count)[::-1][:visible]] = True
+    expected[:visible, 24], expected[:visible, 25] = shown < 10, (shown >= 10) & (shown < 100)
+    expected[visible:real, 26], expected[real:seen, 27] = True, True
+    first, after = ranges.cpu().numpy().astype(np.int64)
+    inside = (d[:, None] >= first) & (d[:, None] < after)
+    np.testing.assert_array_equal(inside, expected)
+
+    # Keys of tiles that are summed together have the same columns, lane by lane.
+    by_tile = inside.reshape(last + 1, TILE, 32)
+    for begin, until in zip(begins, due.tolist(), strict=True):
+        assert until >= begin
+        assert (by_tile[begin : until + 1] == by_tile[begin]).all()
+
+
+PLAN = {
+    "max_rows": 3, "max_length": 100, "heads": 4, "key_heads": 2, "head_dim": 16, "scale": 0.25,
+    "device": DEVICE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 576}, r"head_dim 576 .*MLA"),
+        ({"head_dim": 257}, r"head_dim 257"),
+        ({"head_dim": 0}, r"1 or more"),
+        ({"max_rows": 0}, r"1 or more"),
+        ({"max_length": 0}, r"1 or more"),
+        ({"heads": 5}, r"5 query heads over 2"),
+        ({"key_heads": 0}, r"4 query heads over 0"),
+        ({"chosen": ()}, r"different numbers in 0\.\.3"),
+        ({"chosen": (1, 1)}, r"different numbers in 0\.\.3"),
+        ({"chosen": (4,)}, r"different numbers in 0\.\.3"),
+        ({"chosen": (-1,)}, r"different numbers in 0\.\.3"),
+        ({"max_rows": 1 << 20, "max_length": 1 << 20}, r"too many"),
+        ({"soft_cap": 0.0}, r"soft_cap"),
+        ({"soft_cap": -1.0}, r"soft_cap"),
+        ({"scale": float("nan")}, r"scale"),
+        ({"window": -1}, r"window"),
+        ({"programs": -1}, r"programs"),
+    ],
+)
+def test_plans_that_cannot_be_made_are_refused(change, message):
+    with pytest.raises(OptionError, match=message) as refused:
+        StatisticsPlan(**PLAN | change)
+    assert "\n" not in str(refused.value)
+
+
+def zeros(*shape, dtype=torch.float16):
+    return torch.zeros(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": zeros(2, 4, 16)},
+        {"query": zeros(3, 2, 16)},
+        {"query": zeros(3, 4, 32)},
+        {"query": zeros(3, 64)},
+        {"query": zeros(3, 4, 16, dtype=torch.bfloat16)},
+        {"query": zeros(3, 4, 16, dtype=torch.int16), "keys": zeros(9, 2, 16, dtype=torch.int16)},
+        {"query": zeros(3, 4, 32)[..., ::2]},
+        {"query": zeros(3, 4, 16, dtype=torch.float64), "keys": zeros(9, 2, 16, dtype=torch.uint8)},
+        {
+            "query": zeros(3, 4, 16, dtype=torch.float64),
+            "keys": zeros(9, 2, 16, dtype=torch.float8_e5m2),
+        },
+        {"keys": zeros(9, 1, 16)},
+        {"keys": zeros(9, 2, 8)},
+        {"keys": zeros(9, 32)},
+        {"keys": zeros(9, 2, 32)[..., ::2]},
+        {"keys": zeros(9, 2, 16, dtype=torch.float64)},
+        {"descale": zeros(3, dtype=torch.float32)},
+        {"descale": zeros(2, dtype=torch.float16)},
+        {"sinks": zeros(2, dtype=torch.float32)},
+        {"sinks": zeros(4, dtype=torch.int32)},
+        {"sinks": zeros(8, dtype=torch.float32)[::2]},
+        {"mean": zeros(3, 31, dtype=torch.float32)},
+        {"mean": zeros(3, 32, dtype=torch.float16)},
+        {"mean": zeros(3, 40, dtype=torch.float32)[:, :32]},
+    ],
+    ids=[
+        "rows", "heads", "head_dim", "flat queries", "other type", "whole numbers",
+        "strided queries", "8 bits that are no float", "float64 queries", "key heads", "key dims",
+        "flat keys", "strided keys", "float64 keys", "long descale", "float16 descale",
+        "few sinks", "whole sinks", "strided sinks", "narrow means", "float16 means",
+        "strided means",
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_a_plan_are_refused(change):
+    case = paged_case([1, 2, 3], 4, 2, 16)
+    plan = StatisticsPlan(**PLAN)
+    plan.schedule(page_table(case))
+    with pytest.raises(OptionError) as refused:
+        plan.run(**{"query": case.queries, "keys": case.k_cache} | change)
+    assert "\n" not in str(refused.value)
+
+
+# From here on: what only a device can show.
+
+
+def random_step(case, random, seq_lens):
+    """A case of the same requests, some keys shorter; its lengths are written to `seq_lens`."""
+    lengths = [int(random.integers(0, longest + 1)) for longest in case.lengths]
+    seq_lens[: case.live].copy_(torch.tensor(lengths, device=DEVICE))
+    keys = [keys[:length] for keys, length in zip(case.keys, lengths, strict=True)]
+    return replace(case, lengths=tuple(lengths), keys=keys)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_run_neither_waits_nor_allocates():
+    case = paged_case([700, 64, 2000, 1], 8, 2, 128, dtype=torch.bfloat16, padding_rows=2)
+    plan = plan_for(case, programs=None, max_length=4000, visibility=Visibility(1, 3))
+    table, live = page_table(case), live_rows(case)
+    enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
+    sinks = on_device(*[0.5] * 8)
+
+    def step():
+        plan.schedule(table, enabled=enabled, live=live)
+        return plan.run(case.queries, case.k_cache, sinks=sinks)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
+    assert after == before
+    assert_statistics(found, reference(case, visibility=Visibility(1, 3), sinks=sinks))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_follows_the_lengths_of_each_step():
+    case = paged_case([1500, 64, 700, 2000, 1, 90], 8, 2, 64, dtype=torch.bfloat16, padding_rows=2)
+    table, live = page_table(case), live_rows(case)
+    enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
+    captured = plan_for(case, programs=None, max_length=2000)
+    eager = plan_for(case, programs=None, max_length=2000)
+
+    def step(plan):
+        plan.schedule(table, enabled=enabled, live=live)
+        return plan.run(case.queries, case.k_cache)
+
+    # Compiled and loaded before a capture begins.
+    step(captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(captured)
+    random = np.random.default_rng(0)
+    before = torch.cuda.memory_allocated()
+    for replay in range(50):
+        now = random_step(case, random, case.seq_lens)
+        flags = random.integers(0, 2, case.live)
+        count = int(random.integers(0, case.live + 1))
+        enabled[: case.live].copy_(torch.tensor(flags, device=DEVICE))
+        live.fill_(count)
+        graph.replay()
+        again = step(eager)
+        assert torch.equal(found.mean, again.mean)
+        assert torch.equal(found.per_head, again.per_head)
+        if replay % 10 == 9:
+            asked = (flags != 0) & (np.arange(case.live) < count)
+            assert_statistics(found, reference(now).of_asked(asked))
+    del again
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("lengths", "shape", "dtype", "descale"),
+    [
+        ([8192, 8192, 4097, 33], (32, 8, 128), torch.bfloat16, None),
+        ([8192, 100], (32, 8, 128), torch.float16, None),
+        ([8192, 100], (32, 8, 128), torch.float8_e4m3fn, 0.5),
+        ([100_000], (8, 2, 128), torch.bfloat16, None),
+    ],
+    ids=["bf16", "fp16", "fp8", "100K"],
+)
+def test_long_rows_agree_with_the_reference(lengths, shape, dtype, descale):
+    case = paged_case(lengths, *shape, dtype=dtype, size=3.0, descale=descale)
+    check(case, programs=None, max_length=max(lengths))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_key_heads_far_apart_are_addressed_in_64_bits():
+    # One key head after another, 2**27 elements apart: the last ones lie past 2**31.
+    key_heads, slots, depth = 18, 1 << 20, 128
+    memory = torch.empty(key_heads, slots, depth, dtype=torch.float16, device=DEVICE)
+    case = paged_case([9, 3], key_heads, key_heads, depth)
+    memory[:, : len(case.k_cache)] = case.k_cache.transpose(0, 1)
+    check(replace(case, k_cache=memory.transpose(0, 1)))
