@@ -237,16 +237,15 @@ def decode_pass(
                     tile_max = tl.max(y, 1)
                 this = row_block + tile // TILES
                 if LOGITS:
-                    place = (this.to(tl.int64) * HEADS + out_head[:, None]) * (TILE_KEYS * TILES)
-                    place += (tile % TILES) * TILE_KEYS + lane[None, :]
-                    tl.store(logits + place, y * LN_2, mask=chosen[:, None] & (this < logit_blocks))
+                    if this < logit_blocks:
+                        at = (this.to(tl.int64) * HEADS + out_head[:, None]) * (TILE_KEYS * TILES)
+                        at += (tile % TILES) * TILE_KEYS + lane[None, :]
+                        tl.store(logits + at, y * LN_2, mask=chosen[:, None])
                 fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
                 block_max = tl.maximum(fresh, tile_max * LN_2)
-                tl.store(
-                    maxima + out_head.to(tl.int64) * max_blocks + this,
-                    block_max,
-                    mask=chosen & (tile % TILES == TILES - 1) & (this < max_blocks),
-                )
+                if (this < max_blocks) & (tile % TILES == TILES - 1):
+                    at = maxima + out_head.to(tl.int64) * max_blocks + this
+                    tl.store(at, block_max, mask=chosen)
 
             if VALUE_DIM:
                 v_at = values + slot[:, None] * STRIDE_VS + value_dims[None, :]

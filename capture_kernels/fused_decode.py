@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .decode_pass import LOG2_E, LOWEST
 from .errors import OptionError
-from .statistics import FLOAT32, Statistics, StatisticsPlan, check
+from .launch import FLOAT32, check
+from .statistics import Statistics, StatisticsPlan
 
 
 @triton.jit
@@ -122,11 +123,12 @@ class FusedDecodePlan(StatisticsPlan):
         value_descale: Tensor | None = None,
         sinks: Tensor | None = None,
         mean: Tensor | None = None,
+        hubs: Tensor | None = None,
     ) -> Statistics | None:
         """Attention of the scheduled rows in one layer, and its statistics.
 
         Args:
-            query, keys, descale, sinks, mean: as `StatisticsPlan.run` takes them.
+            query, keys, descale, sinks, mean, hubs: as `StatisticsPlan.run` takes them.
             values: of the keys' type, [slots, key_heads, value_dim], the last axis contiguous.
             output: of the queries' type, [R, heads, value_dim], the last axis contiguous; written.
                 Rows that are not live keep what they hold.
@@ -141,7 +143,7 @@ class FusedDecodePlan(StatisticsPlan):
         check(output, "output", [rows, heads, depth], {query.dtype})
         if value_descale is not None:
             check(value_descale, "value_descale", [key_heads], FLOAT32)
-        means = self.checked_means(sinks, mean)
+        means = self.checked_means(sinks, mean, hubs)
         self.launch_pass(query, keys, descale, values, self.partial_values, self.statistics)
         _merge_values[(rows, heads)](
             self.partial,
@@ -164,4 +166,6 @@ class FusedDecodePlan(StatisticsPlan):
             DESCALE=value_descale is not None,
             num_warps=4,
         )
-        return self.launch_merge(sinks, means) if self.statistics else None
+        if not self.statistics:
+            return None
+        return self.launch_merge(query, keys, descale, sinks, means, hubs)

@@ -28,16 +28,13 @@ from torch import Tensor
 from .decode_pass import COLUMNS, LN_2, LOG2_E, LOWEST, PARTIAL, TILE, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
+from .launch import FLOAT8_TYPES, FLOAT32, QUERY_TYPES, HeadGroups, check, interpreted, processors
 from .schedule import PageTable, Schedule
+from .topk import SCRATCH_BYTES, TopK, TopKPlan
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
-# A product of matrices wants 16 query heads or more; of more than 32, accumulators fill registers.
-LEAST_GROUP, LARGEST_GROUP = 16, 32
 # Keys whose maxima a row keeps for the top-k, at most; longer rows have larger blocks.
 BLOCKS_A_ROW = 4096
-QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
-FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
-FLOAT32 = {torch.float32}
 
 
 @triton.jit
@@ -148,6 +145,7 @@ class Statistics(NamedTuple):
 
     per_head: Tensor  # float32[R, H, 32]
     mean: Tensor  # float32[R, 32]
+    top: TopK | None  # where a top k was planned
 
     @property
     def logsumexp(self) -> Tensor:
@@ -180,65 +178,6 @@ class Statistics(NamedTuple):
         return self.mean[:, VALID] != 0
 
 
-def check(
-    tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype], contiguous: bool = False
-) -> None:
-    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis."""
-    if list(tensor.shape) != shape:
-        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
-    if tensor.dtype not in types:
-        raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
-    if tensor.stride(-1) != 1 or (contiguous and not tensor.is_contiguous()):
-        raise OptionError(f"{name} must be contiguous" + (" in its last axis" * (not contiguous)))
-
-
-class HeadGroups:
-    """Chosen query heads by the key head that they read.
-
-    `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and the query
-    heads, then -1. A key head with many query heads has several groups.
-    """
-
-    def __init__(
-        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device
-    ) -> None:
-        if key_heads < 1 or heads % key_heads:
-            raise OptionError(f"{heads} query heads over {key_heads} key heads")
-        order = list(range(heads)) if chosen is None else sorted(chosen)
-        if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
-            raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
-        per_key = heads // key_heads
-        groups: list[list[int]] = []
-        for head in order:
-            full = groups and len(groups[-1]) == LARGEST_GROUP
-            if not groups or full or groups[-1][0] // per_key != head // per_key:
-                groups.append([])
-            groups[-1].append(head)
-        self.order, self.key_heads = order, key_heads
-        self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
-        lines, before = [], 0
-        for group in groups:
-            padding = [-1] * (self.block - len(group))
-            lines.append([group[0] // per_key, before, *group, *padding])
-            before += len(group)
-        self.table = torch.tensor(lines, dtype=torch.int32, device=device)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 2 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where products of bfloat16 are wrong."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 class StatisticsPlan:
     """Buffers and grids for one kind of layer; `schedule` once a step, `run` once a layer.
 
@@ -255,6 +194,11 @@ class StatisticsPlan:
         soft_cap: the bound that tanh puts on the logits; None for none.
         window: the model's own sliding window, the query's own key included; 0 for none.
         visibility: which keys a fingerprint describes.
+        top_k: how many keys of each chosen head to name, the largest first, 0..64.
+        mean_top_k: the same of the mean of the chosen heads' probabilities.
+        hubs: whether runs may add up that mean by position.
+        scratch_bytes: what logits may take until the top k is found; rows without room there cost
+            a second look at some keys (`topk`).
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Raises:
@@ -277,6 +221,10 @@ class StatisticsPlan:
         soft_cap: float | None = None,
         window: int = 0,
         visibility: Visibility | None = None,
+        top_k: int = 0,
+        mean_top_k: int = 0,
+        hubs: bool = False,
+        scratch_bytes: int = SCRATCH_BYTES,
         programs: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
@@ -311,6 +259,19 @@ class StatisticsPlan:
             window=window,
             all_keys=self.all_keys,
         )
+        self.top: TopKPlan | None = None
+        if top_k or mean_top_k or hubs:
+            self.top = TopKPlan(
+                max_rows=max_rows,
+                max_length=max_length,
+                head_table=self.groups.table,
+                block_keys=self.block_keys,
+                scale=scale,
+                soft_cap=soft_cap,
+                k=top_k,
+                mean_k=mean_top_k,
+                scratch_bytes=scratch_bytes,
+            )
         count = len(self.groups.order)
         self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
         self.per_head = self._floats(max_rows, count, COLUMNS)
@@ -333,6 +294,7 @@ class StatisticsPlan:
         descale: Tensor | None = None,
         sinks: Tensor | None = None,
         mean: Tensor | None = None,
+        hubs: Tensor | None = None,
     ) -> Statistics:
         """The statistics of the scheduled rows in one layer.
 
@@ -343,13 +305,15 @@ class StatisticsPlan:
             descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
             sinks: float32[H], a learned logit of each chosen head that is in the denominator only.
             mean: float32[R, 32] to write the means to; None for the plan's own.
+            hubs: float32[R, longest] to add the heads' mean probabilities to by position; what lies
+                beyond `longest` is left out.
 
         Raises:
             OptionError: shapes or types that do not fit the plan.
         """
-        means = self.checked_means(sinks, mean)
+        means = self.checked_means(sinks, mean, hubs)
         self.launch_pass(query, keys, descale)
-        return self.launch_merge(sinks, means)
+        return self.launch_merge(query, keys, descale, sinks, means, hubs)
 
     def launch_pass(
         self,
@@ -367,7 +331,7 @@ class StatisticsPlan:
         check(keys, "keys", [len(keys), self.groups.key_heads, depth], key_types)
         if descale is not None:
             check(descale, "descale", [self.groups.key_heads], FLOAT32)
-        steps, partial = self.steps, self.partial
+        steps, partial, top = self.steps, self.partial, self.top
         value_dim = 0 if values is None else values.shape[2]
         decode_pass[(len(self.groups), self.programs)](
             query,
@@ -381,8 +345,8 @@ class StatisticsPlan:
             partial if descale is None else descale,
             partial,
             partial if partial_values is None else partial_values,
-            partial,
-            partial,
+            partial if top is None else top.logits,
+            partial if top is None else top.maxima,
             self.scale * LOG2_E.value,
             self.soft_cap or 1.0,
             query.stride(0),
@@ -390,7 +354,7 @@ class StatisticsPlan:
             keys.stride(1),
             0 if values is None else values.stride(1),
             steps.rows,
-            0,
+            0 if top is None else top.logit_blocks,
             self.max_blocks,
             STRIDE_KS=keys.stride(0),
             STRIDE_VS=0 if values is None else values.stride(0),
@@ -404,8 +368,8 @@ class StatisticsPlan:
             TILES=self.block_keys // TILE,
             ROWS=triton.next_power_of_2(max(1, steps.rows)),
             STATISTICS=statistics,
-            MAXIMA=False,
-            LOGITS=False,
+            MAXIMA=top is not None,
+            LOGITS=top is not None and top.logit_blocks > 0,
             SOFT_CAP=self.soft_cap is not None,
             DESCALE=descale is not None,
             UPCAST=interpreted() or query.dtype == torch.float32,
@@ -413,17 +377,31 @@ class StatisticsPlan:
             num_stages=self.tuning.stages,
         )
 
-    def checked_means(self, sinks: Tensor | None, mean: Tensor | None) -> Tensor:
+    def checked_means(
+        self, sinks: Tensor | None, mean: Tensor | None, hubs: Tensor | None
+    ) -> Tensor:
         """Where the means go. Nothing has been launched when OptionError is raised."""
         rows = self.steps.rows
         means = self.mean[:rows] if mean is None else mean
         check(means, "mean", [rows, COLUMNS], FLOAT32, contiguous=True)
         if sinks is not None:
             check(sinks, "sinks", [len(self.groups.order)], FLOAT32)
+        if hubs is not None:
+            if self.top is None:
+                raise OptionError("the plan was made without hubs")
+            check(hubs, "hubs", [rows, *hubs.shape[1:2]], FLOAT32)
         return means
 
-    def launch_merge(self, sinks: Tensor | None, means: Tensor) -> Statistics:
-        """Launch the merge of what the pass left, one program a row."""
+    def launch_merge(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        descale: Tensor | None,
+        sinks: Tensor | None,
+        means: Tensor,
+        hubs: Tensor | None,
+    ) -> Statistics:
+        """Launch what makes numbers of what the pass left, on checked tensors."""
         rows = self.steps.rows
         count = len(self.groups.order)
         block = min(32, triton.next_power_of_2(count))
@@ -442,4 +420,7 @@ class StatisticsPlan:
             HAS_SINKS=sinks is not None,
             num_warps=8,
         )
-        return Statistics(self.per_head[:rows], means)
+        top = None
+        if self.top is not None:
+            top = self.top.run(self.steps, self.per_head, query, keys, descale=descale, hubs=hubs)
+        return Statistics(self.per_head[:rows], means, top)

@@ -1,0 +1,76 @@
+"""What the launchers of kernels share: groups of heads, checked arguments, the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .errors import OptionError
+
+# A product of matrices wants 16 query heads or more; of more than 32, accumulators fill registers.
+LEAST_GROUP, LARGEST_GROUP = 16, 32
+QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
+FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+FLOAT32 = {torch.float32}
+
+
+class HeadGroups:
+    """Chosen query heads by the key head that they read.
+
+    `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and the query
+    heads, then -1. A key head with many query heads has several groups.
+    """
+
+    def __init__(
+        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device
+    ) -> None:
+        if key_heads < 1 or heads % key_heads:
+            raise OptionError(f"{heads} query heads over {key_heads} key heads")
+        order = list(range(heads)) if chosen is None else sorted(chosen)
+        if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
+            raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+        per_key = heads // key_heads
+        groups: list[list[int]] = []
+        for head in order:
+            full = groups and len(groups[-1]) == LARGEST_GROUP
+            if not groups or full or groups[-1][0] // per_key != head // per_key:
+                groups.append([])
+            groups[-1].append(head)
+        self.order, self.key_heads = order, key_heads
+        self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
+        lines, before = [], 0
+        for group in groups:
+            padding = [-1] * (self.block - len(group))
+            lines.append([group[0] // per_key, before, *group, *padding])
+            before += len(group)
+        self.table = torch.tensor(lines, dtype=torch.int32, device=device)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def check(
+    tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype], contiguous: bool = False
+) -> None:
+    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis."""
+    if list(tensor.shape) != shape:
+        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
+    if tensor.dtype not in types:
+        raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
+    if tensor.stride(-1) != 1 or (contiguous and not tensor.is_contiguous()):
+        raise OptionError(f"{name} must be contiguous" + (" in its last axis" * (not contiguous)))
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, where products of bfloat16 are wrong."""
+    return bool(triton.knobs.runtime.interpret)
