@@ -44,6 +44,7 @@ ON_GPU["discovery"] = ["gpu_discovery", "--folder", "build/benchmarks"]
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2"]
 ON_GPU["discovery"] += ["--peers", "--sampling", "--sample"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
+ON_GPU["kernels"] = ["gpu_kernels"]
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
@@ -62,7 +63,7 @@ def gpu_memory_gib() -> float:
 
 def cannot_run(name: str) -> str | None:
     """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
-    if not name.startswith("capture"):
+    if name not in ("capture", "capture-8b", "kernels"):
         return why_not()
     free = gpu_memory_gib()
     if not free:
@@ -255,6 +256,14 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
 
 
+def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
+    for part in ("headline", "fused"):
+        for name, way in found.get(part, {}).get("ways", {}).items():
+            if "us" in way:
+                share = f" ({way['share']:.0%} of what a sum reads)" if way.get("share") else ""
+                yield f"{part}: {name}", f"{way['us']:.0f} us a layer{share}"
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "store": of_store,
     "capture": of_capture,
@@ -267,6 +276,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "memory": of_memory,
     "gpu_discovery": of_gpu_discovery,
     "gpu_clustering": of_gpu_clustering,
+    "gpu_kernels": of_gpu_kernels,
     "gpu_kills": of_gpu_kills,
 }
 

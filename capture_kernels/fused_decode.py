@@ -23,7 +23,10 @@ from torch import Tensor
 from .decode_pass import LOG2_E, LOWEST
 from .errors import OptionError
 from .launch import FLOAT32, check
-from .statistics import Statistics, StatisticsPlan
+from .statistics import Statistics, StatisticsPlan, Tuning
+
+# With values and statistics, four warps would need more registers than a thread can have.
+TUNING = Tuning(warps=8, programs_a_processor=1)
 
 
 @triton.jit
@@ -108,6 +111,7 @@ class FusedDecodePlan(StatisticsPlan):
             raise OptionError(f"value_dim {value_dim} is not supported: 1 to 256, and no MLA")
         if options.get("chosen") is not None:
             raise OptionError("fused decode takes all query heads: leave `chosen` out")
+        options["tuning"] = options.get("tuning") or TUNING
         super().__init__(**options)
         self.value_dim, self.statistics = value_dim, statistics
         self.partial_values = self._floats(len(self.partial), self.query_heads, value_dim)

@@ -18,10 +18,11 @@ FLOAT32 = {torch.float32}
 
 
 class HeadGroups:
-    """Chosen query heads by the key head that they read.
+    """Chosen query heads, in ascending order, by the key head that they read.
 
-    `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and the query
-    heads, then -1. A key head with many query heads has several groups.
+    On the device: `order` int32[H], and `table` int32[groups, 2 + block]: key head, how many chosen
+    heads lie before, and the query heads, then -1. A key head with many query heads has several
+    groups.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class HeadGroups:
             if not groups or full or groups[-1][0] // per_key != head // per_key:
                 groups.append([])
             groups[-1].append(head)
-        self.order, self.key_heads = order, key_heads
+        self.count, self.key_heads = len(order), key_heads
+        self.order = torch.tensor(order, dtype=torch.int32, device=device)
         self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
         lines, before = [], 0
         for group in groups:

@@ -42,6 +42,7 @@ def _merge_statistics(
     partial,
     rows,
     block_ptr,
+    order,
     sinks,
     per_head,
     mean,
@@ -103,7 +104,8 @@ def _merge_statistics(
         binned = tl.sum(tl.where((c < 16)[None, :], masses, 0.0), 1)
         logsumexp = (m + tl.log2(total_e + sink)) * LN_2
         if HAS_SINKS:
-            learned = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+            query_head = tl.load(order + head, mask=is_head, other=0)
+            learned = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32)
             larger = tl.maximum(logsumexp, learned)
             smaller = tl.minimum(logsumexp, learned)
             with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
@@ -134,6 +136,7 @@ def _merge_statistics(
 class Tuning(NamedTuple):
     """How the pass is compiled and spread; what is measured best on an H200."""
 
+    tile: int = TILE  # keys of a product of matrices
     warps: int = 4
     stages: int = 5
     programs_a_processor: int = 2
@@ -246,8 +249,10 @@ class StatisticsPlan:
         self.tuning = tuning or Tuning()
         spread = processors(self.device) * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
-        tiles = triton.next_power_of_2(triton.cdiv(max_length, TILE * BLOCKS_A_ROW))
-        self.block_keys = TILE * tiles
+        tile = self.tuning.tile
+        self.block_keys = tile * triton.next_power_of_2(
+            triton.cdiv(max_length, tile * BLOCKS_A_ROW)
+        )
         self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
         if self.max_blocks * self.programs >= 1 << 31:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
@@ -264,15 +269,16 @@ class StatisticsPlan:
             self.top = TopKPlan(
                 max_rows=max_rows,
                 max_length=max_length,
-                head_table=self.groups.table,
+                groups=self.groups,
                 block_keys=self.block_keys,
+                tile=tile,
                 scale=scale,
                 soft_cap=soft_cap,
                 k=top_k,
                 mean_k=mean_top_k,
                 scratch_bytes=scratch_bytes,
             )
-        count = len(self.groups.order)
+        count = self.groups.count
         self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
         self.per_head = self._floats(max_rows, count, COLUMNS)
         self.mean = self._floats(max_rows, COLUMNS)
@@ -303,7 +309,8 @@ class StatisticsPlan:
             keys: of the query's type or float8 (e4m3fn, e5m2), [slots, key_heads, head_dim], the
                 last axis contiguous: the layer's paged cache.
             descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
-            sinks: float32[H], a learned logit of each chosen head that is in the denominator only.
+            sinks: float32[heads], a learned logit of each query head that is in the denominator
+                only.
             mean: float32[R, 32] to write the means to; None for the plan's own.
             hubs: float32[R, longest] to add the heads' mean probabilities to by position; what lies
                 beyond `longest` is left out.
@@ -358,14 +365,14 @@ class StatisticsPlan:
             self.max_blocks,
             STRIDE_KS=keys.stride(0),
             STRIDE_VS=0 if values is None else values.stride(0),
-            HEADS=len(self.groups.order),
+            HEADS=self.groups.count,
             BLOCK_H=self.groups.block,
             HEAD_DIM=depth,
             BLOCK_D=max(16, triton.next_power_of_2(depth)),
             VALUE_DIM=value_dim,
             BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-            TILE_KEYS=TILE,
-            TILES=self.block_keys // TILE,
+            TILE_KEYS=self.tuning.tile,
+            TILES=self.block_keys // self.tuning.tile,
             ROWS=triton.next_power_of_2(max(1, steps.rows)),
             STATISTICS=statistics,
             MAXIMA=top is not None,
@@ -385,7 +392,7 @@ class StatisticsPlan:
         means = self.mean[:rows] if mean is None else mean
         check(means, "mean", [rows, COLUMNS], FLOAT32, contiguous=True)
         if sinks is not None:
-            check(sinks, "sinks", [len(self.groups.order)], FLOAT32)
+            check(sinks, "sinks", [self.query_heads], FLOAT32)
         if hubs is not None:
             if self.top is None:
                 raise OptionError("the plan was made without hubs")
@@ -403,12 +410,13 @@ class StatisticsPlan:
     ) -> Statistics:
         """Launch what makes numbers of what the pass left, on checked tensors."""
         rows = self.steps.rows
-        count = len(self.groups.order)
+        count = self.groups.count
         block = min(32, triton.next_power_of_2(count))
         _merge_statistics[(rows,)](
             self.partial,
             self.steps.fields,
             self.steps.block_ptr,
+            self.groups.order,
             self.partial if sinks is None else sinks,
             self.per_head,
             means,

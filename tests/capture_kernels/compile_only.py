@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
-import capture_kernels.statistics as statistics
+from capture_kernels.append_records import AppendPlan, StepRows
+from capture_kernels.buffers import Ring
 from capture_kernels.fused_decode import FusedDecodePlan
 from capture_kernels.schedule import PageTable
+from capture_kernels.scores import ScoresPlan
+from capture_kernels.statistics import StatisticsPlan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS, LENGTH, SLOTS, HEADS, KEY_HEADS, DEPTH = 32, 8192, 64, 32, 8, 128
@@ -115,7 +119,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def beside(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
-    plan = statistics.StatisticsPlan(**options(**changes))
+    plan = StatisticsPlan(**options(**changes))
     plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
     plan.run(query, keys)
@@ -128,15 +132,38 @@ def fused(emit: bool, **changes: Any) -> None:
     plan.decode(query, keys, keys, torch.zeros_like(query))
 
 
+def scores() -> None:
+    shape = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": DEPTH, "scale": 0.088}
+    plan = ScoresPlan(max_rows=4096, max_length=LENGTH, device=torch.device("cpu"), **shape)
+    query, keys = tensors()
+    rows = query[:1].expand(4096, -1, -1).contiguous()
+    plan.run(rows, keys, torch.zeros(LENGTH, dtype=torch.int32), 0, plan.output(4096, 4096))
+
+
+def records() -> None:
+    plan = AppendPlan(Ring(1 << 10, "cpu"), max_rows=ROWS, layers=[3, 7])
+    zeros = partial(torch.zeros, ROWS)
+    flags = zeros(dtype=torch.uint8)
+    position, handle = zeros(dtype=torch.int32), zeros(dtype=torch.int64)
+    live = torch.ones(1, dtype=torch.int32)
+    plan.run(torch.zeros(2, ROWS, 32), StepRows(position, handle, flags, flags, live))
+
+
 PLANS: dict[str, Callable[[], None]] = {
     "beside": beside,
     "beside float8": lambda: beside(torch.float8_e4m3fn),
-    "beside one key head": lambda: beside(key_heads=1),
     "beside head_dim 80": lambda: beside(head_dim=80),
     "beside head_dim 256": lambda: beside(head_dim=256),
-    "beside soft cap": lambda: beside(soft_cap=50.0),
+    "top 16": lambda: beside(top_k=16, mean_top_k=16),
+    "top 64": lambda: beside(top_k=64, mean_top_k=64),
+    "top 16 of a million keys": lambda: beside(
+        top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0
+    ),
     "fused": lambda: fused(True),
+    "fused, top 16": lambda: fused(True, top_k=16),
     "fused without statistics": lambda: fused(False),
+    "scores": scores,
+    "records": records,
 }
 
 
@@ -146,7 +173,10 @@ def main() -> None:
 
     def compile_instead(self: Any, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
-            launched[self.fn.__name__] = self.run(*arguments, grid=grid, warmup=True, **named)
+            kernel = self.run(*arguments, grid=grid, warmup=True, **named)
+            # A plan may launch a kernel twice, compiled for two purposes.
+            number = sum(name.split()[0] == self.fn.__name__ for name in launched)
+            launched[f"{self.fn.__name__} {number + 1}" if number else self.fn.__name__] = kernel
 
         return launch
 

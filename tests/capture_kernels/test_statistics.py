@@ -59,13 +59,10 @@ class Truth(NamedTuple):
 
 
 def reference(case, *, scale=None, chosen=None, sinks=None, visibility=None, **options):
-    """The truth of a case's live rows; `sinks` are of the chosen heads."""
+    """The truth of a case's live rows."""
     _, heads, depth = case.queries.shape
     order = list(range(heads)) if chosen is None else sorted(chosen)
-    learned = None
-    if sinks is not None:
-        learned = np.zeros(heads)
-        learned[order] = sinks.double().cpu().numpy()
+    learned = None if sinks is None else sinks.double().cpu().numpy()
     columns = np.zeros((case.live, len(order), 29))
     bands = np.zeros((case.live, len(order), 6))
     logsumexp = np.zeros((case.live, len(order)))
@@ -229,7 +226,7 @@ def on_device(*numbers, dtype=torch.float32):
             [100, 9],
             (12, 3, 32),
             {},
-            {"chosen": (11, 4, 0, 3, 5), "sinks": on_device(0.0, 1.0, 2.0, 3.0, 4.0)},
+            {"chosen": (11, 4, 0, 3, 5), "sinks": on_device(*range(12))},
             id="chosen heads",
         ),
         pytest.param([100], (12, 3, 32), {"dtype": torch.float32}, {"chosen": (6,)}, id="one head"),

@@ -1,0 +1,445 @@
+"""Exact top-k of the keys: of every query head, and of the mean of the heads' probabilities.
+
+Mathematics, for one row, with the logits x_hd that `decode_pass` makes, by head h and distance d:
+
+    per head: the k largest x_hd;                              mass = sum of exp(x_hd - lse_h)
+    head mean: the k largest p_d = (1/H) sum_h exp(x_hd - lse_h)
+
+with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
+larger distance, comes first: an int64 of a value's ordered bits and its distance orders keys, and
+no two are equal.
+
+Let blocks be ordered by their largest value, the older one first where these are equal. A key of
+the top k lies in one of the first k blocks: each of these has a key with its own largest value,
+which is larger than every value of a block further behind, or as large and older; so a key further
+behind has k keys before it. So only k blocks are sorted, not all keys.
+
+The pass writes logits to a scratch of bounded size, which a GPU's L2 cache holds for most batches.
+Rows beyond it, all of a row or none, have only the maxima of their blocks: the logits of the chosen
+blocks are computed again, and for the head mean all keys are read a second time.
+
+Tensors (R rows, H chosen query heads, N keys in a block; K rounded up to a power of two):
+    logits       float32[logit_blocks, H, N]  -inf where a key is not real; made by `decode_pass`
+    maxima       float32[H, max_blocks]       of the logits of each block; made by `decode_pass`
+    per_head     float32[R, H, 32]            column 29: logsumexp (`statistics`)
+    mean         float32[logit_blocks, 1, N]  p_d, -inf where a key is not real
+    mean_maxima  float32[1, max_blocks]       of p_d of each block
+    chosen       int32[R, H, K]               the first K blocks of a row beyond the scratch, or -1
+    lists        int64[R, H, splits, K]       the top k of each share of these blocks
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode_pass import LOG2_E
+from .errors import OptionError
+from .head_mean import head_mean, tile_values
+from .launch import HeadGroups, interpreted, processors
+from .schedule import Schedule
+
+LARGEST_K = 64
+SCRATCH_BYTES = 64 << 20
+# Values that a program sorts at a time; more fill the registers of its four warps.
+SORTED = 2048
+# Keys that are left to be sorted, mostly; all keys of the chosen blocks are where there are more.
+ROOM = 128
+# Programs that share the chosen blocks of one row and head where logits are computed again.
+SPLITS = 8
+# Programs a processor of the GPU that make head means, block by block.
+MEAN_PROGRAMS = 4
+# Ordered bits of -inf, and the distance 0: before it comes nothing that is a key.
+NOTHING = tl.constexpr(-2139095041 << 32)
+
+
+@triton.jit
+def pack(value, number):
+    """An int64 that is ordered as (value, number), of float32 and int32 >= 0."""
+    # Both zeros are one value.
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | number.to(tl.int64)
+
+
+@triton.jit
+def value_of(packed):
+    ordered = (packed >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(packed):
+    return (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """The SIZE largest of best int64[SIZE] and COUNT >= SIZE others of any shape, largest first."""
+    few = tl.topk(tl.reshape(packed, [COUNT]), SIZE)
+    return tl.topk(tl.reshape(tl.join(best, few), [2 * SIZE]), SIZE)
+
+
+@triton.jit
+def write_top(
+    best, row, head, position, per_head, tops, positions, masses,
+    HEADS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, SIZE)
+    value = value_of(best)
+    there = value > float("-inf")
+    at = (row.to(tl.int64) * HEADS + head) * K + lane
+    tl.store(positions + at, tl.where(there, position - number_of(best), -1), mask=lane < K)
+    if MEAN:
+        tl.store(tops + at, tl.where(there, value, 0.0), mask=lane < K)
+    else:
+        tl.store(tops + at, value, mask=lane < K)
+        place = row.to(tl.int64) * HEADS + head
+        shifted = (value - tl.load(per_head + place * 32 + 29)) * LOG2_E
+        mass = tl.where(there & (lane < K), tl.exp2(shifted), 0.0)
+        tl.store(masses + place, tl.sum(mass, 0))
+
+
+@triton.jit
+def select(
+    values, maxima, block_ptr, rows, per_head, chosen, lists, tops, positions, masses,
+    count_rows, value_blocks, max_blocks,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROOM: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    MEAN: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The top k of one row and head, or its first blocks where values are not in the scratch."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+    best = tl.full([SIZE], NOTHING, tl.int64)
+    if (real == 0) | (end > max_blocks):
+        write_top(best, row, head, position, per_head, tops, positions, masses,
+                  HEADS, K, SIZE, MEAN)  # fmt: skip
+        return
+    block = tl.arange(0, BLOCKS)
+    largest = tl.load(
+        maxima + head.to(tl.int64) * max_blocks + begin + block,
+        mask=block < end - begin,
+        other=float("-inf"),
+    )
+    chosen_blocks = tl.topk(pack(largest, block), SIZE)
+    there = value_of(chosen_blocks) > float("-inf")
+    blocks = number_of(chosen_blocks)
+    if RECOMPUTE:
+        if end > value_blocks:
+            at = (row.to(tl.int64) * HEADS + head) * SIZE + tl.arange(0, SIZE)
+            tl.store(chosen + at, tl.where(there, blocks, -1))
+            return
+    # The k-th block has a key with its largest value, and so has each before it: what is less than
+    # that is not in the top k. Mostly a few dozen keys are left to be sorted.
+    least = tl.min(tl.where(there, value_of(chosen_blocks), float("-inf")), 0)
+    starts = values + ((begin + blocks).to(tl.int64) * HEADS + head) * BLOCK
+    list_ = lists + (row.to(tl.int64) * HEADS + head) * ROOM
+    lane = tl.arange(0, STEP)[None, :]
+    count = 0
+    for skip in tl.static_range(0, BLOCK, STEP):
+        value = tl.load(starts[:, None] + skip + lane, mask=there[:, None], other=float("-inf"))
+        packed = pack(value, blocks[:, None] * BLOCK + skip + lane)
+        taken = (value >= least) & (value > float("-inf"))
+        place = count + tl.cumsum(tl.reshape(taken.to(tl.int32), [SIZE * STEP]), 0) - 1
+        place = tl.reshape(place, [SIZE, STEP])
+        tl.store(list_ + place, packed, mask=taken & (place < ROOM))
+        count += tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
+    if count <= ROOM:
+        tl.debug_barrier()
+        few = tl.arange(0, ROOM)
+        best = tl.topk(tl.load(list_ + few, mask=few < count, other=NOTHING), SIZE)
+    else:
+        for skip in tl.static_range(0, BLOCK, STEP):
+            value = tl.load(starts[:, None] + skip + lane, mask=there[:, None], other=float("-inf"))
+            packed = pack(value, blocks[:, None] * BLOCK + skip + lane)
+            best = better(best, packed, SIZE * STEP, SIZE)
+    write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
+
+
+@triton.jit
+def select_again(
+    chosen, lists, block_ptr, rows, base, slots, query, keys, head_table, descale, per_head,
+    factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, value_blocks, max_blocks,
+    STRIDE_KS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    MEAN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The top k of a share of the chosen blocks of a row beyond the scratch."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
+    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
+        return
+    newest = slots + tl.load(base + row) + tl.load(rows + row)
+    place = row.to(tl.int64) * tl.num_programs(1) + head
+    best = tl.full([SIZE], NOTHING, tl.int64)
+    for number in range(split, SIZE, tl.num_programs(2)):
+        block = tl.load(chosen + place * SIZE + number)
+        if block >= 0:
+            for skip in range(0, BLOCK, TILE):
+                distance = block * BLOCK + skip + tl.arange(0, TILE)
+                value = tile_values(
+                    head, row, newest, distance, real, query, keys, head_table, descale, per_head,
+                    factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS, GROUPS,
+                    BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST, MEAN,
+                )  # fmt: skip
+                best = better(best, pack(value, distance), TILE, SIZE)
+    at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
+    tl.store(lists + at, best)
+
+
+@triton.jit
+def merge_shares(
+    lists, block_ptr, rows, per_head, tops, positions, masses, count_rows, value_blocks, max_blocks,
+    HEADS: tl.constexpr,
+    SHARES: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    MEAN: tl.constexpr,
+):  # fmt: skip
+    """The top k of a row beyond the scratch, from those of its shares."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
+    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
+        return
+    place = row.to(tl.int64) * HEADS + head
+    best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
+    write_top(best, row, head, tl.load(rows + row), per_head, tops, positions, masses,
+              HEADS, K, SIZE, MEAN)  # fmt: skip
+
+
+class TopK(NamedTuple):
+    """The top k of the rows of a step in one layer, best first; views of the plan's buffers,
+    overwritten by its next run. A row that was not asked for has no keys."""
+
+    positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
+    logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
+    mass: Tensor  # float32[R, H]: what the k keys hold of a head's probability
+    mean_positions: Tensor  # int32[R, mean_k]; -1 where a row has fewer keys
+    mean_masses: Tensor  # float32[R, mean_k], of the mean of the heads' probabilities; 0 there
+
+
+class TopKPlan:
+    """Buffers and grids of the top k; the pass fills `logits` and `maxima`, then `run` reads them.
+
+    A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
+
+    Args:
+        max_rows: the most rows of a step.
+        max_length: the most keys of a row.
+        groups: the chosen query heads.
+        block_keys: keys in a block, a power of two.
+        tile: keys of a product of matrices, a power of two, block_keys at most.
+        scale: what q . k is multiplied by.
+        soft_cap: the bound that tanh puts on the logits; None for none.
+        k: how many keys of each head, 0..64; 0 for none.
+        mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
+        scratch_bytes: what logits and means may take at most. Rows beyond it cost a second look at
+            some keys, and with `mean_k` or hubs at all.
+
+    Attributes:
+        logits: float32[logit_blocks, H, block_keys].
+        maxima: float32[H, max_blocks].
+        logit_blocks, max_blocks: how many blocks have room in `logits`, and in `maxima`.
+
+    Raises:
+        OptionError: a k that is too large.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_length: int,
+        groups: HeadGroups,
+        block_keys: int,
+        tile: int,
+        scale: float,
+        soft_cap: float | None = None,
+        k: int = 0,
+        mean_k: int = 0,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
+            if not 0 <= asked <= LARGEST_K:
+                raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
+        self.k, self.mean_k, self.groups = k, mean_k, groups
+        self.block_keys, self._tile, self._scale, self._soft_cap = block_keys, tile, scale, soft_cap
+        self._device = groups.table.device
+        heads = groups.count
+        self._row_blocks = triton.cdiv(max_length, block_keys)
+        self.max_blocks = max_rows * self._row_blocks
+        self.logit_blocks = min(self.max_blocks, scratch_bytes // (4 * (heads + 1) * block_keys))
+        self._recompute = self.logit_blocks < self.max_blocks
+        kept = self.logit_blocks if mean_k else 0
+        self.logits = self._zeros(max(1, self.logit_blocks), heads, block_keys)
+        self.maxima = self._zeros(heads, self.max_blocks)
+        self._mean = self._zeros(kept, 1, block_keys)
+        self._mean_maxima = self._zeros(1, self.max_blocks if mean_k else 0)
+        largest = max(heads * power(k), power(mean_k))
+        self._chosen = self._zeros(max_rows * largest * self._recompute, dtype=torch.int32)
+        listed = max(heads * ROOM, largest * SPLITS * self._recompute)
+        self._lists = self._zeros(max_rows * listed, dtype=torch.int64)
+        self._answer = TopK(
+            self._zeros(max_rows, heads, k, dtype=torch.int32),
+            self._zeros(max_rows, heads, k),
+            self._zeros(max_rows, heads),
+            self._zeros(max_rows, mean_k, dtype=torch.int32),
+            self._zeros(max_rows, mean_k),
+        )
+        self._mean_programs = min(self.max_blocks, MEAN_PROGRAMS * processors(self._device))
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    @property
+    def bytes(self) -> int:
+        """What all buffers take on the device."""
+        buffers = (self.logits, self.maxima, self._mean, self._mean_maxima)
+        return sum(each.nbytes for each in (*buffers, self._chosen, self._lists, *self._answer))
+
+    def run(
+        self,
+        schedule: Schedule,
+        per_head: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        *,
+        descale: Tensor | None = None,
+        hubs: Tensor | None = None,
+    ) -> TopK:
+        """The top k of the scheduled rows, after `decode_pass` and the merge of its statistics.
+
+        Args:
+            schedule: of this step, with the plan's blocks.
+            per_head: float32[max_rows, H, 32], with the logsumexp of this step and layer.
+            query, keys, descale: as the pass had them.
+            hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
+                by position; what lies beyond `longest` is left out. None for none.
+        """
+        answer, rows = self._answer, schedule.rows
+        found = TopK(*(each[:rows] for each in answer))
+        step = {
+            "block_ptr": schedule.block_ptr,
+            "rows": schedule.fields,
+            "per_head": per_head,
+            "count_rows": rows,
+            "value_blocks": self.logit_blocks,
+            "max_blocks": self.max_blocks,
+            "HEADS": self.groups.count,
+        }
+        again = {
+            "base": schedule.base,
+            "slots": schedule.slots,
+            "query": query,
+            "keys": keys,
+            "head_table": self.groups.table,
+            "descale": per_head if descale is None else descale,
+            "factor": self._scale * LOG2_E.value,
+            "soft_cap": self._soft_cap or 1.0,
+            "stride_qr": query.stride(0),
+            "stride_qh": query.stride(1),
+            "stride_kh": keys.stride(1),
+            "STRIDE_KS": keys.stride(0),
+            "GROUPS": len(self.groups),
+            "BLOCK_H": self.groups.block,
+            "HEAD_DIM": query.shape[2],
+            "BLOCK_D": max(16, triton.next_power_of_2(query.shape[2])),
+            "TILE": self._tile,
+            "BLOCK": self.block_keys,
+            "SOFT_CAP": self._soft_cap is not None,
+            "DESCALE": descale is not None,
+            "UPCAST": interpreted() or query.dtype == torch.float32,
+        }
+        if rows == 0:
+            return found
+        if self.k:
+            tops = {"positions": answer.positions, "tops": answer.logits, "masses": answer.mass}
+            self._select(step, again, self.logits, self.maxima, tops, self.k, mean=False)
+        if self.mean_k or hubs is not None:
+            head_mean[(self._mean_programs,)](
+                logits=self.logits,
+                mean=self._mean,
+                mean_maxima=self._mean_maxima,
+                hubs=per_head if hubs is None else hubs,
+                stride_hubs=0 if hubs is None else hubs.stride(0),
+                longest=0 if hubs is None else hubs.shape[1],
+                ROWS=triton.next_power_of_2(rows),
+                SOME_HEADS=min(32, triton.next_power_of_2(self.groups.count)),
+                KEEP=self.mean_k > 0,
+                HUBS=hubs is not None,
+                RECOMPUTE=self._recompute,
+                num_warps=4,
+                **step,
+                **again,
+            )
+        if self.mean_k:
+            tops = {"positions": answer.mean_positions, "tops": answer.mean_masses}
+            tops["masses"] = answer.mean_masses
+            self._select(step, again, self._mean, self._mean_maxima, tops, self.mean_k, mean=True)
+        return found
+
+    def _select(
+        self,
+        step: dict[str, Any],
+        again: dict[str, Any],
+        values: Tensor,
+        maxima: Tensor,
+        tops: dict[str, Tensor],
+        k: int,
+        *,
+        mean: bool,
+    ) -> None:
+        size, rows = power(k), step["count_rows"]
+        heads = 1 if mean else self.groups.count
+        shape = {"SIZE": size, "MEAN": mean}
+        select[(rows, heads)](
+            values=values,
+            maxima=maxima,
+            chosen=self._chosen,
+            lists=self._lists,
+            BLOCK=self.block_keys,
+            ROOM=ROOM,
+            BLOCKS=max(size, triton.next_power_of_2(self._row_blocks)),
+            STEP=min(self.block_keys, SORTED // size),
+            K=k,
+            RECOMPUTE=self._recompute,
+            num_warps=2 if size <= 16 else 4,
+            **tops,
+            **{**step, "HEADS": heads},
+            **shape,
+        )
+        if self._recompute:
+            select_again[(rows, heads, SPLITS)](
+                chosen=self._chosen, lists=self._lists, num_warps=4, **step, **again, **shape
+            )
+            merge_shares[(rows, heads)](
+                lists=self._lists, SHARES=SPLITS, K=k, num_warps=4,
+                **tops, **{**step, "HEADS": heads}, **shape,
+            )  # fmt: skip
+
+
+def power(k: int) -> int:
+    """How many of the largest are sorted out for k: a power of two, 2 at least; 0 for none."""
+    return max(2, triton.next_power_of_2(k)) if k else 0

@@ -1,0 +1,235 @@
+"""The exact top k of heads and of their mean, and hubs, against float64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+from paged import DEVICE, assert_close, assert_top_k, paged_case  # noqa: E402
+from test_statistics import live_rows, on_device, page_table, plan_for  # noqa: E402
+
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint import Visibility  # noqa: E402
+from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
+from capture_kernels.reference import decode_statistics  # noqa: E402
+from capture_kernels.statistics import Tuning  # noqa: E402
+from capture_kernels.topk import ROOM, SPLITS  # noqa: E402
+
+ON_GPU = DEVICE == "cuda"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+# Logits may be off by this; keys that are nearer to each other may change places.
+NATS, MASS = (1e-4, 1e-3) if ON_GPU else (3e-6, 2e-6)
+# All logits in the scratch; none; and those of the first row alone.
+SCRATCH = {"kept": 64 << 20, "computed again": 0, "some kept": 4_000}
+
+
+def find(case, *, k, mean_k, hubs=None, enabled=None, sinks=None, **options):
+    """The top k of a case's rows, in buffers that are poisoned before."""
+    plan = plan_for(case, top_k=k, mean_top_k=mean_k, hubs=hubs is not None, **options)
+    poison(plan)
+    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
+    found = plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks, hubs=hubs)
+    return found.top
+
+
+def poison(plan):
+    for buffer in (plan.top.logits, plan.top.maxima, plan.top._mean, plan.top._mean_maxima):
+        buffer.fill_(torch.nan)
+    for buffer in (*plan.top._answer, plan.top._lists, plan.top._chosen):
+        buffer.fill_(-7)
+
+
+def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch=None, **options):
+    """The top k of every row is that of the reference; nothing is said of other rows."""
+    bytes_ = {} if scratch is None else {"scratch_bytes": scratch}
+    top = find(
+        case, k=k, mean_k=mean_k, enabled=enabled, chosen=chosen, sinks=sinks, **bytes_, **options
+    )
+    heads = sorted(chosen) if chosen is not None else list(range(case.queries.shape[1]))
+    learned = None if sinks is None else sinks.double().cpu().numpy()
+    described = {name: options[name] for name in ("soft_cap", "window") if name in options}
+    asked = [True] * case.live if enabled is None else enabled.bool().tolist()
+    for row in range(case.rows):
+        if row >= case.live or not asked[row]:
+            assert (top.positions[row] == -1).all() and (top.logits[row] == -torch.inf).all()
+            assert (top.mean_positions[row] == -1).all() and not top.mean_masses[row].any()
+            assert k == 0 or not top.mass[row].any()
+            continue
+        truth = decode_statistics(
+            case.query_rows[row],
+            case.keys[row],
+            scale=options.get("scale", case.queries.shape[2] ** -0.5),
+            position=case.lengths[row] - 1,
+            visibility=options.get("visibility", Visibility()),
+            sinks=learned,
+            top_k=k,
+            **described,
+        )
+        logits, lse = truth.logits[heads], truth.logsumexp[heads]
+        nats = NATS * max(1.0, np.abs(logits[np.isfinite(logits)]).max(initial=0.0) / 10)
+        assert_top_k(top.positions[row], top.logits[row], logits, k, nats)
+        if k:
+            assert_close(top.mass[row], truth.top_mass[heads], largest=50 * nats, rms=10 * nats)
+        with np.errstate(invalid="ignore"):
+            mean = np.exp(logits - lse[:, None]).mean(axis=0)
+        mean = np.where(np.isfinite(logits[0]), mean, -np.inf)
+        masses = top.mean_masses[row]
+        assert_top_k(top.mean_positions[row], masses, mean, mean_k, 50 * nats, missing=0.0)
+    return top
+
+
+@pytest.mark.parametrize("scratch", [64 << 20, 0], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    ("lengths", "shape", "paged", "options"),
+    [
+        pytest.param([0, 1, 2, 63, 64, 65, 129, 307], (2, 1, 40), {}, {}, id="lengths"),
+        pytest.param([130, 5], (4, 4, 32), {"form": "kv_indptr"}, {"k": 1, "mean_k": 1}, id="one"),
+        pytest.param([150, 3], (1, 1, 32), {}, {"k": 64, "mean_k": 64}, id="most"),
+        pytest.param([200], (2, 1, 16), {}, {"k": 0, "mean_k": 7}, id="mean alone"),
+        pytest.param([200], (2, 1, 16), {}, {"k": 17, "mean_k": 0}, id="heads alone"),
+        pytest.param([70], (33, 1, 16), {}, {"k": 2}, id="many heads on one key head"),
+        pytest.param(
+            [90, 40], (12, 3, 32), {}, {"chosen": (11, 0, 4, 5), "k": 3}, id="chosen heads"
+        ),
+        pytest.param(
+            [140, 7],
+            (4, 2, 80),
+            {"dtype": torch.bfloat16},
+            {"soft_cap": 3.0, "sinks": on_device(4.0, -3.0, 0.0, 1.0)},
+            id="soft cap and learned sinks",
+        ),
+        pytest.param(
+            [140, 7, 3],
+            (4, 2, 32),
+            {},
+            {"window": 90, "visibility": Visibility(2, 5, 130)},
+            id="windows and a masked prefix",
+        ),
+        pytest.param(
+            [150, 9], (4, 2, 64), {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]}, {},
+            id="float8",
+        ),
+        pytest.param([150, 9], (4, 2, 32), {"size": 300.0}, {}, id="huge logits"),
+        pytest.param([260, 600], (1, 1, 16), {}, {"max_length": 600_000}, id="large blocks"),
+        pytest.param([300, 64], (1, 1, 16), {}, {"tuning": Tuning(tile=32)}, id="small tiles"),
+    ],
+)  # fmt: skip
+def test_the_top_k_is_exact(lengths, shape, paged, options, scratch):
+    check(paged_case(lengths, *shape, padding_rows=1, **paged), scratch=scratch, **options)
+
+
+@pytest.mark.parametrize("scratch", SCRATCH.values(), ids=SCRATCH)
+def test_rows_that_are_not_asked_for_have_no_top_k(scratch):
+    enabled = on_device(1, 0, 1, 0, dtype=torch.uint8)
+    check(paged_case([70, 80, 140], 2, 1, 16, padding_rows=1), enabled=enabled, scratch=scratch)
+
+
+@pytest.mark.parametrize("scratch", [64 << 20, 0], ids=["kept", "computed again"])
+@pytest.mark.parametrize("length", [3, 100, 1000])
+def test_of_equal_keys_the_first_positions_are_taken(length, scratch):
+    case = paged_case([length], 2, 1, 16)
+    slots = case.req_to_token[case.req_pool_indices[0], :length].long()
+    case.k_cache[slots] = case.k_cache[slots[0]].clone()
+    top = find(case, k=16, mean_k=9, scratch_bytes=scratch)
+    for positions, count in ((top.positions[0, 0], 16), (top.mean_positions[0], 9)):
+        expected = list(range(min(length, count)))
+        assert positions.tolist() == expected + [-1] * (count - len(expected))
+    assert top.mass[0].tolist() == pytest.approx([min(1.0, 16 / length)] * 2, rel=1e-5)
+
+
+def test_more_large_keys_in_a_block_than_are_sorted_apart():
+    # The newest keys are the largest by far, so the k-th block has a small maximum.
+    case = paged_case([1000], 1, 1, 16)
+    slots = case.req_to_token[case.req_pool_indices[0], :1000].long()
+    near = torch.arange(1000) >= 1000 - 3 * ROOM // 2
+    case.k_cache[slots[near.to(DEVICE)]] += 4 * case.queries[0]
+    case.keys[0][near.numpy()] = case.k_cache[slots].double().cpu().numpy()[near.numpy()]
+    check(case, k=12, mean_k=12)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    length=st.integers(1, 280),
+    k=st.integers(1, 12),
+    largest=st.integers(1, 6),
+    again=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_ties_are_broken_by_the_lower_position(length, k, largest, again, seed):
+    # Logits are small whole numbers, exact in every arithmetic.
+    case = paged_case([length], 2, 1, 16, seed=seed)
+    whole = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(-largest, largest + 1, (length,), generator=whole)
+    slots = case.req_to_token[case.req_pool_indices[0], :length].long()
+    case.k_cache[slots] = 0.0
+    case.k_cache[slots, 0, 0] = numbers.to(DEVICE, case.k_cache.dtype)
+    case.queries[:] = 0.0
+    case.queries[:, :, 0] = 1.0
+    scratch = 0 if again else 64 << 20
+    top = find(case, k=k, mean_k=k, scale=1.0, scratch_bytes=scratch)
+    order = np.lexsort((np.arange(length), -numbers.numpy()))[:k].tolist()
+    expected = order + [-1] * (k - len(order))
+    assert top.positions[0].tolist() == [expected, expected]
+    assert top.mean_positions[0].tolist() == expected
+
+
+@pytest.mark.parametrize("scratch", SCRATCH.values(), ids=SCRATCH)
+def test_hubs_add_up_the_mean_probability_of_every_position(scratch):
+    case = paged_case([150, 0, 70, 20], 4, 2, 32, padding_rows=1)
+    enabled = on_device(1, 1, 1, 0, 1, dtype=torch.uint8)
+    hubs = torch.zeros(case.rows, 100, device=DEVICE)
+    for _ in range(2):
+        find(case, k=0, mean_k=0, hubs=hubs, enabled=enabled, scratch_bytes=scratch)
+    expected = np.zeros((case.rows, 100))
+    for row in (0, 2):
+        truth = decode_statistics(
+            case.query_rows[row],
+            case.keys[row],
+            scale=32**-0.5,
+            position=case.lengths[row] - 1,
+            visibility=Visibility(),
+        )
+        expected[row, : min(100, case.lengths[row])] = 2 * truth.mean[:100]
+    assert_close(hubs, expected, largest=MASS, rms=MASS)
+
+
+def test_fused_decode_finds_the_same_top_k():
+    case = paged_case([200, 70], 4, 2, 32, value_dim=16, padding_rows=1)
+    options = {"top_k": 6, "mean_top_k": 4, "visibility": Visibility(1, 20)}
+    plan = plan_for(case, FusedDecodePlan, value_dim=16, **options)
+    poison(plan)
+    plan.schedule(page_table(case), live=live_rows(case))
+    output = torch.zeros(case.rows, 4, 16, dtype=case.queries.dtype, device=DEVICE)
+    fused = plan.decode(case.queries, case.k_cache, case.v_cache, output).top
+    beside = find(case, k=6, mean_k=4, visibility=Visibility(1, 20))
+    assert fused.positions.tolist() == beside.positions.tolist()
+    assert fused.mean_positions.tolist() == beside.mean_positions.tolist()
+    check(case, k=6, mean_k=4, visibility=Visibility(1, 20))
+
+
+def test_a_plan_for_a_million_keys_takes_less_than_a_megabyte():
+    case = paged_case([5], 32, 8, 128)
+    options = {"max_length": 1 << 20, "programs": 33, "scratch_bytes": 0}
+    plan = plan_for(case, top_k=16, mean_top_k=16, **options)
+    buffers = (plan.partial, plan.per_head, plan.mean)
+    # The plan has room for two rows.
+    assert (plan.top.bytes + sum(each.nbytes for each in buffers)) / 2 < 1_000_000
+    assert SPLITS * 16 < 4096
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 65}, {"top_k": -1}, {"mean_top_k": 65}], ids=["65", "-1", "mean 65"]
+)
+def test_a_top_k_that_is_too_large_is_refused(options):
+    with pytest.raises(OptionError, match="0 to 64"):
+        plan_for(paged_case([5], 2, 1, 16), **options)
+
+
+def test_hubs_need_a_plan_with_hubs():
+    case = paged_case([5], 2, 1, 16)
+    plan = plan_for(case)
+    plan.schedule(page_table(case))
+    with pytest.raises(OptionError, match="without hubs"):
+        plan.run(case.queries, case.k_cache, hubs=torch.zeros(1, 9, device=DEVICE))
