@@ -9,10 +9,12 @@ with lse_h = logsumexp, learned sinks included. Of equal values the lower positi
 larger distance, comes first: an int64 of a value's ordered bits and its distance orders keys, and
 no two are equal.
 
-Let blocks be ordered by their largest value, the older one first where these are equal. A key of
-the top k lies in one of the first k blocks: each of these has a key with its own largest value,
-which is larger than every value of a block further behind, or as large and older; so a key further
-behind has k keys before it. So only k blocks are sorted, not all keys.
+Cut a row into groups of neighbouring keys, ordered by their largest value, the older one first
+where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
+with its own largest value, which is larger than every value of a group further behind, or as large
+and older; so a key further behind has k keys before it. So the first k groups are found, cut into
+four parts each, the first k parts of these found, and so on until a part is a key: a few dozen
+numbers are sorted at a time, whatever the values are.
 
 The pass writes logits to a scratch of bounded size, which a GPU's L2 cache holds for most batches.
 Rows beyond it, all of a row or none, have only the maxima of their blocks: the logits of the chosen
@@ -45,10 +47,8 @@ from .schedule import Schedule
 
 LARGEST_K = 64
 SCRATCH_BYTES = 64 << 20
-# Values that a program sorts at a time; more fill the registers of its four warps.
-SORTED = 2048
-# Keys that are left to be sorted, mostly; all keys of the chosen blocks are where there are more.
-ROOM = 128
+# Values that a program looks at at a time; more fill the registers of its warps.
+LOOKED_AT = tl.constexpr(2048)
 # Programs that share the chosen blocks of one row and head where logits are computed again.
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
@@ -105,14 +105,72 @@ def write_top(
 
 
 @triton.jit
+def narrowed(
+    groups,
+    values,
+    stride,
+    limit,
+    BLOCK: tl.constexpr,
+    FROM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """The first SIZE groups of a quarter of FROM values, from the first SIZE groups of FROM values.
+
+    Groups are packed as (largest value, number of the group). Each BLOCK values lie `stride` after
+    the ones before; values from number `limit` on are not there.
+    """
+    PARTS: tl.constexpr = 4 if FROM >= 4 else FROM
+    TO: tl.constexpr = FROM // PARTS
+    ROOM: tl.constexpr = LOOKED_AT // (SIZE * PARTS)
+    STEP: tl.constexpr = TO if TO < ROOM else ROOM
+    there = (value_of(groups) > float("-inf"))[:, None, None]
+    part = number_of(groups)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    first = part * TO
+    start = values + (first // BLOCK).to(tl.int64) * stride + first % BLOCK
+    lane = tl.arange(0, STEP)[None, None, :]
+    largest = tl.full([SIZE, PARTS], float("-inf"), tl.float32)
+    for skip in tl.static_range(0, TO, STEP):
+        value = tl.load(
+            start[:, :, None] + skip + lane,
+            mask=there & (first[:, :, None] + skip + lane < limit),
+            other=float("-inf"),
+        )
+        largest = tl.maximum(largest, tl.max(value, 2))
+    return tl.topk(tl.reshape(pack(largest, part), [SIZE * PARTS]), SIZE)
+
+
+@triton.jit
+def first_blocks(
+    maxima, count, BLOCKS: tl.constexpr, SPAN: tl.constexpr, LEVELS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """The first SIZE of `count` blocks, packed as (maximum, number): int64[SIZE]."""
+    SPANS: tl.constexpr = BLOCKS // SPAN
+    ROOM: tl.constexpr = LOOKED_AT // SPANS
+    STEP: tl.constexpr = SPAN if SPAN < ROOM else ROOM
+    span = tl.arange(0, SPANS)
+    lane = tl.arange(0, STEP)[None, :]
+    largest = tl.full([SPANS], float("-inf"), tl.float32)
+    for skip in tl.static_range(0, SPAN, STEP):
+        at = span[:, None] * SPAN + skip + lane
+        value = tl.load(maxima + at, mask=at < count, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(value, 1))
+    best = tl.topk(pack(largest, span), SIZE)
+    for level in tl.static_range(0, LEVELS):
+        best = narrowed(best, maxima, 0, count, BLOCKS, SPAN >> (2 * level), SIZE)
+    return best
+
+
+@triton.jit
 def select(
-    values, maxima, block_ptr, rows, per_head, chosen, lists, tops, positions, masses,
+    values, maxima, block_ptr, rows, per_head, chosen, tops, positions, masses,
     count_rows, value_blocks, max_blocks,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STEP: tl.constexpr,
-    ROOM: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPAN_LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     MEAN: tl.constexpr,
@@ -127,44 +185,19 @@ def select(
         write_top(best, row, head, position, per_head, tops, positions, masses,
                   HEADS, K, SIZE, MEAN)  # fmt: skip
         return
-    block = tl.arange(0, BLOCKS)
-    largest = tl.load(
-        maxima + head.to(tl.int64) * max_blocks + begin + block,
-        mask=block < end - begin,
-        other=float("-inf"),
-    )
-    chosen_blocks = tl.topk(pack(largest, block), SIZE)
-    there = value_of(chosen_blocks) > float("-inf")
-    blocks = number_of(chosen_blocks)
+    maxima += head.to(tl.int64) * max_blocks + begin
+    best = first_blocks(maxima, end - begin, BLOCKS, SPAN, SPAN_LEVELS, SIZE)
     if RECOMPUTE:
         if end > value_blocks:
             at = (row.to(tl.int64) * HEADS + head) * SIZE + tl.arange(0, SIZE)
-            tl.store(chosen + at, tl.where(there, blocks, -1))
+            there = value_of(best) > float("-inf")
+            tl.store(chosen + at, tl.where(there, number_of(best), -1))
             return
-    # The k-th block has a key with its largest value, and so has each before it: what is less than
-    # that is not in the top k. Mostly a few dozen keys are left to be sorted.
-    least = tl.min(tl.where(there, value_of(chosen_blocks), float("-inf")), 0)
-    starts = values + ((begin + blocks).to(tl.int64) * HEADS + head) * BLOCK
-    list_ = lists + (row.to(tl.int64) * HEADS + head) * ROOM
-    lane = tl.arange(0, STEP)[None, :]
-    count = 0
-    for skip in tl.static_range(0, BLOCK, STEP):
-        value = tl.load(starts[:, None] + skip + lane, mask=there[:, None], other=float("-inf"))
-        packed = pack(value, blocks[:, None] * BLOCK + skip + lane)
-        taken = (value >= least) & (value > float("-inf"))
-        place = count + tl.cumsum(tl.reshape(taken.to(tl.int32), [SIZE * STEP]), 0) - 1
-        place = tl.reshape(place, [SIZE, STEP])
-        tl.store(list_ + place, packed, mask=taken & (place < ROOM))
-        count += tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
-    if count <= ROOM:
-        tl.debug_barrier()
-        few = tl.arange(0, ROOM)
-        best = tl.topk(tl.load(list_ + few, mask=few < count, other=NOTHING), SIZE)
-    else:
-        for skip in tl.static_range(0, BLOCK, STEP):
-            value = tl.load(starts[:, None] + skip + lane, mask=there[:, None], other=float("-inf"))
-            packed = pack(value, blocks[:, None] * BLOCK + skip + lane)
-            best = better(best, packed, SIZE * STEP, SIZE)
+    values += (begin.to(tl.int64) * HEADS + head) * BLOCK
+    for level in tl.static_range(0, LEVELS):
+        best = narrowed(
+            best, values, HEADS * BLOCK, (end - begin) * BLOCK, BLOCK, BLOCK >> (2 * level), SIZE
+        )
     write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
 
 
@@ -299,8 +332,7 @@ class TopKPlan:
         self._mean_maxima = self._zeros(1, self.max_blocks if mean_k else 0)
         largest = max(heads * power(k), power(mean_k))
         self._chosen = self._zeros(max_rows * largest * self._recompute, dtype=torch.int32)
-        listed = max(heads * ROOM, largest * SPLITS * self._recompute)
-        self._lists = self._zeros(max_rows * listed, dtype=torch.int64)
+        self._lists = self._zeros(max_rows * largest * SPLITS * self._recompute, dtype=torch.int64)
         self._answer = TopK(
             self._zeros(max_rows, heads, k, dtype=torch.int32),
             self._zeros(max_rows, heads, k),
@@ -414,15 +446,18 @@ class TopKPlan:
         size, rows = power(k), step["count_rows"]
         heads = 1 if mean else self.groups.count
         shape = {"SIZE": size, "MEAN": mean}
+        blocks = max(size, triton.next_power_of_2(self._row_blocks))
+        span = max(1, blocks // (4 * size))
         select[(rows, heads)](
             values=values,
             maxima=maxima,
             chosen=self._chosen,
-            lists=self._lists,
             BLOCK=self.block_keys,
-            ROOM=ROOM,
-            BLOCKS=max(size, triton.next_power_of_2(self._row_blocks)),
-            STEP=min(self.block_keys, SORTED // size),
+            BLOCKS=blocks,
+            SPAN=span,
+            # Each level is a quarter, but for a half where the last is one of two.
+            SPAN_LEVELS=span.bit_length() // 2,
+            LEVELS=self.block_keys.bit_length() // 2,
             K=k,
             RECOMPUTE=self._recompute,
             num_warps=2 if size <= 16 else 4,

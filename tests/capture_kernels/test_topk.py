@@ -15,7 +15,7 @@ from capture_kernels.fingerprint import Visibility  # noqa: E402
 from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
 from capture_kernels.reference import decode_statistics  # noqa: E402
 from capture_kernels.statistics import Tuning  # noqa: E402
-from capture_kernels.topk import ROOM, SPLITS  # noqa: E402
+from capture_kernels.topk import SPLITS  # noqa: E402
 
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -139,11 +139,11 @@ def test_of_equal_keys_the_first_positions_are_taken(length, scratch):
     assert top.mass[0].tolist() == pytest.approx([min(1.0, 16 / length)] * 2, rel=1e-5)
 
 
-def test_more_large_keys_in_a_block_than_are_sorted_apart():
+def test_large_keys_may_be_next_to_each_other():
     # The newest keys are the largest by far, so the k-th block has a small maximum.
     case = paged_case([1000], 1, 1, 16)
     slots = case.req_to_token[case.req_pool_indices[0], :1000].long()
-    near = torch.arange(1000) >= 1000 - 3 * ROOM // 2
+    near = torch.arange(1000) >= 800
     case.k_cache[slots[near.to(DEVICE)]] += 4 * case.queries[0]
     case.keys[0][near.numpy()] = case.k_cache[slots].double().cpu().numpy()[near.numpy()]
     check(case, k=12, mean_k=12)
