@@ -333,8 +333,17 @@ class AppendPlan:
             )
         if not len(rows.handle) == len(rows.phase) == len(rows.enabled) == count:
             raise OptionError(f"{count} positions need as many handles, phases and flags")
-        if statistics.dtype != torch.float32 or rows.handle.dtype != torch.int64:
-            raise OptionError("statistics must be float32, and handles int64")
+        if statistics.dtype != torch.float32:
+            raise OptionError(f"statistics must be float32, got {statistics.dtype}")
+        for name, tensor, types in (
+            ("position", rows.position, (torch.int32, torch.int64)),
+            ("handle", rows.handle, (torch.int64,)),
+            ("phase", rows.phase, (torch.uint8,)),
+            ("enabled", rows.enabled, (torch.uint8, torch.bool)),
+            ("live", rows.live, (torch.int32,)),
+        ):
+            if tensor.dtype not in types or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise OptionError(f"{name} must be contiguous {' or '.join(map(str, types))}[R]")
         if count == 0:
             return
         append_records[(self._programs,)](

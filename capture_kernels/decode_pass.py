@@ -97,7 +97,7 @@ def next_due(tile, first, after, TILE_KEYS: tl.constexpr):
     return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE_KEYS - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def decode_pass(
     query,
     keys,

@@ -29,7 +29,7 @@ from .statistics import Statistics, StatisticsPlan, Tuning
 TUNING = Tuning(warps=8, programs_a_processor=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def _merge_values(
     partial,
     partial_values,
@@ -135,7 +135,7 @@ class FusedDecodePlan(StatisticsPlan):
             query, keys, descale, sinks, mean, hubs: as `StatisticsPlan.run` takes them.
             values: of the keys' type, [slots, key_heads, value_dim], the last axis contiguous.
             output: of the queries' type, [R, heads, value_dim], the last axis contiguous; written.
-                Rows that are not live keep what they hold.
+                Rows that are not live, or have no keys, keep what they hold.
             value_descale: float32[key_heads], what float8 values are multiplied by; None for 1.
 
         Raises:

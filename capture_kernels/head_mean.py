@@ -65,7 +65,8 @@ def tile_values(
             y = tile_logits(q, k, scaled, soft_cap, SOFT_CAP, UPCAST)
             if MEAN:
                 at = (row.to(tl.int64) * HEADS + first + lane) * 32 + 29
-                lse = tl.load(per_head + at, mask=query_head >= 0, other=float("inf")) * LOG2_E
+                lse = tl.load(per_head + at, mask=query_head >= 0, other=float("-inf")) * LOG2_E
+                lse = tl.where(lse > float("-inf"), lse, float("inf"))
                 value += tl.sum(tl.exp2(y - lse[:, None]), 0)
             else:
                 value = tl.sum(tl.where(mine[:, None], y * LN_2, 0.0), 0)
@@ -74,7 +75,7 @@ def tile_values(
     return tl.where(distance < real, value, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def head_mean(
     logits, mean, mean_maxima, hubs, block_ptr, rows, base, slots, query, keys, head_table, descale,
     per_head, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs, longest, count_rows,
@@ -123,7 +124,9 @@ def head_mean(
                             other=float("-inf"),
                         )
                         at = (row.to(tl.int64) * HEADS + head) * 32 + 29
-                        lse = tl.load(per_head + at, mask=head < HEADS, other=0.0)
+                        lse = tl.load(per_head + at, mask=head < HEADS, other=float("-inf"))
+                        # No mass was found for the head (`decode_pass`): nothing to share out.
+                        lse = tl.where(lse > float("-inf"), lse, float("inf"))
                         p += tl.sum(tl.exp2((x - lse[:, None]) * LOG2_E), 0)
                     p = tl.where(distance < real, p / HEADS, float("-inf"))
                     if KEEP:

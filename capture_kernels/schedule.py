@@ -37,7 +37,8 @@ POSITION, SEEN, REAL, VISIBLE, COUNT = range(5)
 ROW_FIELDS = 5
 
 
-@triton.jit
+# How many rows a step has must not make a kernel compile anew, while a model is served.
+@triton.jit(do_not_specialize=["count_rows"])
 def _schedule_rows(
     seq_lens,
     starts,
@@ -48,6 +49,7 @@ def _schedule_rows(
     base,
     table_stride,
     count_rows,
+    max_length,
     model_window,
     visible_window,
     mask_prefix,
@@ -71,9 +73,9 @@ def _schedule_rows(
     else:
         begin = tl.load(starts + row, mask=asked, other=0).to(tl.int64)
         length = (tl.load(starts + row + 1, mask=asked, other=0).to(tl.int64) - begin).to(tl.int32)
-    wanted = asked
+    wanted = asked & (length <= max_length)
     if HAS_ENABLED:
-        wanted = asked & (tl.load(enabled + row, mask=asked, other=0) != 0)
+        wanted = wanted & (tl.load(enabled + row, mask=asked, other=0) != 0)
 
     position = length - 1
     in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
@@ -154,6 +156,7 @@ class Schedule:
         max_rows: the most rows of a step.
         block_keys: keys in a block.
         device: where all tensors are.
+        max_length: the most keys of a row; a longer one is treated as not asked for.
         visibility: which keys a fingerprint describes.
         window: the model's own sliding window, the query's own key included; 0 for none.
         all_keys: also read the keys that no fingerprint describes, of every live row.
@@ -165,11 +168,12 @@ class Schedule:
         block_keys: int,
         device: torch.device,
         *,
+        max_length: int,
         visibility: Visibility,
         window: int = 0,
         all_keys: bool = False,
     ) -> None:
-        self.max_rows, self.block_keys = max_rows, block_keys
+        self.max_rows, self.block_keys, self._max_length = max_rows, block_keys, max_length
         self._visibility, self._window, self._all_keys = visibility, window, all_keys
         self.block_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.fields = torch.zeros(ROW_FIELDS * max_rows, dtype=torch.int32, device=device)
@@ -211,6 +215,7 @@ class Schedule:
             self.base,
             table.slots.stride(0),
             self.rows,
+            self._max_length,
             self._window,
             self._visibility.window,
             self._visibility.mask_prefix,
@@ -220,6 +225,6 @@ class Schedule:
             HAS_LIVE=live is not None,
             ALL_KEYS=self._all_keys,
             BLOCK_KEYS=self.block_keys,
-            ROWS=triton.next_power_of_2(max(1, self.rows)),
+            ROWS=triton.next_power_of_2(self.max_rows),
             num_warps=4,
         )

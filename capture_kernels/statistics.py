@@ -35,9 +35,10 @@ from .topk import SCRATCH_BYTES, TopK, TopKPlan
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
 # Keys whose maxima a row keeps for the top-k, at most; longer rows have larger blocks.
 BLOCKS_A_ROW = 4096
+LARGEST_TILE_BYTES = 64 << 10
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def _merge_statistics(
     partial,
     rows,
@@ -110,7 +111,8 @@ def _merge_statistics(
             smaller = tl.minimum(logsumexp, learned)
             with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
             logsumexp = tl.where(total_e + sink > 0, with_learned, logsumexp)
-        valid = (total_e > 0) & (count > 0)
+        # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.
+        valid = (tl.minimum(total_e, binned) > 1e-30) & (count > 0)
         some = tl.where(valid, total_e, 1.0)
         entropy = (tl.log2(some) - weighted / some) * LN_2 / log_count
         entropy = tl.minimum(tl.maximum(entropy, 0.0), 1.0)
@@ -188,7 +190,7 @@ class StatisticsPlan:
 
     Args:
         max_rows: the most rows of a step.
-        max_length: the most keys of a row.
+        max_length: the most keys of a row; a longer one is treated as not asked for.
         heads, key_heads, head_dim: the layer's shape; query head h reads key head
             h // (heads / key_heads).
         scale: what q . k is multiplied by.
@@ -201,7 +203,8 @@ class StatisticsPlan:
         mean_top_k: the same of the mean of the chosen heads' probabilities.
         hubs: whether runs may add up that mean by position.
         scratch_bytes: what logits may take until the top k is found; rows without room there cost
-            a second look at some keys (`topk`).
+            a second look at some keys (`topk`). Without it a plan for one row of a million keys
+            takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Raises:
@@ -250,6 +253,10 @@ class StatisticsPlan:
         spread = processors(self.device) * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
         tile = self.tuning.tile
+        if tile < 16 or tile & (tile - 1) or tile < power(max(top_k, mean_top_k)):
+            raise OptionError(
+                f"a tile of {tile} keys: use a power of two, 16 and the top k or more"
+            )
         self.block_keys = tile * triton.next_power_of_2(
             triton.cdiv(max_length, tile * BLOCKS_A_ROW)
         )
@@ -260,6 +267,7 @@ class StatisticsPlan:
             max_rows,
             self.block_keys,
             self.device,
+            max_length=max_length,
             visibility=visibility or Visibility(),
             window=window,
             all_keys=self.all_keys,
@@ -338,8 +346,12 @@ class StatisticsPlan:
         check(keys, "keys", [len(keys), self.groups.key_heads, depth], key_types)
         if descale is not None:
             check(descale, "descale", [self.groups.key_heads], FLOAT32)
-        steps, partial, top = self.steps, self.partial, self.top
+        steps, partial = self.steps, self.partial
+        top = self.top if statistics else None
         value_dim = 0 if values is None else values.shape[2]
+        # Wide float32 rows leave no shared memory for more than one tile.
+        tile_bytes = self.tuning.tile * (depth + value_dim) * keys.itemsize
+        stages = self.tuning.stages if tile_bytes <= LARGEST_TILE_BYTES else 3
         decode_pass[(len(self.groups), self.programs)](
             query,
             keys,
@@ -373,7 +385,7 @@ class StatisticsPlan:
             BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
             TILE_KEYS=self.tuning.tile,
             TILES=self.block_keys // self.tuning.tile,
-            ROWS=triton.next_power_of_2(max(1, steps.rows)),
+            ROWS=triton.next_power_of_2(steps.max_rows),
             STATISTICS=statistics,
             MAXIMA=top is not None,
             LOGITS=top is not None and top.logit_blocks > 0,
@@ -381,7 +393,7 @@ class StatisticsPlan:
             DESCALE=descale is not None,
             UPCAST=interpreted() or query.dtype == torch.float32,
             num_warps=self.tuning.warps,
-            num_stages=self.tuning.stages,
+            num_stages=stages,
         )
 
     def checked_means(
@@ -397,6 +409,8 @@ class StatisticsPlan:
             if self.top is None:
                 raise OptionError("the plan was made without hubs")
             check(hubs, "hubs", [rows, *hubs.shape[1:2]], FLOAT32)
+            if hubs.stride(0) < hubs.shape[1] and rows > 1:
+                raise OptionError("hubs must have memory of its own for each row")
         return means
 
     def launch_merge(

@@ -99,9 +99,10 @@ def write_top(
     else:
         tl.store(tops + at, value, mask=lane < K)
         place = row.to(tl.int64) * HEADS + head
-        shifted = (value - tl.load(per_head + place * 32 + 29)) * LOG2_E
-        mass = tl.where(there & (lane < K), tl.exp2(shifted), 0.0)
-        tl.store(masses + place, tl.sum(mass, 0))
+        logsumexp = tl.load(per_head + place * 32 + 29)
+        mass = tl.where(there & (lane < K), tl.exp2((value - logsumexp) * LOG2_E), 0.0)
+        # Where no mass was found for the head (`decode_pass`) there is none to share.
+        tl.store(masses + place, tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0))
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def first_blocks(
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def select(
     values, maxima, block_ptr, rows, per_head, chosen, tops, positions, masses,
     count_rows, value_blocks, max_blocks,
@@ -201,7 +202,7 @@ def select(
     write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def select_again(
     chosen, lists, block_ptr, rows, base, slots, query, keys, head_table, descale, per_head,
     factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, value_blocks, max_blocks,
@@ -242,7 +243,7 @@ def select_again(
     tl.store(lists + at, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_rows"])
 def merge_shares(
     lists, block_ptr, rows, per_head, tops, positions, masses, count_rows, value_blocks, max_blocks,
     HEADS: tl.constexpr,
@@ -317,10 +318,13 @@ class TopKPlan:
         for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
             if not 0 <= asked <= LARGEST_K:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
+        if tile < power(max(k, mean_k)):
+            raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
         self.k, self.mean_k, self.groups = k, mean_k, groups
         self.block_keys, self._tile, self._scale, self._soft_cap = block_keys, tile, scale, soft_cap
         self._device = groups.table.device
         heads = groups.count
+        self._max_rows = max_rows
         self._row_blocks = triton.cdiv(max_length, block_keys)
         self.max_blocks = max_rows * self._row_blocks
         self.logit_blocks = min(self.max_blocks, scratch_bytes // (4 * (heads + 1) * block_keys))
@@ -417,7 +421,7 @@ class TopKPlan:
                 hubs=per_head if hubs is None else hubs,
                 stride_hubs=0 if hubs is None else hubs.stride(0),
                 longest=0 if hubs is None else hubs.shape[1],
-                ROWS=triton.next_power_of_2(rows),
+                ROWS=triton.next_power_of_2(self._max_rows),
                 SOME_HEADS=min(32, triton.next_power_of_2(self.groups.count)),
                 KEEP=self.mean_k > 0,
                 HUBS=hubs is not None,

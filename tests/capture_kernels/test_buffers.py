@@ -489,6 +489,12 @@ def test_tensors_that_do_not_fit_together_are_refused():
         plan.run(statistics, rows._replace(handle=rows.handle[:2]))
     with pytest.raises(OptionError, match="int64"):
         plan.run(statistics, rows._replace(handle=rows.handle.int()))
+    with pytest.raises(OptionError, match="enabled must be"):
+        plan.run(statistics, rows._replace(enabled=rows.enabled.int()))
+    with pytest.raises(OptionError, match="contiguous"):
+        plan.run(statistics, rows._replace(position=rows.position.repeat(2)[::2]))
+    with pytest.raises(OptionError, match="live must be"):
+        plan.run(statistics, rows._replace(live=rows.live.long()))
     with pytest.raises(OptionError, match="float32"):
         plan.run(statistics.half(), rows)
     with pytest.raises(OptionError, match="must be"):

@@ -31,6 +31,7 @@ def page_table(case):
 def make(max_rows, block_keys=64, visibility=None, **options):
     """A schedule that has never run, so that nothing in it is right by chance."""
     visibility = visibility or Visibility()
+    options = {"max_length": 1 << 20, **options}
     steps = Schedule(max_rows, block_keys, DEVICE, visibility=visibility, **options)
     for tensor in (steps.block_ptr, steps.fields, steps.base):
         tensor.fill_(-77)

@@ -25,7 +25,7 @@ from capture_kernels.fingerprint import (  # noqa: E402
 )
 from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.schedule import PageTable  # noqa: E402
-from capture_kernels.statistics import LOGSUMEXP, StatisticsPlan  # noqa: E402
+from capture_kernels.statistics import LOGSUMEXP, StatisticsPlan, Tuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
@@ -773,3 +773,16 @@ def test_key_heads_far_apart_are_addressed_in_64_bits():
     case = paged_case([9, 3], key_heads, key_heads, depth)
     memory[:, : len(case.k_cache)] = case.k_cache.transpose(0, 1)
     check(replace(case, k_cache=memory.transpose(0, 1)))
+
+
+def test_a_row_longer_than_planned_is_left_out_and_its_neighbours_are_not():
+    case = paged_case([50, 90, 60], 4, 2, 32)
+    found = measure(case, max_length=64)
+    truth = reference(case)
+    assert_statistics(found, truth.of_asked([True, False, True]))
+
+
+@pytest.mark.parametrize("change", [{"tile": 48}, {"tile": 8}, {"tile": 16}])
+def test_tiles_that_no_kernel_can_take_are_refused(change):
+    with pytest.raises(OptionError, match="power of two"):
+        plan_for(paged_case([5], 2, 1, 16), tuning=Tuning(**change), top_k=17)

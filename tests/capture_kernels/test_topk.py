@@ -233,3 +233,27 @@ def test_hubs_need_a_plan_with_hubs():
     plan.schedule(page_table(case))
     with pytest.raises(OptionError, match="without hubs"):
         plan.run(case.queries, case.k_cache, hubs=torch.zeros(1, 9, device=DEVICE))
+
+
+def test_hubs_whose_rows_share_memory_are_refused():
+    case = paged_case([5, 6], 2, 1, 16)
+    plan = plan_for(case, hubs=True)
+    plan.schedule(page_table(case))
+    with pytest.raises(OptionError, match="memory of its own"):
+        plan.run(case.queries, case.k_cache, hubs=torch.zeros(9, device=DEVICE).expand(2, 9))
+
+
+def test_masked_keys_that_dwarf_all_others_leave_finite_numbers():
+    # Fused decode reads them, and takes its maximum over them too.
+    case = paged_case([150], 2, 1, 16, value_dim=16)
+    slots = case.req_to_token[case.req_pool_indices[0], :150].long()
+    case.queries[:] = 1.0
+    case.k_cache[slots[:3]] = 30.0
+    options = {"top_k": 4, "mean_top_k": 4, "hubs": True, "visibility": Visibility(1, 3)}
+    plan = plan_for(case, FusedDecodePlan, value_dim=16, scale=1.0, **options)
+    plan.schedule(page_table(case))
+    output, hubs = torch.zeros_like(case.queries), torch.zeros(1, 150, device=DEVICE)
+    found = plan.decode(case.queries, case.k_cache, case.v_cache, output, hubs=hubs)
+    assert not found.valid[0]
+    for numbers in (found.mean, found.top.mass, found.top.mean_masses, hubs, output):
+        assert torch.isfinite(numbers).all()
