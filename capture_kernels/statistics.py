@@ -253,13 +253,10 @@ class StatisticsPlan:
         spread = processors(self.device) * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
         tile = self.tuning.tile
-        if tile < 16 or tile & (tile - 1) or tile < power(max(top_k, mean_top_k)):
-            raise OptionError(
-                f"a tile of {tile} keys: use a power of two, 16 and the top k or more"
-            )
-        self.block_keys = tile * triton.next_power_of_2(
-            triton.cdiv(max_length, tile * BLOCKS_A_ROW)
-        )
+        if tile < 16 or tile & (tile - 1):
+            raise OptionError(f"a tile of {tile} keys: use a power of two, 16 or more")
+        tiles = triton.next_power_of_2(triton.cdiv(max_length, tile * BLOCKS_A_ROW))
+        self.block_keys = tile * tiles
         self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
         if self.max_blocks * self.programs >= 1 << 31:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
