@@ -30,6 +30,7 @@ from torch import Tensor
 
 from . import buffers
 from .buffers import Ring
+from .decode_pass import COLUMNS
 from .errors import OptionError
 from .fingerprint import Layout
 
@@ -38,11 +39,10 @@ MEAN_LAYER = -1
 COMMITTED, CLAIMED, DONE = (
     tl.constexpr(place) for place in (buffers.COMMITTED, buffers.CLAIMED, buffers.DONE)
 )
-COLUMNS = 32
 # Rows whose flags are read at a time, and numbers of statistics that a program holds at a time.
 SCAN = 1024
 TILE_NUMBERS = 2048
-# More programs than this read all rows' flags more often than they save in writing records.
+# Each of them reads all rows' flags, so no more than this.
 MAX_PROGRAMS = 16
 WARPS = 4
 # A few programs leave most of the device free: better their registers than spilled ones.

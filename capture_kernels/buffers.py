@@ -91,9 +91,7 @@ class Ring:
         """The ring's memory as arrays; made once, they show what later steps write.
 
         On a GPU, CuPy takes it by DLPack under torch's current stream: what CuPy does under that
-        stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it. For
-        cuDF, `cudf.DataFrame(views.vector)` has a column for each of the 20 numbers; cuDF has no
-        strided columns, so it makes that one copy on the device.
+        stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it.
 
         Raises:
             MissingExtraError: the ring is on a GPU and CuPy is not installed.

@@ -8,10 +8,11 @@ Mathematics, for one row and query head, with the distance d of key j = t - d:
 over stretches of blocks (`schedule`), with L and S over the visible keys only. Stretches are merged
 as in flash decoding; then logsumexp = m + ln L and entropy = ln L - S / L. All histograms and bands
 are sums of e over ranges of distances, 28 of them, that is a product of e with a matrix of zeros
-and ones, on the tensor cores. e is given to it as the sum of two bfloat16, good to 17 bits, so
-masses are good to 1e-5. With values the same pass is an ordinary attention: o = sum e_d v_d.
+and ones, on the tensor cores. e is given to it as the sum of two bfloat16, good to 17 bits. With
+values the same pass is an ordinary attention: o = sum e_d v_d.
 
-m is taken over all keys that are read, so a mass below 2**-126 of the largest is lost.
+m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
+largest of these is told to have none.
 """
 
 from __future__ import annotations

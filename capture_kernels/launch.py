@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,32 @@ FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
 
 
+def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
+    """The chosen query heads in ascending order, all where None; OptionError for no such heads."""
+    if key_heads < 1 or heads < 1 or heads % key_heads:
+        raise OptionError(f"{heads} query heads over {key_heads} key heads")
+    order = list(range(heads)) if chosen is None else sorted(chosen)
+    if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
+        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+    return order
+
+
+def check_layer(
+    max_rows: int, max_length: int, head_dim: int, scale: float, soft_cap: float | None, window: int
+) -> None:
+    """OptionError for a layer or a plan of a size that no kernel can take."""
+    if head_dim > 256:
+        raise OptionError(
+            f"head_dim {head_dim} is not supported: 256 at most, and no MLA (latent keys)"
+        )
+    if max_rows < 1 or max_length < 1 or head_dim < 1:
+        raise OptionError("max_rows, max_length and head_dim must be 1 or more")
+    if not 0 < scale < math.inf or (soft_cap is not None and not 0 < soft_cap < math.inf):
+        raise OptionError(f"scale {scale} and soft_cap {soft_cap} must be finite and above 0")
+    if window < 0:
+        raise OptionError(f"window must be 0 or more, got {window}")
+
+
 class HeadGroups:
     """Chosen query heads, in ascending order, by the key head that they read.
 
@@ -28,11 +55,7 @@ class HeadGroups:
     def __init__(
         self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device
     ) -> None:
-        if key_heads < 1 or heads % key_heads:
-            raise OptionError(f"{heads} query heads over {key_heads} key heads")
-        order = list(range(heads)) if chosen is None else sorted(chosen)
-        if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
-            raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+        order = chosen_heads(heads, key_heads, chosen)
         per_key = heads // key_heads
         groups: list[list[int]] = []
         for head in order:

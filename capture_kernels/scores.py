@@ -43,7 +43,16 @@ from torch import Tensor
 
 from .decode_pass import LOG2_E
 from .errors import OptionError
-from .launch import FLOAT8_TYPES, FLOAT32, QUERY_TYPES, check, interpreted, processors
+from .launch import (
+    FLOAT8_TYPES,
+    FLOAT32,
+    QUERY_TYPES,
+    check,
+    check_layer,
+    chosen_heads,
+    interpreted,
+    processors,
+)
 
 INTEGERS = {torch.int32, torch.int64}
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
@@ -306,21 +315,10 @@ class ScoresPlan:
         mask_prefix: int = 0,
         tuning: ScoresTuning | None = None,
     ) -> None:
-        if head_dim > 256:
-            raise OptionError(
-                f"head_dim {head_dim} is not supported: 256 at most, and no MLA (latent keys)"
-            )
-        if max_rows < 1 or max_length < 1 or head_dim < 1:
-            raise OptionError("max_rows, max_length and head_dim must be 1 or more")
-        if key_heads < 1 or heads < 1 or heads % key_heads:
-            raise OptionError(f"{heads} query heads over {key_heads} key heads")
-        order = list(range(heads)) if chosen is None else sorted(chosen)
-        if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
-            raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
-        if not 0 < scale < math.inf or (soft_cap is not None and not 0 < soft_cap < math.inf):
-            raise OptionError(f"scale {scale} and soft_cap {soft_cap} must be finite and above 0")
-        if window < 0 or mask_prefix < 0:
-            raise OptionError("window and mask_prefix must be 0 or more")
+        check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
+        order = chosen_heads(heads, key_heads, chosen)
+        if mask_prefix < 0:
+            raise OptionError(f"mask_prefix must be 0 or more, got {mask_prefix}")
         self.device = torch.device(device)
         self.max_rows, self.max_length = max_rows, max_length
         self.heads, self.key_heads, self.head_dim = heads, key_heads, head_dim
@@ -360,7 +358,7 @@ class ScoresPlan:
 
     def output(self, rows: int, columns: int) -> Tensor:
         """A new float16[rows, H, columns] for `run`, not initialised. Its rows begin at whole lines
-        of memory, which makes writing faster; for any `columns` that is a multiple of 64 it is
+        of memory, so that stores can be wide; for any `columns` that is a multiple of 64 it is
         contiguous."""
         padded = triton.cdiv(columns, LINE) * LINE
         shape = (rows, len(self.order), padded)

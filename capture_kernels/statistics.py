@@ -16,7 +16,6 @@ Tensors (R rows, H chosen query heads in ascending order):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,12 +27,21 @@ from torch import Tensor
 from .decode_pass import COLUMNS, LN_2, LOG2_E, LOWEST, PARTIAL, TILE, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
-from .launch import FLOAT8_TYPES, FLOAT32, QUERY_TYPES, HeadGroups, check, interpreted, processors
+from .launch import (
+    FLOAT8_TYPES,
+    FLOAT32,
+    QUERY_TYPES,
+    HeadGroups,
+    check,
+    check_layer,
+    interpreted,
+    processors,
+)
 from .schedule import PageTable, Schedule
 from .topk import SCRATCH_BYTES, TopK, TopKPlan
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
-# Keys whose maxima a row keeps for the top-k, at most; longer rows have larger blocks.
+# Blocks whose maxima a row keeps for the top k, at most; longer rows have larger blocks.
 BLOCKS_A_ROW = 4096
 LARGEST_TILE_BYTES = 64 << 10
 
@@ -136,7 +144,7 @@ def _merge_statistics(
 
 
 class Tuning(NamedTuple):
-    """How the pass is compiled and spread; what is measured best on an H200."""
+    """How the pass is compiled and spread."""
 
     tile: int = TILE  # keys of a product of matrices
     warps: int = 4
@@ -234,16 +242,9 @@ class StatisticsPlan:
         programs: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        if head_dim > 256:
-            raise OptionError(
-                f"head_dim {head_dim} is not supported: 256 at most, and no MLA (latent keys)"
-            )
-        if max_rows < 1 or max_length < 1 or head_dim < 1:
-            raise OptionError("max_rows, max_length and head_dim must be 1 or more")
-        if not math.isfinite(scale) or window < 0 or (programs is not None and programs < 1):
-            raise OptionError("scale must be finite, window 0 or more and programs 1 or more")
-        if soft_cap is not None and not 0 < soft_cap < math.inf:
-            raise OptionError(f"soft_cap must be above 0, or None for none, got {soft_cap}")
+        check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
+        if programs is not None and programs < 1:
+            raise OptionError(f"programs must be 1 or more, got {programs}")
         self.device = torch.device(device)
         self.groups = HeadGroups(heads, key_heads, chosen, self.device)
         self.query_heads, self.head_dim, self.scale, self.soft_cap = (

@@ -12,9 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-# Instructions of the loop over tiles, the branch that ends a range of distances among them; about
-# half are run for most tiles. At 4 warps and 64 keys a tile, an H200 has 930 instructions a warp
-# in the time that it takes to read a tile of bfloat16 keys of 128 numbers.
+# Instructions of the loop over tiles. The branch that ends a range of distances is among them, so
+# most tiles run fewer.
 LOOP_BUDGET = {
     "beside": 700,
     "beside float8": 850,

@@ -20,6 +20,7 @@ from test_statistics import (  # noqa: E402
     put_key,
     random_step,
     reference,
+    zeros,
 )
 
 from capture_kernels.errors import OptionError  # noqa: E402
@@ -283,10 +284,6 @@ def test_plans_that_cannot_be_made_are_refused(change, message):
     with pytest.raises(OptionError, match=message) as refused:
         FusedDecodePlan(**PLAN | change)
     assert "\n" not in str(refused.value)
-
-
-def zeros(*shape, dtype=torch.float16):
-    return torch.zeros(shape, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize(
