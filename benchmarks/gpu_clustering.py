@@ -1,7 +1,7 @@
 """The clustering stage alone, on 2-D maps: seconds, and whether it is HDBSCAN's answer.
 
     python benchmarks/gpu_clustering.py [--rows 200000,1000000,10000000] [--engine rapids]
-        [--map-rows 1000000] [--json PATH]
+        [--map-rows 1000000] [--peers-above] [--json PATH]
 
 The map is the engine's own: planted rows (tests/planted.py) projected as the job does it, their
 neighbours, and UMAP, of the largest size up to --map-rows. Smaller sizes are rows drawn from it.
@@ -15,12 +15,13 @@ finds; so where there is a judge, the map is also blurred, each point moved by a
 a fifth of the map's width, until islands run together and much is noise. Each library is called as
 its users call it, on points where it wants them (cuML: on the device), with min_samples 10, after a
 warm-up on 20,000 points; the figure is the median of three calls, or of as many
-as it takes to spend 10 seconds. The peers are cuML's HDBSCAN, up to 1,000,000 rows, and
-fast_hdbscan, above that for the job's size alone. Up to 200,000 rows hdbscan, with exact trees, is
-the judge, called once.
+as it takes to spend 10 seconds. The peers are cuML's HDBSCAN and fast_hdbscan, up to 1,000,000
+rows. Up to 200,000 rows hdbscan, with exact trees, is the judge, called once. Above 1,000,000
+fast_hdbscan is called for the job's size where --peers-above says so, and points are in any case
+compared with those of the map that they were drawn from, by the engine's own clusters.
 
-Exits 1 where ARI with the judge (noise a label of its own) is below 0.98. Above its sizes ARI with
-each peer is printed.
+Exits 1 where ARI (noise a label of its own) with the judge, or of drawn points with their map, is
+below 0.98. With each peer it is printed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from tests.planted import planted
 
 SEED, MIN_SAMPLES, MAP_NEIGHBORS = 42, 10, 30
 WARM_UP_ROWS, SMALL_CLUSTER = 20_000, 50
-CUML_MOST, JUDGE_MOST = 1_000_000, 200_000
+PEERS_MOST, JUDGE_MOST = 1_000_000, 200_000
 TIMES, ENOUGH_SECONDS = 3, 10.0
 # Of the map's width, its standard deviation.
 BLUR = 0.2
@@ -81,15 +82,19 @@ def map_of_planted(rows: int, engine: Engine) -> NDArray[np.float32]:
     return engine.layout(space, (indices, distances), init, 0.0, SEED, lambda done, total: None)
 
 
-def points_of(made: NDArray[np.float32], rows: int, engine: Engine) -> NDArray[np.float32]:
-    """So many points from a map float32[n, 2]: some of its own, or a denser one like it."""
+def points_of(
+    made: NDArray[np.float32], rows: int, engine: Engine
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """So many points from a map float32[n, 2], some of its own, or a denser one like it; and which
+    of the map each was drawn from."""
     rng = np.random.default_rng(SEED)
     if rows <= len(made):
-        return made[np.sort(rng.choice(len(made), rows, replace=False))]
+        drawn = np.sort(rng.choice(len(made), rows, replace=False))
+        return made[drawn], drawn
     _, distance = engine.neighbors(made, made, MIN_SAMPLES + 1)
     drawn = rng.integers(0, len(made), rows)
     moved = rng.standard_normal((rows, 2), np.float32) * (distance[drawn, -1:] / 2)
-    return np.asarray(made[drawn] + moved, np.float32)
+    return np.asarray(made[drawn] + moved, np.float32), drawn
 
 
 def blurred(points: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -98,7 +103,7 @@ def blurred(points: NDArray[np.float32]) -> NDArray[np.float32]:
     return points + moved * np.float32(BLUR * points.std())
 
 
-def clusterers(engine: Engine, rows: int) -> dict[str, Clusterer]:
+def clusterers(engine: Engine, rows: int, peers: bool) -> dict[str, Clusterer]:
     """What is timed for so many rows, by name; the engine's own way first."""
 
     def own(points: NDArray[np.float32], size: int) -> Labels:
@@ -126,9 +131,10 @@ def clusterers(engine: Engine, rows: int) -> dict[str, Clusterer]:
         return np.asarray(model.labels_)
 
     found: dict[str, Clusterer] = {"engine": own}
-    if rows <= CUML_MOST and why_not() is None:
+    if rows <= PEERS_MOST and why_not() is None:
         found["cuml"] = cuml
-    found["fast_hdbscan"] = fast_hdbscan
+    if rows <= PEERS_MOST or peers:
+        found["fast_hdbscan"] = fast_hdbscan
     if rows <= JUDGE_MOST:
         found["hdbscan"] = judge
     return found
@@ -145,9 +151,14 @@ def timed(work: Callable[[], Labels], times: int) -> tuple[Labels, list[float]]:
 
 
 def measure_case(
-    kind: str, points: NDArray[np.float32], size: int, ways: dict[str, Clusterer]
+    kind: str,
+    points: NDArray[np.float32],
+    size: int,
+    ways: dict[str, Clusterer],
+    before: Labels | None = None,
 ) -> dict[str, Any]:
-    """Seconds and labels of each way on one map; how far the engine's agree with every other's."""
+    """Seconds and labels of each way on one map; how far the engine's agree with every other's,
+    and with those that the points had on the map that they were drawn from."""
     figures: dict[str, Any] = {
         "map": kind, "rows": len(points), "min_cluster_size": size, "ways": {},
     }  # fmt: skip
@@ -163,37 +174,42 @@ def measure_case(
             "ari_with_engine": float(adjusted_rand_score(labels["engine"], labels[name])),
             "same_noise": float(((labels["engine"] < 0) == (labels[name] < 0)).mean()),
         }
+    if before is not None:
+        figures["ari_with_map"] = float(adjusted_rand_score(before, labels["engine"]))
     print_case(figures)
     return figures
 
 
-def measure(sizes: list[int], most: int, name: str, path: Path | None) -> dict[str, Any]:
-    engine = open_engine(name)
+def measure(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
+    engine = open_engine(options.engine)
     if reason := why_not():
         print(f"cuML's HDBSCAN is left out: {reason}")
-    map_rows = min(max(sizes), most)
+    map_rows = min(max(sizes), options.map_rows)
     began = time.perf_counter()
     made = map_of_planted(map_rows, engine)
     seconds = time.perf_counter() - began
     print(f"map of {map_rows:,} rows by {engine.name}: {seconds:.1f} s", flush=True)
-    first = points_of(made, min(WARM_UP_ROWS, map_rows), engine)
-    for way in clusterers(engine, len(first)).values():
+    first, _ = points_of(made, min(WARM_UP_ROWS, map_rows), engine)
+    for way in clusterers(engine, len(first), False).values():
         way(first, SMALL_CLUSTER)
     figures: dict[str, Any] = {"engine": engine.name, "map_rows": map_rows, "cases": []}
     for rows in sizes:
-        points = points_of(made, rows, engine)
-        ways = clusterers(engine, rows)
+        points, drawn = points_of(made, rows, engine)
+        ways = clusterers(engine, rows, options.peers_above)
         of_job = smallest_cluster(None, rows, 1.0)
+        before = None
+        if rows > map_rows:
+            before = ways["engine"](made, smallest_cluster(None, map_rows, 1.0))[drawn]
         cases = figures["cases"]
-        cases.append(measure_case("map", points, of_job, ways))
-        few = ways if rows <= CUML_MOST else {"engine": ways["engine"]}
+        cases.append(measure_case("map", points, of_job, ways, before))
+        few = ways if rows <= PEERS_MOST else {"engine": ways["engine"]}
         cases.append(measure_case("map", points, SMALL_CLUSTER, few))
         if "hdbscan" in ways:
             for size in (of_job, SMALL_CLUSTER):
                 cases.append(measure_case("blurred map", blurred(points), size, ways))
         # The peers may outlast the time that the machine is to be had.
-        if path:
-            common.write_figures(path, figures)
+        if options.json:
+            common.write_figures(options.json, figures)
     return figures
 
 
@@ -201,6 +217,8 @@ def print_case(figures: dict[str, Any]) -> None:
     size = figures["min_cluster_size"]
     print(f"{figures['map']}, {figures['rows']:,} points, clusters of {size:,} or more")
     own = figures["ways"]["engine"]["seconds"]
+    if "ari_with_map" in figures:
+        print(f"  ARI with the clusters of the map {figures['ari_with_map']:.4f}")
     for name, found in figures["ways"].items():
         print(
             f"  {name:<13}{found['seconds']:8.3f} s ({found['seconds'] / own:5.1f}x, median of "
@@ -212,15 +230,16 @@ def print_case(figures: dict[str, Any]) -> None:
 
 
 def check(figures: dict[str, Any]) -> None:
-    """Raise WrongAnswerError where the engine's clusters are not the judge's."""
+    """Raise WrongAnswerError where the engine's clusters are not the judge's, or their map's."""
     for case in figures["cases"]:
-        judge = case["ways"].get("hdbscan")
-        if judge and judge["ari_with_engine"] < LEAST_ARI:
-            raise WrongAnswerError(
-                f"{case['map']}, {case['rows']:,} points, clusters of "
-                f"{case['min_cluster_size']:,} or more: ARI with hdbscan "
-                f"{judge['ari_with_engine']:.4f} is below {LEAST_ARI}"
-            )
+        judge = case["ways"].get("hdbscan", {}).get("ari_with_engine")
+        for name, ari in (("hdbscan", judge), ("their map", case.get("ari_with_map"))):
+            if ari is not None and ari < LEAST_ARI:
+                raise WrongAnswerError(
+                    f"{case['map']}, {case['rows']:,} points, clusters of "
+                    f"{case['min_cluster_size']:,} or more: ARI with {name} {ari:.4f} is below "
+                    f"{LEAST_ARI}"
+                )
 
 
 def main() -> int:
@@ -228,6 +247,7 @@ def main() -> int:
     parser.add_argument("--rows", default="200000,1000000,10000000", help="sizes, with commas")
     parser.add_argument("--engine", choices=ENGINES, default="rapids")
     parser.add_argument("--map-rows", type=int, default=1_000_000, help="most rows of the map")
+    parser.add_argument("--peers-above", action="store_true", help="also above 1,000,000 rows")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
     try:
@@ -236,9 +256,7 @@ def main() -> int:
         parser.error("--rows must be numbers with commas between them")
     if min(*sizes, options.map_rows) < 1_000:
         parser.error("--rows and --map-rows must be 1000 or more")
-    return common.exit_code(
-        lambda: check(measure(sizes, options.map_rows, options.engine, options.json))
-    )
+    return common.exit_code(lambda: check(measure(options, sizes)))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ ON_GPU = {
 }
 # At sizes for one GPU; rows are kept as those of memory are.
 ON_GPU["discovery"] = ["gpu_discovery", "--folder", "build/benchmarks"]
-ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2"]
-ON_GPU["discovery"] += ["--peers", "--sampling", "--sample"]
+ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "100000,10000000"]
+ON_GPU["discovery-sampled"] += ["--sampling", "--sample"]
+ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
