@@ -41,8 +41,8 @@ ON_GPU = {
 }
 # At sizes for one GPU; rows are kept as those of memory are.
 ON_GPU["discovery"] = ["gpu_discovery", "--folder", "build/benchmarks"]
-ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "100000,10000000"]
-ON_GPU["discovery-sampled"] += ["--sampling", "--sample"]
+ON_GPU["sample"] = [*ON_GPU["discovery"], "--rows", "100000", "--sample"]
+ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sampling"]
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["kernels"] = ["gpu_kernels"]
@@ -263,6 +263,13 @@ def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
             if "us" in way:
                 share = f" ({way['share']:.0%} of what a sum reads)" if way.get("share") else ""
                 yield f"{part}: {name}", f"{way['us']:.0f} us a layer{share}"
+    for case in found.get("sweep", []):
+        for name, way in case.get("ways", {}).items():
+            yield f"{case['name']}: {name}", f"{way['us']:.0f} us a layer ({way['share']:.0%})"
+    for count, way in found.get("asking", {}).get("rows", {}).items():
+        yield f"{count} rows ask", f"{way['us']:.1f} us a layer"
+    for name, plan in found.get("memory", {}).get("plans", {}).items():
+        yield f"a plan for 1,048,576 keys: {name}", f"{plan['bytes'] / 1e6:.2f} MB"
 
 
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {

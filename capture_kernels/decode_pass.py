@@ -6,7 +6,7 @@ Mathematics, for one row and query head, with the distance d of key j = t - d:
     m = max x_d;    e_d = exp(x_d - m);    L = sum e_d;    S = sum e_d (x_d - m)
 
 over stretches of blocks (`schedule`), with L and S over the visible keys only. Stretches are merged
-as in flash decoding; then logsumexp = m + ln L and entropy = ln L - S / L. All histograms and bands
+as in flash decoding, by the last program to be done with a row (`merge`). All histograms and bands
 are sums of e over ranges of distances, 28 of them, that is a product of e with a matrix of zeros
 and ones, on the tensor cores. e is given to it as the sum of two bfloat16, good to 17 bits. With
 values the same pass is an ordinary attention: o = sum e_d v_d.
@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .merge import LN_2, LOG2_E, LOWEST, clear_rows, merge_rows
+
 # Columns of range masses, and what else is in a row of statistics.
 COLUMNS = 32
 PLACES, NEAR, MIDDLE, SINKS, MASKED = 16, 24, 25, 26, 27
@@ -28,10 +30,6 @@ MAXIMUM, SUM, WEIGHTED = 32, 33, 34
 PARTIAL = 36
 # Keys of one product of matrices.
 TILE = 64
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-# Below every logit, but finite: 0 * (LOWEST - m) is 0.
-LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
@@ -59,12 +57,15 @@ def column_ranges(visible, real, seen, count):
 
 
 @triton.jit
-def tile_logits(q, k, factor, soft_cap, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr):
-    """Logits in units of ln 2: float32[heads, keys], of q [heads, D] and k [D, keys]."""
+def tile_logits(k, q, factor, soft_cap, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr):
+    """Logits in units of ln 2: float32[keys, heads], of k [keys, D] and q [D, heads].
+
+    Keys are the rows, as a product of matrices may have few columns, but not few rows.
+    """
     if UPCAST:
-        y = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+        y = tl.dot(k.to(tl.float32), q.to(tl.float32), input_precision="ieee")
     else:
-        y = tl.dot(q, k.to(q.dtype))
+        y = tl.dot(k.to(q.dtype), q)
     y *= factor
     if SOFT_CAP:
         # cap * tanh(x / cap), from exp2 alone; both ends are reached without overflow.
@@ -75,14 +76,14 @@ def tile_logits(q, k, factor, soft_cap, SOFT_CAP: tl.constexpr, UPCAST: tl.const
 
 @triton.jit
 def add_products(sums, inside, masses, UPCAST: tl.constexpr):
-    """masses float32[heads, 32] + sums float32[heads, keys] @ inside bool[keys, 32]."""
+    """masses float32[32, heads] + inside bool[32, keys] @ sums float32[keys, heads]."""
     if UPCAST:
         ones = tl.where(inside, 1.0, 0.0)
-        return masses + tl.dot(sums, ones, input_precision="ieee")
+        return masses + tl.dot(ones, sums, input_precision="ieee")
     ones = tl.where(inside, 1.0, 0.0).to(tl.bfloat16)
     high = sums.to(tl.bfloat16)
     low = (sums - high.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(low, ones, tl.dot(high, ones, masses))
+    return tl.dot(ones, low, tl.dot(ones, high, masses))
 
 
 @triton.jit
@@ -111,6 +112,10 @@ def decode_pass(
     descale,
     partial,
     partial_values,
+    arrived,
+    sinks,
+    per_head,
+    mean,
     logits,
     maxima,
     factor,
@@ -138,21 +143,28 @@ def decode_pass(
     LOGITS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     program, programs = tl.program_id(1), tl.num_programs(1)
-    total = tl.load(block_ptr + count_rows)
-    block = total * program // programs
-    end = total * (program + 1) // programs
-    if block >= end:
-        return
-
     group = head_table + tl.program_id(0) * (BLOCK_H + 2)
     key_head, first_head = tl.load(group), tl.load(group + 1)
     lane_h = tl.arange(0, BLOCK_H)
     head = tl.load(group + 2 + lane_h)
     chosen = head >= 0
     out_head = first_head + lane_h
+    if STATISTICS:
+        clear_rows(
+            block_ptr, count_rows, per_head, mean, out_head, chosen, tl.program_id(0) == 0,
+            program, programs, HEADS,
+        )  # fmt: skip
+    total = tl.load(block_ptr + count_rows)
+    block = total * program // programs
+    end = total * (program + 1) // programs
+    if block >= end:
+        return
+
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, 32)
     lane = tl.arange(0, TILE_KEYS)
@@ -161,6 +173,7 @@ def decode_pass(
     keys += key_head.to(tl.int64) * stride_kh
     if VALUE_DIM:
         value_dims = tl.arange(0, BLOCK_V)
+        value_type = query.dtype.element_ty
         values += key_head.to(tl.int64) * stride_vh
 
     row_lane = tl.arange(0, ROWS)
@@ -176,105 +189,134 @@ def decode_pass(
         newest = slots + tl.load(base + row) + position
         first, after = column_ranges(visible, real, seen, tl.load(rows + 4 * count_rows + row))
         q = tl.load(
-            query + row.to(tl.int64) * stride_qr + head[:, None] * stride_qh + dims[None, :],
-            mask=chosen[:, None] & (dims[None, :] < HEAD_DIM),
+            query + row.to(tl.int64) * stride_qr + head[None, :] * stride_qh + dims[:, None],
+            mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
             other=0.0,
         )
-        m = tl.full([BLOCK_H], LOWEST, tl.float32)
-        masses = tl.zeros([BLOCK_H, 32], tl.float32)
-        sums = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
-        weighted = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+        row_factor = factor
+        if FLOAT8:
+            # float8 becomes float16 in one instruction, and what matters of q, in powers of two of
+            # its largest number, fits in one.
+            largest = tl.max(tl.abs(q.to(tl.float32)), 0)
+            exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+            unit = tl.where(exponent > 0, exponent.to(tl.float32, bitcast=True), 1.0)
+            q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
+            row_factor = (factor * unit)[None, :]
+        # Each place of the tile has a maximum of its own, so that no tile needs one over its keys;
+        # where there are values these want one of all keys.
+        m = tl.full([TILE_KEYS, BLOCK_H], LOWEST, tl.float32)
+        sums = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
+        weighted = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
+        masses = tl.zeros([32, BLOCK_H], tl.float32)
         total_l = tl.zeros([BLOCK_H], tl.float32)
         total_s = tl.zeros([BLOCK_H], tl.float32)
-        m_told = m
+        m_told = tl.full([BLOCK_H], LOWEST, tl.float32)
         last = (stop - row_block) * TILES - 1
         due = next_due((block - row_block) * TILES, first, after, TILE_KEYS)
-        block_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        block_max = tl.full([TILE_KEYS, BLOCK_H], float("-inf"), tl.float32)
         if VALUE_DIM:
-            o = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+            o = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
+            m_all = m_told
 
         for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
             distance = tile * TILE_KEYS + lane
-            read = distance < seen
             # Past the row's last key that key is read again: a mask would cost more.
             slot = tl.load(newest - tl.minimum(distance, seen - 1)).to(tl.int64)
-            k_at = keys + slot[None, :] * STRIDE_KS + dims[:, None]
+            k_at = keys + slot[:, None] * STRIDE_KS + dims[None, :]
             if HEAD_DIM == BLOCK_D:
                 k = tl.load(k_at)
             else:
-                k = tl.load(k_at, mask=dims[:, None] < HEAD_DIM, other=0.0)
-            y = tile_logits(q, k, factor, soft_cap, SOFT_CAP, UPCAST)
-            y = tl.where(read[None, :], y, float("-inf"))
-            tile_max = tl.max(y, 1)
-            m_new = tl.maximum(m, tile_max)
+                k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0.0)
+            y = tile_logits(k, q, row_factor, soft_cap, SOFT_CAP, UPCAST)
+            y = tl.where((distance < seen)[:, None], y, float("-inf"))
+            if VALUE_DIM:
+                m_all_new = tl.maximum(m_all, tl.max(y, 0))
+                m_new = tl.broadcast_to(m_all_new[None, :], [TILE_KEYS, BLOCK_H])
+            else:
+                m_new = tl.maximum(m, y)
             alpha = tl.exp2(m - m_new)
-            shifted = y - m_new[:, None]
+            shifted = y - m_new
             e = tl.exp2(shifted)
 
             if STATISTICS:
                 shifted = tl.maximum(shifted, LOWEST)
-                weighted = (weighted + sums * (m - m_new)[:, None]) * alpha[:, None] + e * shifted
-                sums = sums * alpha[:, None] + e
+                weighted = (weighted + sums * (m - m_new)) * alpha + e * shifted
+                sums = sums * alpha + e
                 if (tile >= due) | (tile == last):
-                    inside = (distance[:, None] >= first[None, :]) & (
-                        distance[:, None] < after[None, :]
+                    inside = (distance[None, :] >= first[:, None]) & (
+                        distance[None, :] < after[:, None]
                     )
-                    counted = (distance < visible)[None, :]
-                    rest = tl.exp2(m_told - m_new)
-                    total_s = (total_s + total_l * (m_told - m_new)) * rest
-                    total_s += tl.sum(tl.where(counted, weighted, 0.0), 1)
-                    total_l = total_l * rest + tl.sum(tl.where(counted, sums, 0.0), 1)
-                    masses = add_products(sums, inside, masses * rest[:, None], UPCAST)
-                    m_told = m_new
-                    sums = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
-                    weighted = tl.zeros([BLOCK_H, TILE_KEYS], tl.float32)
+                    counted = (distance < visible)[:, None]
+                    if VALUE_DIM:
+                        m_row = m_all_new
+                    else:
+                        m_row = tl.maximum(m_told, tl.max(m_new, 0))
+                        rest = m_new - m_row[None, :]
+                        weighted += sums * tl.maximum(rest, LOWEST)
+                        weighted *= tl.exp2(rest)
+                        sums *= tl.exp2(rest)
+                    rest_told = tl.exp2(m_told - m_row)
+                    total_s = (total_s + total_l * (m_told - m_row)) * rest_told
+                    total_s += tl.sum(tl.where(counted, weighted, 0.0), 0)
+                    total_l = total_l * rest_told + tl.sum(tl.where(counted, sums, 0.0), 0)
+                    masses = add_products(sums, inside, masses * rest_told[None, :], UPCAST)
+                    m_told = m_row
+                    sums = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
+                    weighted = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
                     due = next_due(tile + 1, first, after, TILE_KEYS)
             else:
-                sums = sums * alpha[:, None] + e
+                sums = sums * alpha + e
 
             if MAXIMA:
                 if VALUE_DIM:
-                    y = tl.where((distance < real)[None, :], y, float("-inf"))
-                    tile_max = tl.max(y, 1)
+                    y = tl.where((distance < real)[:, None], y, float("-inf"))
                 this = row_block + tile // TILES
                 if LOGITS:
                     if this < logit_blocks:
-                        at = (this.to(tl.int64) * HEADS + out_head[:, None]) * (TILE_KEYS * TILES)
-                        at += (tile % TILES) * TILE_KEYS + lane[None, :]
-                        tl.store(logits + at, y * LN_2, mask=chosen[:, None])
+                        at = (this.to(tl.int64) * HEADS + out_head[None, :]) * (TILE_KEYS * TILES)
+                        at += (tile % TILES) * TILE_KEYS + lane[:, None]
+                        tl.store(logits + at, y * LN_2, mask=chosen[None, :])
                 fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
-                block_max = tl.maximum(fresh, tile_max * LN_2)
+                block_max = tl.maximum(fresh, y)
                 if (this < max_blocks) & (tile % TILES == TILES - 1):
                     at = maxima + out_head.to(tl.int64) * max_blocks + this
-                    tl.store(at, block_max, mask=chosen)
+                    tl.store(at, tl.max(block_max, 0) * LN_2, mask=chosen)
 
             if VALUE_DIM:
-                v_at = values + slot[:, None] * STRIDE_VS + value_dims[None, :]
+                v_at = values + slot[None, :] * STRIDE_VS + value_dims[:, None]
                 if VALUE_DIM == BLOCK_V:
                     v = tl.load(v_at)
                 else:
-                    v = tl.load(v_at, mask=value_dims[None, :] < VALUE_DIM, other=0.0)
-                o *= alpha[:, None]
+                    v = tl.load(v_at, mask=value_dims[:, None] < VALUE_DIM, other=0.0)
+                o *= tl.exp2(m_all - m_all_new)[None, :]
                 if UPCAST:
-                    o += tl.dot(e, v.to(tl.float32), input_precision="ieee")
+                    o += tl.dot(v.to(tl.float32), e, input_precision="ieee")
                 else:
-                    o = tl.dot(e.to(q.dtype), v.to(q.dtype), o)
+                    o = tl.dot(v.to(value_type), e.to(value_type), o)
+                m_all = m_all_new
             m = m_new
 
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
         place = ((program + row).to(tl.int64) * HEADS + out_head) * 36
-        tl.store(partial + place + 32, m, mask=chosen)
         if STATISTICS:
+            tl.store(partial + place + 32, m_told, mask=chosen)
             tl.store(partial + place + 33, total_l, mask=chosen)
             tl.store(partial + place + 34, total_s, mask=chosen)
-            tl.store(partial + place[:, None] + columns[None, :], masses, mask=chosen[:, None])
+            tl.store(partial + place[None, :] + columns[:, None], masses, mask=chosen[None, :])
         else:
-            tl.store(partial + place + 33, tl.sum(sums, 1), mask=chosen)
+            tl.store(partial + place + 32, m_all, mask=chosen)
+            tl.store(partial + place + 33, tl.sum(sums, 0), mask=chosen)
         if VALUE_DIM:
             place = ((program + row).to(tl.int64) * HEADS + out_head) * VALUE_DIM
             tl.store(
-                partial_values + place[:, None] + value_dims[None, :],
+                partial_values + place[None, :] + value_dims[:, None],
                 o,
-                mask=chosen[:, None] & (value_dims[None, :] < VALUE_DIM),
+                mask=chosen[None, :] & (value_dims[:, None] < VALUE_DIM),
             )
         block = stop
+
+    if STATISTICS:
+        merge_rows(
+            partial, rows, block_ptr, row_ends, total, program, programs, end, count_rows, arrived,
+            sinks, head, out_head, chosen, per_head, mean, HEADS, BLOCK_H, HAS_SINKS,
+        )  # fmt: skip

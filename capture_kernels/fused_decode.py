@@ -20,13 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_pass import LOG2_E, LOWEST
 from .errors import OptionError
 from .launch import FLOAT32, check
+from .merge import LOG2_E, LOWEST
 from .statistics import Statistics, StatisticsPlan, Tuning
 
-# With values and statistics, four warps would need more registers than a thread can have.
-TUNING = Tuning(warps=8, programs_a_processor=1)
+# Values take registers and shared memory that programs would have; with a top k, two warps would
+# need more registers than a thread can have.
+TUNING = Tuning(programs_a_processor=2)
+TUNING_TOP = TUNING._replace(warps=4)
 
 
 @triton.jit(do_not_specialize=["count_rows"])
@@ -111,7 +113,8 @@ class FusedDecodePlan(StatisticsPlan):
             raise OptionError(f"value_dim {value_dim} is not supported: 1 to 256, and no MLA")
         if options.get("chosen") is not None:
             raise OptionError("fused decode takes all query heads: leave `chosen` out")
-        options["tuning"] = options.get("tuning") or TUNING
+        with_top = options.get("top_k") or options.get("mean_top_k") or options.get("hubs")
+        options["tuning"] = options.get("tuning") or (TUNING_TOP if with_top else TUNING)
         super().__init__(**options)
         self.value_dim, self.statistics = value_dim, statistics
         self.partial_values = self._floats(len(self.partial), self.query_heads, value_dim)
@@ -148,7 +151,9 @@ class FusedDecodePlan(StatisticsPlan):
         if value_descale is not None:
             check(value_descale, "value_descale", [key_heads], FLOAT32)
         means = self.checked_means(sinks, mean, hubs)
-        self.launch_pass(query, keys, descale, values, self.partial_values, self.statistics)
+        self.launch_pass(
+            query, keys, descale, sinks, means, values, self.partial_values, self.statistics
+        )
         _merge_values[(rows, heads)](
             self.partial,
             self.partial_values,
@@ -172,4 +177,4 @@ class FusedDecodePlan(StatisticsPlan):
         )
         if not self.statistics:
             return None
-        return self.launch_merge(query, keys, descale, sinks, means, hubs)
+        return self.found(query, keys, descale, means, hubs)

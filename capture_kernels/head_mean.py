@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode_pass import LN_2, LOG2_E, tile_logits
+from .decode_pass import tile_logits
+from .merge import LN_2, LOG2_E
 
 
 @triton.jit
@@ -49,27 +50,27 @@ def tile_values(
         if MEAN or (tl.max(mine.to(tl.int32), 0) == 1):
             q = tl.load(
                 query + row.to(tl.int64) * stride_qr
-                + query_head[:, None] * stride_qh + dims[None, :],
-                mask=(query_head >= 0)[:, None] & (dims[None, :] < HEAD_DIM),
+                + query_head[None, :] * stride_qh + dims[:, None],
+                mask=(query_head >= 0)[None, :] & (dims[:, None] < HEAD_DIM),
                 other=0.0,
             )  # fmt: skip
             k = tl.load(
                 keys + key_head.to(tl.int64) * stride_kh
-                + slot[None, :] * STRIDE_KS + dims[:, None],
-                mask=dims[:, None] < HEAD_DIM,
+                + slot[:, None] * STRIDE_KS + dims[None, :],
+                mask=dims[None, :] < HEAD_DIM,
                 other=0.0,
             )  # fmt: skip
             scaled = factor
             if DESCALE:
                 scaled *= tl.load(descale + key_head)
-            y = tile_logits(q, k, scaled, soft_cap, SOFT_CAP, UPCAST)
+            y = tile_logits(k, q, scaled, soft_cap, SOFT_CAP, UPCAST)
             if MEAN:
                 at = (row.to(tl.int64) * HEADS + first + lane) * 32 + 29
                 lse = tl.load(per_head + at, mask=query_head >= 0, other=float("-inf")) * LOG2_E
                 lse = tl.where(lse > float("-inf"), lse, float("inf"))
-                value += tl.sum(tl.exp2(y - lse[:, None]), 0)
+                value += tl.sum(tl.exp2(y - lse[None, :]), 1)
             else:
-                value = tl.sum(tl.where(mine[:, None], y * LN_2, 0.0), 0)
+                value = tl.sum(tl.where(mine[None, :], y * LN_2, 0.0), 1)
     if MEAN:
         value = value / HEADS
     return tl.where(distance < real, value, float("-inf"))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .errors import OptionError
 
-# A product of matrices wants 16 query heads or more; of more than 32, accumulators fill registers.
-LEAST_GROUP, LARGEST_GROUP = 16, 32
+# A product of matrices has 8 columns or more; with more than 32, accumulators fill registers.
+LEAST_GROUP, LARGEST_GROUP = 8, 32
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}

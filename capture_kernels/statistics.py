@@ -1,10 +1,6 @@
 """Exact statistics of attention beside an unmodified engine: one more pass over the keys.
 
-Mathematics: `decode_pass`. Here its stretches are merged,
-
-    m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m),
-
-and each row and query head gets its numbers (`HeadStatistics`), each row the mean of its heads'.
+Mathematics: `decode_pass`, and `merge` for what stands in each column.
 
 Tensors (R rows, H chosen query heads in ascending order):
     partial   float32[programs + R, H, 36]  range masses, m, L and S of each stretch
@@ -21,10 +17,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from .decode_pass import COLUMNS, LN_2, LOG2_E, LOWEST, PARTIAL, TILE, decode_pass
+from .decode_pass import COLUMNS, PARTIAL, TILE, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
 from .launch import (
@@ -37,119 +32,24 @@ from .launch import (
     interpreted,
     processors,
 )
+from .merge import LOG2_E
 from .schedule import PageTable, Schedule
 from .topk import SCRATCH_BYTES, TopK, TopKPlan
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
-# Blocks whose maxima a row keeps for the top k, at most; longer rows have larger blocks.
-BLOCKS_A_ROW = 4096
+# Blocks whose maxima a row keeps for the top k, at most; longer rows have larger blocks. More where
+# logits are not kept: keys of chosen blocks are read again there.
+BLOCKS_A_ROW, BLOCKS_READ_AGAIN = 512, 4096
 LARGEST_TILE_BYTES = 64 << 10
-
-
-@triton.jit(do_not_specialize=["count_rows"])
-def _merge_statistics(
-    partial,
-    rows,
-    block_ptr,
-    order,
-    sinks,
-    per_head,
-    mean,
-    count_rows,
-    programs,
-    HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    row = tl.program_id(0)
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    c = tl.arange(0, 32)
-    if begin == end:
-        nothing = tl.where(c == 29, float("-inf"), tl.zeros([32], tl.float32))
-        for h in range(HEADS):
-            tl.store(per_head + (row.to(tl.int64) * HEADS + h) * 32 + c, nothing)
-        tl.store(mean + row * 32 + c, tl.where(c == 29, 0.0, nothing))
-        return
-    total = tl.load(block_ptr + count_rows)
-    count = tl.load(rows + 4 * count_rows + row)
-    log_count = tl.log(tl.maximum(count, 2).to(tl.float32))
-    # The programs that hold the row's first block and its last.
-    first = ((begin + 1) * programs - 1) // total
-    last = (end * programs - 1) // total
-    means = tl.zeros([32], tl.float32)
-    all_valid = count > 0
-
-    for h in range(0, HEADS, BLOCK_H):
-        head = h + tl.arange(0, BLOCK_H)
-        is_head = head < HEADS
-        m = tl.full([BLOCK_H], LOWEST, tl.float32)
-        total_e = tl.zeros([BLOCK_H], tl.float32)
-        weighted = tl.zeros([BLOCK_H], tl.float32)
-        masses = tl.zeros([BLOCK_H, 32], tl.float32)
-        for p in range(first, last + 1, PARTS):
-            program = p + tl.arange(0, PARTS)
-            # A program may lie between and have had nothing to do.
-            starts = tl.maximum(total * program // programs, begin)
-            stops = tl.minimum(total * (program + 1) // programs, end)
-            there = ((program <= last) & (starts < stops))[:, None] & is_head[None, :]
-            place = ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * 36
-            m_i = tl.load(partial + place + 32, mask=there, other=LOWEST)
-            l_i = tl.load(partial + place + 33, mask=there, other=0.0)
-            s_i = tl.load(partial + place + 34, mask=there, other=0.0)
-            masses_i = tl.load(
-                partial + place[:, :, None] + c[None, None, :], mask=there[:, :, None], other=0.0
-            )
-            m_new = tl.maximum(m, tl.max(m_i, 0))
-            old = tl.exp2(m - m_new)
-            new = tl.exp2(m_i - m_new[None, :])
-            moved = s_i + l_i * (m_i - m_new[None, :])
-            weighted = (weighted + total_e * (m - m_new)) * old + tl.sum(moved * new, 0)
-            total_e = total_e * old + tl.sum(l_i * new, 0)
-            masses = masses * old[:, None] + tl.sum(masses_i * new[:, :, None], 0)
-            m = m_new
-
-        sink = tl.sum(tl.where((c == 26)[None, :], masses, 0.0), 1)
-        binned = tl.sum(tl.where((c < 16)[None, :], masses, 0.0), 1)
-        logsumexp = (m + tl.log2(total_e + sink)) * LN_2
-        if HAS_SINKS:
-            query_head = tl.load(order + head, mask=is_head, other=0)
-            learned = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32)
-            larger = tl.maximum(logsumexp, learned)
-            smaller = tl.minimum(logsumexp, learned)
-            with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
-            logsumexp = tl.where(total_e + sink > 0, with_learned, logsumexp)
-        # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.
-        valid = (tl.minimum(total_e, binned) > 1e-30) & (count > 0)
-        some = tl.where(valid, total_e, 1.0)
-        entropy = (tl.log2(some) - weighted / some) * LN_2 / log_count
-        entropy = tl.minimum(tl.maximum(entropy, 0.0), 1.0)
-        sink_mass = sink / tl.where(total_e + sink > 0, total_e + sink, 1.0)
-        out = masses / tl.where(valid, binned, 1.0)[:, None]
-        out = tl.where((c == 26)[None, :], sink_mass[:, None], out)
-        out = tl.where((c == 27)[None, :], entropy[:, None], out)
-        out = tl.where((c != 26)[None, :] & (valid == 0)[:, None], 0.0, out)
-        out = tl.where((c == 28)[None, :], tl.where(valid, 1.0, 0.0)[:, None], out)
-        out = tl.where((c == 29)[None, :], logsumexp[:, None], out)
-        out = tl.where((c > 29)[None, :], 0.0, out)
-        place = (row.to(tl.int64) * HEADS + head[:, None]) * 32 + c[None, :]
-        tl.store(per_head + place, out, mask=is_head[:, None])
-        means += tl.sum(tl.where(is_head[:, None], out, 0.0), 0)
-        all_valid = all_valid & (tl.min(tl.where(is_head & (valid == 0), 0, 1), 0) == 1)
-
-    means = means / HEADS
-    means = tl.where(c == 28, tl.where(all_valid, 1.0, 0.0), means)
-    means = tl.where(c > 28, 0.0, means)
-    tl.store(mean + row * 32 + c, means)
 
 
 class Tuning(NamedTuple):
     """How the pass is compiled and spread."""
 
     tile: int = TILE  # keys of a product of matrices
-    warps: int = 4
+    warps: int = 2
     stages: int = 5
-    programs_a_processor: int = 2
+    programs_a_processor: int = 4
 
 
 class Statistics(NamedTuple):
@@ -256,7 +156,9 @@ class StatisticsPlan:
         tile = self.tuning.tile
         if tile < 16 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 16 or more")
-        tiles = triton.next_power_of_2(triton.cdiv(max_length, tile * BLOCKS_A_ROW))
+        kept = 4 * max_rows * max_length * (self.groups.count + 1) <= scratch_bytes
+        most = BLOCKS_A_ROW if kept else BLOCKS_READ_AGAIN
+        tiles = triton.next_power_of_2(triton.cdiv(max_length, tile * most))
         self.block_keys = tile * tiles
         self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
         if self.max_blocks * self.programs >= 1 << 31:
@@ -288,6 +190,8 @@ class StatisticsPlan:
         self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
         self.per_head = self._floats(max_rows, count, COLUMNS)
         self.mean = self._floats(max_rows, COLUMNS)
+        arrivals = (1 + len(self.groups)) * max_rows
+        self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=self.device)
 
     def _floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -325,14 +229,16 @@ class StatisticsPlan:
             OptionError: shapes or types that do not fit the plan.
         """
         means = self.checked_means(sinks, mean, hubs)
-        self.launch_pass(query, keys, descale)
-        return self.launch_merge(query, keys, descale, sinks, means, hubs)
+        self.launch_pass(query, keys, descale, sinks, means)
+        return self.found(query, keys, descale, means, hubs)
 
     def launch_pass(
         self,
         query: Tensor,
         keys: Tensor,
         descale: Tensor | None,
+        sinks: Tensor | None,
+        means: Tensor,
         values: Tensor | None = None,
         partial_values: Tensor | None = None,
         statistics: bool = True,
@@ -362,6 +268,10 @@ class StatisticsPlan:
             partial if descale is None else descale,
             partial,
             partial if partial_values is None else partial_values,
+            self.arrived,
+            partial if sinks is None else sinks,
+            self.per_head,
+            means,
             partial if top is None else top.logits,
             partial if top is None else top.maxima,
             self.scale * LOG2_E.value,
@@ -389,6 +299,8 @@ class StatisticsPlan:
             LOGITS=top is not None and top.logit_blocks > 0,
             SOFT_CAP=self.soft_cap is not None,
             DESCALE=descale is not None,
+            FLOAT8=keys.dtype in FLOAT8_TYPES,
+            HAS_SINKS=sinks is not None,
             UPCAST=interpreted() or query.dtype == torch.float32,
             num_warps=self.tuning.warps,
             num_stages=stages,
@@ -411,36 +323,16 @@ class StatisticsPlan:
                 raise OptionError("hubs must have memory of its own for each row")
         return means
 
-    def launch_merge(
+    def found(
         self,
         query: Tensor,
         keys: Tensor,
         descale: Tensor | None,
-        sinks: Tensor | None,
         means: Tensor,
         hubs: Tensor | None,
     ) -> Statistics:
-        """Launch what makes numbers of what the pass left, on checked tensors."""
-        rows = self.steps.rows
-        count = self.groups.count
-        block = min(32, triton.next_power_of_2(count))
-        _merge_statistics[(rows,)](
-            self.partial,
-            self.steps.fields,
-            self.steps.block_ptr,
-            self.groups.order,
-            self.partial if sinks is None else sinks,
-            self.per_head,
-            means,
-            rows,
-            self.programs,
-            HEADS=count,
-            BLOCK_H=block,
-            PARTS=max(1, 256 // block),
-            HAS_SINKS=sinks is not None,
-            num_warps=8,
-        )
+        """What the pass found, and the top k of it."""
         top = None
         if self.top is not None:
             top = self.top.run(self.steps, self.per_head, query, keys, descale=descale, hubs=hubs)
-        return Statistics(self.per_head[:rows], means, top)
+        return Statistics(self.per_head[: self.steps.rows], means, top)

@@ -13,8 +13,8 @@ Cut a row into groups of neighbouring keys, ordered by their largest value, the 
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
 with its own largest value, which is larger than every value of a group further behind, or as large
 and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four parts each, the first k parts of these found, and so on until a part is a key: a few dozen
-numbers are sorted at a time, whatever the values are.
+four or eight parts each, the first k parts of these found, and so on until a part is a key: a
+hundred numbers or so are sorted at a time, whatever the values are.
 
 The pass writes logits to a scratch of bounded size, which a GPU's L2 cache holds for most batches.
 Rows beyond it, all of a row or none, have only the maxima of their blocks: the logits of the chosen
@@ -39,10 +39,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_pass import LOG2_E
 from .errors import OptionError
 from .head_mean import head_mean, tile_values
 from .launch import HeadGroups, interpreted, processors
+from .merge import LOG2_E
 from .schedule import Schedule
 
 LARGEST_K = 64
@@ -52,7 +52,7 @@ LOOKED_AT = tl.constexpr(2048)
 # Programs that share the chosen blocks of one row and head where logits are computed again.
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
-MEAN_PROGRAMS = 4
+MEAN_PROGRAMS = 8
 # Ordered bits of -inf, and the distance 0: before it comes nothing that is a key.
 NOTHING = tl.constexpr(-2139095041 << 32)
 
@@ -113,14 +113,15 @@ def narrowed(
     limit,
     BLOCK: tl.constexpr,
     FROM: tl.constexpr,
+    CUT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The first SIZE groups of a quarter of FROM values, from the first SIZE groups of FROM values.
+    """The first SIZE parts of groups, from the first SIZE groups of FROM values.
 
     Groups are packed as (largest value, number of the group). Each BLOCK values lie `stride` after
     the ones before; values from number `limit` on are not there.
     """
-    PARTS: tl.constexpr = 4 if FROM >= 4 else FROM
+    PARTS: tl.constexpr = FROM if FROM < (1 << CUT) else 1 << CUT
     TO: tl.constexpr = FROM // PARTS
     ROOM: tl.constexpr = LOOKED_AT // (SIZE * PARTS)
     STEP: tl.constexpr = TO if TO < ROOM else ROOM
@@ -143,7 +144,7 @@ def narrowed(
 @triton.jit
 def first_blocks(
     maxima, count, BLOCKS: tl.constexpr, SPAN: tl.constexpr, LEVELS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CUT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The first SIZE of `count` blocks, packed as (maximum, number): int64[SIZE]."""
     SPANS: tl.constexpr = BLOCKS // SPAN
@@ -158,7 +159,7 @@ def first_blocks(
         largest = tl.maximum(largest, tl.max(value, 1))
     best = tl.topk(pack(largest, span), SIZE)
     for level in tl.static_range(0, LEVELS):
-        best = narrowed(best, maxima, 0, count, BLOCKS, SPAN >> (2 * level), SIZE)
+        best = narrowed(best, maxima, 0, count, BLOCKS, SPAN >> (CUT * level), CUT, SIZE)
     return best
 
 
@@ -172,6 +173,7 @@ def select(
     SPAN: tl.constexpr,
     SPAN_LEVELS: tl.constexpr,
     LEVELS: tl.constexpr,
+    CUT: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     MEAN: tl.constexpr,
@@ -187,7 +189,7 @@ def select(
                   HEADS, K, SIZE, MEAN)  # fmt: skip
         return
     maxima += head.to(tl.int64) * max_blocks + begin
-    best = first_blocks(maxima, end - begin, BLOCKS, SPAN, SPAN_LEVELS, SIZE)
+    best = first_blocks(maxima, end - begin, BLOCKS, SPAN, SPAN_LEVELS, CUT, SIZE)
     if RECOMPUTE:
         if end > value_blocks:
             at = (row.to(tl.int64) * HEADS + head) * SIZE + tl.arange(0, SIZE)
@@ -197,8 +199,9 @@ def select(
     values += (begin.to(tl.int64) * HEADS + head) * BLOCK
     for level in tl.static_range(0, LEVELS):
         best = narrowed(
-            best, values, HEADS * BLOCK, (end - begin) * BLOCK, BLOCK, BLOCK >> (2 * level), SIZE
-        )
+            best, values, HEADS * BLOCK, (end - begin) * BLOCK, BLOCK, BLOCK >> (CUT * level), CUT,
+            SIZE,
+        )  # fmt: skip
     write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
 
 
@@ -334,9 +337,16 @@ class TopKPlan:
         self.maxima = self._zeros(heads, self.max_blocks)
         self._mean = self._zeros(kept, 1, block_keys)
         self._mean_maxima = self._zeros(1, self.max_blocks if mean_k else 0)
-        largest = max(heads * power(k), power(mean_k))
-        self._chosen = self._zeros(max_rows * largest * self._recompute, dtype=torch.int32)
-        self._lists = self._zeros(max_rows * largest * SPLITS * self._recompute, dtype=torch.int64)
+        # For the heads and for their mean, which may be looked for at once.
+        self._looked_at = []
+        for lists in (heads * power(k), power(mean_k)):
+            size = max_rows * lists * self._recompute
+            self._looked_at.append(
+                (
+                    self._zeros(size, dtype=torch.int32),
+                    self._zeros(size * SPLITS, dtype=torch.int64),
+                )
+            )
         self._answer = TopK(
             self._zeros(max_rows, heads, k, dtype=torch.int32),
             self._zeros(max_rows, heads, k),
@@ -344,6 +354,7 @@ class TopKPlan:
             self._zeros(max_rows, mean_k, dtype=torch.int32),
             self._zeros(max_rows, mean_k),
         )
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._mean_programs = min(self.max_blocks, MEAN_PROGRAMS * processors(self._device))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -353,7 +364,8 @@ class TopKPlan:
     def bytes(self) -> int:
         """What all buffers take on the device."""
         buffers = (self.logits, self.maxima, self._mean, self._mean_maxima)
-        return sum(each.nbytes for each in (*buffers, self._chosen, self._lists, *self._answer))
+        looked_at = (each for pair in self._looked_at for each in pair)
+        return sum(each.nbytes for each in (*buffers, *looked_at, *self._answer))
 
     def run(
         self,
@@ -410,15 +422,28 @@ class TopKPlan:
         }
         if rows == 0:
             return found
+        if self.k and self._side and (self.mean_k or hubs is not None):
+            # The two have nothing to do with each other, and neither fills the device.
+            main = torch.cuda.current_stream(self._device)
+            self._side.wait_stream(main)
+            with torch.cuda.stream(self._side):
+                self._means(step, again, hubs)
+            self._select(step, again, mean=False)
+            main.wait_stream(self._side)
+            return found
         if self.k:
-            tops = {"positions": answer.positions, "tops": answer.logits, "masses": answer.mass}
-            self._select(step, again, self.logits, self.maxima, tops, self.k, mean=False)
+            self._select(step, again, mean=False)
+        self._means(step, again, hubs)
+        return found
+
+    def _means(self, step: dict[str, Any], again: dict[str, Any], hubs: Tensor | None) -> None:
+        """The head mean, where it is asked for, and its top k."""
         if self.mean_k or hubs is not None:
             head_mean[(self._mean_programs,)](
                 logits=self.logits,
                 mean=self._mean,
                 mean_maxima=self._mean_maxima,
-                hubs=per_head if hubs is None else hubs,
+                hubs=step["per_head"] if hubs is None else hubs,
                 stride_hubs=0 if hubs is None else hubs.stride(0),
                 longest=0 if hubs is None else hubs.shape[1],
                 ROWS=triton.next_power_of_2(self._max_rows),
@@ -431,37 +456,34 @@ class TopKPlan:
                 **again,
             )
         if self.mean_k:
+            self._select(step, again, mean=True)
+
+    def _select(self, step: dict[str, Any], again: dict[str, Any], *, mean: bool) -> None:
+        answer = self._answer
+        if mean:
+            k, heads, values, maxima = self.mean_k, 1, self._mean, self._mean_maxima
             tops = {"positions": answer.mean_positions, "tops": answer.mean_masses}
             tops["masses"] = answer.mean_masses
-            self._select(step, again, self._mean, self._mean_maxima, tops, self.mean_k, mean=True)
-        return found
-
-    def _select(
-        self,
-        step: dict[str, Any],
-        again: dict[str, Any],
-        values: Tensor,
-        maxima: Tensor,
-        tops: dict[str, Tensor],
-        k: int,
-        *,
-        mean: bool,
-    ) -> None:
+        else:
+            k, heads, values, maxima = self.k, self.groups.count, self.logits, self.maxima
+            tops = {"positions": answer.positions, "tops": answer.logits, "masses": answer.mass}
+        chosen, lists = self._looked_at[mean]
         size, rows = power(k), step["count_rows"]
-        heads = 1 if mean else self.groups.count
         shape = {"SIZE": size, "MEAN": mean}
         blocks = max(size, triton.next_power_of_2(self._row_blocks))
-        span = max(1, blocks // (4 * size))
+        # Groups are cut into 2**cut parts: more would be too many to sort where k is large.
+        cut = 3 if size <= 16 else 2
+        span = max(1, blocks // (size << cut))
         select[(rows, heads)](
             values=values,
             maxima=maxima,
-            chosen=self._chosen,
+            chosen=chosen,
             BLOCK=self.block_keys,
             BLOCKS=blocks,
             SPAN=span,
-            # Each level is a quarter, but for a half where the last is one of two.
-            SPAN_LEVELS=span.bit_length() // 2,
-            LEVELS=self.block_keys.bit_length() // 2,
+            SPAN_LEVELS=triton.cdiv(span.bit_length() - 1, cut),
+            LEVELS=triton.cdiv(self.block_keys.bit_length() - 1, cut),
+            CUT=cut,
             K=k,
             RECOMPUTE=self._recompute,
             num_warps=2 if size <= 16 else 4,
@@ -471,10 +493,10 @@ class TopKPlan:
         )
         if self._recompute:
             select_again[(rows, heads, SPLITS)](
-                chosen=self._chosen, lists=self._lists, num_warps=4, **step, **again, **shape
+                chosen=chosen, lists=lists, num_warps=4, **step, **again, **shape
             )
             merge_shares[(rows, heads)](
-                lists=self._lists, SHARES=SPLITS, K=k, num_warps=4,
+                lists=lists, SHARES=SPLITS, K=k, num_warps=4,
                 **tops, **{**step, "HEADS": heads}, **shape,
             )  # fmt: skip
 

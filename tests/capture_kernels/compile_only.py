@@ -53,7 +53,8 @@ class NoDevice:
 
 def figures(kernel: Any) -> dict[str, int]:
     """What the compiler made of a kernel: registers and spilled bytes of a thread, bytes of shared
-    memory, instructions in all, and in the loops that multiply matrices."""
+    memory, instructions in all, in the shortest loop that multiplies matrices, and in that loop
+    those that spill."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -61,12 +62,14 @@ def figures(kernel: Any) -> dict[str, int]:
         code = tool("nvdisasm", "-c", file.name)
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     lines = code.splitlines()
+    loop = innermost_product_loop(lines)
     return {
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],
         "shared": kernel.metadata.shared,
         "instructions": len([line for line in lines if instruction(line)]),
-        "loop": innermost_product_loop(lines),
+        "loop": len(loop),
+        "loop_spills": len([each for each in loop if re.search(r"\b(LDL|STL)\b", each)]),
     }
 
 
@@ -80,11 +83,11 @@ def instruction(line: str) -> str | None:
     return found[1] if found else None
 
 
-def innermost_product_loop(lines: list[str]) -> int:
-    """Instructions of the shortest loop that has a tensor core's product; 0 without one."""
+def innermost_product_loop(lines: list[str]) -> list[str]:
+    """Instructions of the shortest loop that has a tensor core's product; none without one."""
     labels: dict[str, int] = {}
     code: list[str] = []
-    shortest = 0
+    shortest: list[str] = []
     for line in lines:
         if found := re.match(r"(\.L_\w+):", line.strip()):
             labels[found[1]] = len(code)
@@ -94,7 +97,7 @@ def innermost_product_loop(lines: list[str]) -> int:
             if back and back[1] in labels:
                 body = code[labels[back[1]] :]
                 if any("MMA" in each for each in body):
-                    shortest = min(shortest or len(body), len(body))
+                    shortest = min(shortest or body, body, key=len)
     return shortest
 
 

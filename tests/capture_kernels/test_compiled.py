@@ -48,13 +48,17 @@ def for_hopper() -> dict[str, dict[str, dict[str, int]]]:
     return compiled(90, [*LOOP_BUDGET, *OTHER_PLANS])
 
 
+# What the pass may put aside before its loop and fetch after it, in bytes of a thread.
+PUT_ASIDE = 64
+
+
 @pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])
 def test_no_kernel_spills_on_hopper(for_hopper, plan):
     kernels = for_hopper[plan]
     assert kernels
-    assert {name: kernel["spilled"] for name, kernel in kernels.items()} == dict.fromkeys(
-        kernels, 0
-    )
+    for name, kernel in kernels.items():
+        assert kernel["loop_spills"] == 0, name
+        assert kernel["spilled"] <= (PUT_ASIDE if name == "decode_pass" else 0), name
 
 
 @pytest.mark.parametrize("plan", LOOP_BUDGET)

@@ -536,7 +536,7 @@ def test_plans_that_cannot_be_are_refused(change, message):
         ({"query": torch.zeros(5, 4, 32)}, "raise max_rows"),
         ({"query": torch.zeros(3, 4, 32, dtype=torch.float64)}, "query is torch.float64"),
         ({"query": torch.zeros(3, 4, 32, dtype=torch.float16)}, "keys is torch.float32"),
-        ({"query": torch.zeros(3, 4, 64)[:, :, ::2]}, "contiguous"),
+        ({"query": torch.zeros(3, 4, 64, device=DEVICE)[:, :, ::2]}, "contiguous"),
         ({"keys": torch.zeros(9, 4, 32)}, "keys has the shape"),
         ({"keys": torch.zeros(9, 2, 32, dtype=torch.uint8)}, "keys is torch.uint8"),
         ({"table": torch.zeros(6, dtype=torch.int64)}, r"\[7 or more\]"),

@@ -259,7 +259,7 @@ def test_a_row_may_be_cut_at_any_block(programs):
 
 
 @pytest.mark.parametrize(
-    ("max_length", "block_keys", "programs"), [(300_000, 128, 3), (600_000, 256, 2)]
+    ("max_length", "block_keys", "programs"), [(60_000, 128, 3), (120_000, 256, 2)]
 )
 def test_blocks_of_several_tiles(max_length, block_keys, programs):
     case = paged_case([1, 65, 129, 257, 390], 2, 1, 32)

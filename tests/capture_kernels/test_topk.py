@@ -36,7 +36,8 @@ def find(case, *, k, mean_k, hubs=None, enabled=None, sinks=None, **options):
 def poison(plan):
     for buffer in (plan.top.logits, plan.top.maxima, plan.top._mean, plan.top._mean_maxima):
         buffer.fill_(torch.nan)
-    for buffer in (*plan.top._answer, plan.top._lists, plan.top._chosen):
+    looked_at = (each for pair in plan.top._looked_at for each in pair)
+    for buffer in (*plan.top._answer, *looked_at):
         buffer.fill_(-7)
 
 
