@@ -44,7 +44,8 @@ LARGEST_TILE_BYTES = 64 << 10
 
 
 class Tuning(NamedTuple):
-    """How the pass is compiled and spread."""
+    """How the pass is compiled and spread: among the fastest tried on an H200, for 32 requests of
+    8,192 keys."""
 
     tile: int = TILE  # keys of a product of matrices
     warps: int = 2

@@ -22,6 +22,11 @@ SMALL_ROWS, EPOCHS_SMALL, EPOCHS_LARGE = 10_000, 500, 200
 PROBES, PRUNED = 64, 0.25
 
 
+def epochs_for(rows: int) -> int:
+    """Epochs of a layout of so many rows."""
+    return EPOCHS_SMALL if rows <= SMALL_ROWS else EPOCHS_LARGE
+
+
 class CpuEngine:
     """Exact neighbours, seeded UMAP on one thread, and HDBSCAN with its own single-linkage tree."""
 
@@ -74,7 +79,7 @@ class CpuEngine:
         from umap import UMAP
 
         indices, distances = neighbors
-        epochs = EPOCHS_SMALL if len(fit) <= SMALL_ROWS else EPOCHS_LARGE
+        epochs = epochs_for(len(fit))
         with warnings.catch_warnings():
             # A seed means one thread, which is what is wanted; umap-learn warns of it every time.
             warnings.filterwarnings("ignore", message="n_jobs value")

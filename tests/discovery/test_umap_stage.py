@@ -17,6 +17,7 @@ from capture_kernels.fingerprint import DIMENSIONS, Layout
 from discovery import cpu_engine
 from discovery.cpu_engine import CpuEngine, EpochCounter, prunes
 from discovery.projection import Moments, Projection
+from discovery.rapids import engine as rapids_engine
 from discovery.stages.umap import turned_onto
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -218,3 +219,10 @@ def test_no_queries_have_no_neighbours(rows):
         indices, distances = CpuEngine().neighbors(prunable, prunable[:0], 3)
         assert (indices.shape, distances.shape) == ((0, 3), (0, 3))
         assert (indices.dtype, distances.dtype) == (np.int32, np.float32)
+
+
+def test_a_gpu_takes_the_cpus_epochs_and_more_only_for_many_rows():
+    rows = (0, 10_000, 10_001, 250_000, 500_000, 1_000_000)
+    expected = [500, 500, 200, 200, 400, 800]
+    assert [rapids_engine.epochs_for(count) for count in rows] == expected
+    assert [cpu_engine.epochs_for(count) for count in rows] == [500, 500, 200, 200, 200, 200]

@@ -22,7 +22,7 @@ from discovery.engine import open_engine
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from discovery.rapids import why_not
-from discovery.rapids.engine import EPOCHS
+from discovery.rapids.engine import epochs_for
 from discovery.stopping import Interrupted, StopRequest
 from pipeline.store import open_store
 
@@ -110,7 +110,7 @@ def test_a_layout_is_reproducible_to_the_bit(engine):
     )
     assert np.isfinite(first).all() and first.shape == (6_000, 2)
     np.testing.assert_array_equal(first, again)
-    assert epochs[0] == (0, EPOCHS) and epochs[-1] == (EPOCHS, EPOCHS)
+    assert epochs[0] == (0, epochs_for(6_000)) and epochs[-1] == (epochs_for(6_000),) * 2
 
 
 @pytest.mark.parametrize("least", [20, 300])
