@@ -6,8 +6,7 @@ Mathematics, for one row, with the logits x_hd that `decode_pass` makes, by head
     head mean: the k largest p_d = (1/H) sum_h exp(x_hd - lse_h)
 
 with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
-larger distance, comes first: an int64 of a value's ordered bits and its distance orders keys, and
-no two are equal.
+larger distance, comes first (`packed`).
 
 Cut a row into groups of neighbouring keys, ordered by their largest value, the older one first
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
@@ -16,9 +15,9 @@ and older; so a key further behind has k keys before it. So the first k groups a
 four or eight parts each, the first k parts of these found, and so on until a part is a key: a
 hundred numbers or so are sorted at a time, whatever the values are.
 
-The pass writes logits to a scratch of bounded size, which a GPU's L2 cache holds for most batches.
-Rows beyond it, all of a row or none, have only the maxima of their blocks: the logits of the chosen
-blocks are computed again, and for the head mean all keys are read a second time.
+The pass writes logits to a scratch of bounded size. Rows beyond it, all of a row or none, have only
+the maxima of their blocks: the logits of the chosen blocks are computed again (`read_again`), and
+for the head mean all keys are read a second time.
 
 Tensors (R rows, H chosen query heads, N keys in a block; K rounded up to a power of two):
     logits       float32[logit_blocks, H, N]  -inf where a key is not real; made by `decode_pass`
@@ -40,9 +39,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .errors import OptionError
-from .head_mean import head_mean, tile_values
+from .head_mean import head_mean
 from .launch import HeadGroups, interpreted, processors
 from .merge import LOG2_E
+from .packed import NOTHING, number_of, pack, value_of, write_top
+from .read_again import merge_shares, select_again
 from .schedule import Schedule
 
 LARGEST_K = 64
@@ -53,56 +54,6 @@ LOOKED_AT = tl.constexpr(2048)
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 8
-# Ordered bits of -inf, and the distance 0: before it comes nothing that is a key.
-NOTHING = tl.constexpr(-2139095041 << 32)
-
-
-@triton.jit
-def pack(value, number):
-    """An int64 that is ordered as (value, number), of float32 and int32 >= 0."""
-    # Both zeros are one value.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | number.to(tl.int64)
-
-
-@triton.jit
-def value_of(packed):
-    ordered = (packed >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def number_of(packed):
-    return (packed & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The SIZE largest of best int64[SIZE] and COUNT >= SIZE others of any shape, largest first."""
-    few = tl.topk(tl.reshape(packed, [COUNT]), SIZE)
-    return tl.topk(tl.reshape(tl.join(best, few), [2 * SIZE]), SIZE)
-
-
-@triton.jit
-def write_top(
-    best, row, head, position, per_head, tops, positions, masses,
-    HEADS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, MEAN: tl.constexpr,
-):  # fmt: skip
-    lane = tl.arange(0, SIZE)
-    value = value_of(best)
-    there = value > float("-inf")
-    at = (row.to(tl.int64) * HEADS + head) * K + lane
-    tl.store(positions + at, tl.where(there, position - number_of(best), -1), mask=lane < K)
-    if MEAN:
-        tl.store(tops + at, tl.where(there, value, 0.0), mask=lane < K)
-    else:
-        tl.store(tops + at, value, mask=lane < K)
-        place = row.to(tl.int64) * HEADS + head
-        logsumexp = tl.load(per_head + place * 32 + 29)
-        mass = tl.where(there & (lane < K), tl.exp2((value - logsumexp) * LOG2_E), 0.0)
-        # Where no mass was found for the head (`decode_pass`) there is none to share.
-        tl.store(masses + place, tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0))
 
 
 @triton.jit
@@ -203,67 +154,6 @@ def select(
             SIZE,
         )  # fmt: skip
     write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
-
-
-@triton.jit(do_not_specialize=["count_rows"])
-def select_again(
-    chosen, lists, block_ptr, rows, base, slots, query, keys, head_table, descale, per_head,
-    factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, value_blocks, max_blocks,
-    STRIDE_KS: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MEAN: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """The top k of a share of the chosen blocks of a row beyond the scratch."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
-        return
-    newest = slots + tl.load(base + row) + tl.load(rows + row)
-    place = row.to(tl.int64) * tl.num_programs(1) + head
-    best = tl.full([SIZE], NOTHING, tl.int64)
-    for number in range(split, SIZE, tl.num_programs(2)):
-        block = tl.load(chosen + place * SIZE + number)
-        if block >= 0:
-            for skip in range(0, BLOCK, TILE):
-                distance = block * BLOCK + skip + tl.arange(0, TILE)
-                value = tile_values(
-                    head, row, newest, distance, real, query, keys, head_table, descale, per_head,
-                    factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS, GROUPS,
-                    BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST, MEAN,
-                )  # fmt: skip
-                best = better(best, pack(value, distance), TILE, SIZE)
-    at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
-    tl.store(lists + at, best)
-
-
-@triton.jit(do_not_specialize=["count_rows"])
-def merge_shares(
-    lists, block_ptr, rows, per_head, tops, positions, masses, count_rows, value_blocks, max_blocks,
-    HEADS: tl.constexpr,
-    SHARES: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    MEAN: tl.constexpr,
-):  # fmt: skip
-    """The top k of a row beyond the scratch, from those of its shares."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
-        return
-    place = row.to(tl.int64) * HEADS + head
-    best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
-    write_top(best, row, head, tl.load(rows + row), per_head, tops, positions, masses,
-              HEADS, K, SIZE, MEAN)  # fmt: skip
 
 
 class TopK(NamedTuple):
@@ -377,7 +267,7 @@ class TopKPlan:
         descale: Tensor | None = None,
         hubs: Tensor | None = None,
     ) -> TopK:
-        """The top k of the scheduled rows, after `decode_pass` and the merge of its statistics.
+        """The top k of the scheduled rows, after `decode_pass`.
 
         Args:
             schedule: of this step, with the plan's blocks.

@@ -1,0 +1,56 @@
+"""Keys as numbers that are ordered as a top k orders them.
+
+An int64 of a value's ordered bits and its key's distance: of equal values the larger distance, that
+is the older key, comes first, and no two are equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .merge import LOG2_E
+
+# Ordered bits of -inf, and the distance 0: before it comes nothing that is a key.
+NOTHING = tl.constexpr(-2139095041 << 32)
+
+
+@triton.jit
+def pack(value, number):
+    """An int64 that is ordered as (value, number), of float32 and int32 >= 0."""
+    # Both zeros are one value.
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | number.to(tl.int64)
+
+
+@triton.jit
+def value_of(packed):
+    ordered = (packed >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(packed):
+    return (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def write_top(
+    best, row, head, position, per_head, tops, positions, masses,
+    HEADS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, SIZE)
+    value = value_of(best)
+    there = value > float("-inf")
+    at = (row.to(tl.int64) * HEADS + head) * K + lane
+    tl.store(positions + at, tl.where(there, position - number_of(best), -1), mask=lane < K)
+    if MEAN:
+        tl.store(tops + at, tl.where(there, value, 0.0), mask=lane < K)
+    else:
+        tl.store(tops + at, value, mask=lane < K)
+        place = row.to(tl.int64) * HEADS + head
+        logsumexp = tl.load(per_head + place * 32 + 29)
+        mass = tl.where(there & (lane < K), tl.exp2((value - logsumexp) * LOG2_E), 0.0)
+        # Where no mass was found for the head (`decode_pass`) there is none to share.
+        tl.store(masses + place, tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0))
