@@ -259,10 +259,11 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
 
 def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
     for part in ("headline", "fused"):
-        for name, way in found.get(part, {}).get("ways", {}).items():
+        case = found.get(part, {})
+        for name, way in case.get("ways", {}).items():
             if "us" in way:
-                share = f" ({way['share']:.0%} of what a sum reads)" if way.get("share") else ""
-                yield f"{part}: {name}", f"{way['us']:.0f} us a layer{share}"
+                share = f"{case['floor_us'] / way['us']:.0%} of what a sum reads"
+                yield f"{part}: {name}", f"{way['us']:.0f} us a layer ({share})"
     for case in found.get("sweep", []):
         for name, way in case.get("ways", {}).items():
             yield f"{case['name']}: {name}", f"{way['us']:.0f} us a layer ({way['share']:.0%})"
