@@ -123,6 +123,8 @@ def measure(case, *, enabled=None, sinks=None, mean=None, **options):
     found = plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks, mean=mean)
     # No row but those of the step is written.
     assert plan.per_head[case.rows :].isnan().all() and plan.mean[case.rows :].isnan().all()
+    # The next launch counts from 0.
+    assert not plan.arrived.any()
     return found
 
 
@@ -249,6 +251,16 @@ def on_device(*numbers, dtype=torch.float32):
 )
 def test_rows_of_every_kind_agree_with_the_reference(lengths, shape, paged, options):
     check(paged_case(lengths, *shape, **paged), **options)
+
+
+@pytest.mark.parametrize("power", [-60, -14, 0, 40])
+def test_queries_of_any_size_meet_float8_keys(power):
+    # The kernel scales them into float16; the softmax scale makes up for their size.
+    case = paged_case(
+        [70, 9, 200], 4, 2, 32,
+        dtype=torch.float8_e4m3fn, query_dtype=torch.bfloat16, size=2.0 ** (power + 1),
+    )  # fmt: skip
+    check(case, scale=32**-0.5 * 2.0**-power)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 50])
