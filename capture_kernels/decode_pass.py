@@ -22,12 +22,8 @@ import triton.language as tl
 
 from .merge import LN_2, LOG2_E, LOWEST, clear_rows, merge_rows
 
-# Columns of range masses, and what else is in a row of statistics.
-COLUMNS = 32
-PLACES, NEAR, MIDDLE, SINKS, MASKED = 16, 24, 25, 26, 27
-# What stands after the columns in a partial result.
-MAXIMUM, SUM, WEIGHTED = 32, 33, 34
-PARTIAL = 36
+# Columns of range masses; in a partial result m, L and S stand after them, at 32, 33 and 34.
+COLUMNS, PARTIAL = 32, 36
 # Keys of one product of matrices.
 TILE = 64
 
@@ -143,7 +139,7 @@ def decode_pass(
     LOGITS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    TO_HALF: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -194,9 +190,9 @@ def decode_pass(
             other=0.0,
         )
         row_factor = factor
-        if FLOAT8:
-            # float8 becomes float16 in one instruction, and what matters of q, in powers of two of
-            # its largest number, fits in one.
+        if TO_HALF:
+            # float8 becomes float16 in one instruction, bfloat16 in several. Of q, in units of a
+            # power of two near its largest number, a float16 loses what is below 2**-24 of that.
             largest = tl.max(tl.abs(q.to(tl.float32)), 0)
             exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
             unit = tl.where(exponent > 0, exponent.to(tl.float32, bitcast=True), 1.0)

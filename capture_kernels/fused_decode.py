@@ -114,6 +114,8 @@ class FusedDecodePlan(StatisticsPlan):
         if options.get("chosen") is not None:
             raise OptionError("fused decode takes all query heads: leave `chosen` out")
         with_top = options.get("top_k") or options.get("mean_top_k") or options.get("hubs")
+        if with_top and not statistics:
+            raise OptionError("a top k or hubs need statistics: leave them out, or emit statistics")
         options["tuning"] = options.get("tuning") or (TUNING_TOP if with_top else TUNING)
         super().__init__(**options)
         self.value_dim, self.statistics = value_dim, statistics

@@ -47,9 +47,8 @@ def check_layer(
 class HeadGroups:
     """Chosen query heads, in ascending order, by the key head that they read.
 
-    On the device: `order` int32[H], and `table` int32[groups, 2 + block]: key head, how many chosen
-    heads lie before, and the query heads, then -1. A key head with many query heads has several
-    groups.
+    On the device: `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and
+    the query heads, then -1. A key head with many query heads has several groups.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class HeadGroups:
                 groups.append([])
             groups[-1].append(head)
         self.count, self.key_heads = len(order), key_heads
-        self.order = torch.tensor(order, dtype=torch.int32, device=device)
         self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
         lines, before = [], 0
         for group in groups:

@@ -6,8 +6,9 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches 
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
 Tensors (R rows, G groups of heads, H chosen query heads): those of `statistics`, and
-    arrived   int32[1 + G, R]  how many groups are done with a row, and then, by group, how many of
-                               the row's blocks have been read; 0 between launches
+    arrived   int32[1 + G, R]  of the step's rows: how many groups are done with one, and then, by
+                               group, how many of its blocks lie in stretches that are written; 0
+                               between launches
 
 A program counts its stretch after it has written it, and whoever finds all blocks of the row
 counted has written last, and reads what the others wrote. The same goes for groups and the mean.

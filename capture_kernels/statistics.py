@@ -34,18 +34,22 @@ from .launch import (
 )
 from .merge import LOG2_E
 from .schedule import PageTable, Schedule
-from .topk import SCRATCH_BYTES, TopK, TopKPlan
+from .topk import SCRATCH_BYTES, TopK, TopKPlan, scratch_for
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
-# Blocks whose maxima a row keeps for the top k, at most; longer rows have larger blocks. More where
-# logits are not kept: keys of chosen blocks are read again there.
-BLOCKS_A_ROW, BLOCKS_READ_AGAIN = 512, 4096
+# Blocks of a row, at most; longer rows have larger blocks. Few where a top k looks at the maxima of
+# all, unless logits are not kept: keys of chosen blocks are read again there.
+FEW_BLOCKS, MOST_BLOCKS = 512, 4096
 LARGEST_TILE_BYTES = 64 << 10
 
 
+def block_keys(max_length: int, tile: int, most: int) -> int:
+    """Keys of a block, a power of two of tiles, where a row has `most` blocks at most."""
+    return tile * triton.next_power_of_2(triton.cdiv(max_length, tile * most))
+
+
 class Tuning(NamedTuple):
-    """How the pass is compiled and spread: among the fastest tried on an H200, for 32 requests of
-    8,192 keys."""
+    """How the pass is compiled and spread; benchmarks/gpu_kernels.py --tune tries others."""
 
     tile: int = TILE  # keys of a product of matrices
     warps: int = 2
@@ -112,8 +116,8 @@ class StatisticsPlan:
         mean_top_k: the same of the mean of the chosen heads' probabilities.
         hubs: whether runs may add up that mean by position.
         scratch_bytes: what logits may take until the top k is found; rows without room there cost
-            a second look at some keys (`topk`). Without it a plan for one row of a million keys
-            takes less than a megabyte.
+            a second look at some keys (`topk`), in smaller blocks. Without it a plan for one row
+            of a million keys takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Raises:
@@ -157,10 +161,11 @@ class StatisticsPlan:
         tile = self.tuning.tile
         if tile < 16 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 16 or more")
-        kept = 4 * max_rows * max_length * (self.groups.count + 1) <= scratch_bytes
-        most = BLOCKS_A_ROW if kept else BLOCKS_READ_AGAIN
-        tiles = triton.next_power_of_2(triton.cdiv(max_length, tile * most))
-        self.block_keys = tile * tiles
+        with_top = top_k > 0 or mean_top_k > 0 or hubs
+        self.block_keys = block_keys(max_length, tile, FEW_BLOCKS if with_top else MOST_BLOCKS)
+        keys = max_rows * triton.cdiv(max_length, self.block_keys) * self.block_keys
+        if scratch_for(keys, self.groups.count) > scratch_bytes:
+            self.block_keys = block_keys(max_length, tile, MOST_BLOCKS)
         self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
         if self.max_blocks * self.programs >= 1 << 31:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
@@ -174,7 +179,7 @@ class StatisticsPlan:
             all_keys=self.all_keys,
         )
         self.top: TopKPlan | None = None
-        if top_k or mean_top_k or hubs:
+        if with_top:
             self.top = TopKPlan(
                 max_rows=max_rows,
                 max_length=max_length,
@@ -300,7 +305,7 @@ class StatisticsPlan:
             LOGITS=top is not None and top.logit_blocks > 0,
             SOFT_CAP=self.soft_cap is not None,
             DESCALE=descale is not None,
-            FLOAT8=keys.dtype in FLOAT8_TYPES,
+            TO_HALF=keys.dtype in FLOAT8_TYPES and query.dtype == torch.bfloat16,
             HAS_SINKS=sinks is not None,
             UPCAST=interpreted() or query.dtype == torch.float32,
             num_warps=self.tuning.warps,

@@ -12,8 +12,8 @@ Cut a row into groups of neighbouring keys, ordered by their largest value, the 
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
 with its own largest value, which is larger than every value of a group further behind, or as large
 and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four or eight parts each, the first k parts of these found, and so on until a part is a key: a
-hundred numbers or so are sorted at a time, whatever the values are.
+four or eight parts each, the first k parts of these found, and so on until a part is a key: 256
+numbers are sorted at a time at most, whatever the values are.
 
 The pass writes logits to a scratch of bounded size. Rows beyond it, all of a row or none, have only
 the maxima of their blocks: the logits of the chosen blocks are computed again (`read_again`), and
@@ -220,7 +220,7 @@ class TopKPlan:
         self._max_rows = max_rows
         self._row_blocks = triton.cdiv(max_length, block_keys)
         self.max_blocks = max_rows * self._row_blocks
-        self.logit_blocks = min(self.max_blocks, scratch_bytes // (4 * (heads + 1) * block_keys))
+        self.logit_blocks = min(self.max_blocks, scratch_bytes // scratch_for(block_keys, heads))
         self._recompute = self.logit_blocks < self.max_blocks
         kept = self.logit_blocks if mean_k else 0
         self.logits = self._zeros(max(1, self.logit_blocks), heads, block_keys)
@@ -228,15 +228,11 @@ class TopKPlan:
         self._mean = self._zeros(kept, 1, block_keys)
         self._mean_maxima = self._zeros(1, self.max_blocks if mean_k else 0)
         # For the heads and for their mean, which may be looked for at once.
-        self._looked_at = []
-        for lists in (heads * power(k), power(mean_k)):
-            size = max_rows * lists * self._recompute
-            self._looked_at.append(
-                (
-                    self._zeros(size, dtype=torch.int32),
-                    self._zeros(size * SPLITS, dtype=torch.int64),
-                )
-            )
+        sizes = [max_rows * count * self._recompute for count in (heads * power(k), power(mean_k))]
+        self._looked_at = [
+            (self._zeros(size, dtype=torch.int32), self._zeros(size * SPLITS, dtype=torch.int64))
+            for size in sizes
+        ]
         self._answer = TopK(
             self._zeros(max_rows, heads, k, dtype=torch.int32),
             self._zeros(max_rows, heads, k),
@@ -313,13 +309,16 @@ class TopKPlan:
         if rows == 0:
             return found
         if self.k and self._side and (self.mean_k or hubs is not None):
-            # The two have nothing to do with each other, and neither fills the device.
+            # The two have nothing to do with each other.
             main = torch.cuda.current_stream(self._device)
             self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
-                self._means(step, again, hubs)
-            self._select(step, again, mean=False)
-            main.wait_stream(self._side)
+            try:
+                with torch.cuda.stream(self._side):
+                    self._means(step, again, hubs)
+                self._select(step, again, mean=False)
+            finally:
+                # A capture must not be left with a stream that never came back.
+                main.wait_stream(self._side)
             return found
         if self.k:
             self._select(step, again, mean=False)
@@ -389,6 +388,11 @@ class TopKPlan:
                 lists=lists, SHARES=SPLITS, K=k, num_warps=4,
                 **tops, **{**step, "HEADS": heads}, **shape,
             )  # fmt: skip
+
+
+def scratch_for(keys: int, heads: int) -> int:
+    """Bytes of the logits of so many keys, and of their mean."""
+    return 4 * keys * (heads + 1)
 
 
 def power(k: int) -> int:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for GPUs that are not there: no spills, lean loops."""
+"""What the compiler makes of the kernels, for GPUs that are not there: lean loops without spills."""
 
 import json
 import os
@@ -53,7 +53,7 @@ PUT_ASIDE = 64
 
 
 @pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])
-def test_no_kernel_spills_on_hopper(for_hopper, plan):
+def test_no_kernel_spills_in_its_loop_on_hopper(for_hopper, plan):
     kernels = for_hopper[plan]
     assert kernels
     for name, kernel in kernels.items():

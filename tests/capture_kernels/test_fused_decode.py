@@ -417,3 +417,10 @@ def test_a_graph_follows_the_lengths_of_each_step():
 def test_long_rows_agree_with_the_reference(lengths, shape, dtype, descale, statistics):
     case = paged_case(lengths, *shape, dtype=dtype, size=3.0, value_dim=shape[2], descale=descale)
     check(case, statistics=statistics, programs=None, max_length=max(lengths))
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 1}, {"mean_top_k": 2}, {"hubs": True}])
+def test_a_top_k_without_statistics_is_refused(asked):
+    case = paged_case([3], 2, 1, 16, value_dim=16)
+    with pytest.raises(OptionError, match="need statistics"):
+        plan_for(case, FusedDecodePlan, value_dim=16, statistics=False, **asked)

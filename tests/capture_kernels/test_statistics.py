@@ -247,6 +247,13 @@ def on_device(*numbers, dtype=torch.float32):
             id="float8 e5m2",
         ),
         pytest.param([70], (2, 1, 32), {"dtype": torch.float8_e4m3fn}, {}, id="float8 as it is"),
+        pytest.param(
+            [131, 9],
+            (4, 2, 64),
+            {"dtype": torch.float8_e4m3fn, "query_dtype": torch.float32, "size": 4.0},
+            {},
+            id="float8 with float32 queries",
+        ),
     ],
 )
 def test_rows_of_every_kind_agree_with_the_reference(lengths, shape, paged, options):
@@ -271,7 +278,7 @@ def test_a_row_may_be_cut_at_any_block(programs):
 
 
 @pytest.mark.parametrize(
-    ("max_length", "block_keys", "programs"), [(60_000, 128, 3), (120_000, 256, 2)]
+    ("max_length", "block_keys", "programs"), [(300_000, 128, 3), (600_000, 256, 2)]
 )
 def test_blocks_of_several_tiles(max_length, block_keys, programs):
     case = paged_case([1, 65, 129, 257, 390], 2, 1, 32)
