@@ -161,7 +161,7 @@ class StatisticsPlan:
         tile = self.tuning.tile
         if tile < 16 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 16 or more")
-        with_top = top_k > 0 or mean_top_k > 0 or hubs
+        with_top = bool(top_k or mean_top_k or hubs)
         self.block_keys = block_keys(max_length, tile, FEW_BLOCKS if with_top else MOST_BLOCKS)
         keys = max_rows * triton.cdiv(max_length, self.block_keys) * self.block_keys
         if scratch_for(keys, self.groups.count) > scratch_bytes:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for GPUs that are not there: lean loops without spills."""
+"""What the compiler makes of the kernels for GPUs that are not there: lean loops without spills."""
 
 import json
 import os
