@@ -1,7 +1,7 @@
 """The clustering stage alone, on 2-D maps: seconds, and whether it is HDBSCAN's answer.
 
     python benchmarks/gpu_clustering.py [--rows 200000,1000000,10000000] [--engine rapids]
-        [--map-rows 1000000] [--peers-above] [--json PATH]
+        [--map-rows 1000000] [--json PATH]
 
 The map is the engine's own: planted rows (tests/planted.py) projected as the job does it, their
 neighbours, and UMAP, of the largest size up to --map-rows. Smaller sizes are rows drawn from it.
@@ -16,9 +16,9 @@ a fifth of the map's width, until islands run together and much is noise. Each l
 its users call it, on points where it wants them (cuML: on the device), with min_samples 10, after a
 warm-up on 20,000 points; the figure is the median of three calls, or of as many
 as it takes to spend 10 seconds. The peers are cuML's HDBSCAN and fast_hdbscan, up to 1,000,000
-rows. Up to 200,000 rows hdbscan, with exact trees, is the judge, called once. Above 1,000,000
-fast_hdbscan is called for the job's size where --peers-above says so, and points are in any case
-compared with those of the map that they were drawn from, by the engine's own clusters.
+rows. Up to 200,000 rows hdbscan, with exact trees, is the judge, called once. Points drawn for
+sizes above the map's are compared with the points that they were drawn from, by the engine's own
+clusters of both.
 
 Exits 1 where ARI (noise a label of its own) with the judge, or of drawn points with their map, is
 below 0.98. With each peer it is printed.
@@ -103,7 +103,7 @@ def blurred(points: NDArray[np.float32]) -> NDArray[np.float32]:
     return points + moved * np.float32(BLUR * points.std())
 
 
-def clusterers(engine: Engine, rows: int, peers: bool) -> dict[str, Clusterer]:
+def clusterers(engine: Engine, rows: int) -> dict[str, Clusterer]:
     """What is timed for so many rows, by name; the engine's own way first."""
 
     def own(points: NDArray[np.float32], size: int) -> Labels:
@@ -133,7 +133,7 @@ def clusterers(engine: Engine, rows: int, peers: bool) -> dict[str, Clusterer]:
     found: dict[str, Clusterer] = {"engine": own}
     if rows <= PEERS_MOST and why_not() is None:
         found["cuml"] = cuml
-    if rows <= PEERS_MOST or peers:
+    if rows <= PEERS_MOST:
         found["fast_hdbscan"] = fast_hdbscan
     if rows <= JUDGE_MOST:
         found["hdbscan"] = judge
@@ -190,20 +190,19 @@ def measure(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     print(f"map of {map_rows:,} rows by {engine.name}: {seconds:.1f} s", flush=True)
     first, _ = points_of(made, min(WARM_UP_ROWS, map_rows), engine)
-    for way in clusterers(engine, len(first), False).values():
+    for way in clusterers(engine, len(first)).values():
         way(first, SMALL_CLUSTER)
     figures: dict[str, Any] = {"engine": engine.name, "map_rows": map_rows, "cases": []}
     for rows in sizes:
         points, drawn = points_of(made, rows, engine)
-        ways = clusterers(engine, rows, options.peers_above)
+        ways = clusterers(engine, rows)
         of_job = smallest_cluster(None, rows, 1.0)
         before = None
         if rows > map_rows:
             before = ways["engine"](made, smallest_cluster(None, map_rows, 1.0))[drawn]
         cases = figures["cases"]
         cases.append(measure_case("map", points, of_job, ways, before))
-        few = ways if rows <= PEERS_MOST else {"engine": ways["engine"]}
-        cases.append(measure_case("map", points, SMALL_CLUSTER, few))
+        cases.append(measure_case("map", points, SMALL_CLUSTER, ways))
         if "hdbscan" in ways:
             for size in (of_job, SMALL_CLUSTER):
                 cases.append(measure_case("blurred map", blurred(points), size, ways))
@@ -247,7 +246,6 @@ def main() -> int:
     parser.add_argument("--rows", default="200000,1000000,10000000", help="sizes, with commas")
     parser.add_argument("--engine", choices=ENGINES, default="rapids")
     parser.add_argument("--map-rows", type=int, default=1_000_000, help="most rows of the map")
-    parser.add_argument("--peers-above", action="store_true", help="also above 1,000,000 rows")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
     try:

@@ -169,7 +169,7 @@ def measure_sample(engine: str) -> dict[str, Any]:
             for number, (name, seed) in enumerate(product((engine, "cpu"), SAMPLE_SEEDS))
         ]
         runs = [sample_run(*each) for each in asked[:count]]
-        # UMAP with a seed has one thread: runs beside one another cost no time of each other.
+        # UMAP with a seed has one thread, so a core each.
         with get_context("spawn").Pool(min(count, len(os.sched_getaffinity(0)))) as pool:
             runs += pool.starmap(sample_run, asked[count:])
     found, seconds = [table for table, _ in runs], [seconds for _, seconds in runs]

@@ -274,6 +274,8 @@ class TopKPlan:
         """
         answer, rows = self._answer, schedule.rows
         found = TopK(*(each[:rows] for each in answer))
+        if rows == 0:
+            return found
         step = {
             "block_ptr": schedule.block_ptr,
             "rows": schedule.fields,
@@ -306,8 +308,6 @@ class TopKPlan:
             "DESCALE": descale is not None,
             "UPCAST": interpreted() or query.dtype == torch.float32,
         }
-        if rows == 0:
-            return found
         if self.k and self._side and (self.mean_k or hubs is not None):
             # The two have nothing to do with each other.
             main = torch.cuda.current_stream(self._device)
