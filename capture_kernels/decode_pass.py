@@ -5,11 +5,14 @@ Mathematics, for one row and query head, with the distance d of key j = t - d:
     x_d = scale * descale * (q . k_d);    x_d := cap * tanh(x_d / cap) where logits are capped;
     m = max x_d;    e_d = exp(x_d - m);    L = sum e_d;    S = sum e_d (x_d - m)
 
-over stretches of blocks (`schedule`), with L and S over the visible keys only. Stretches are merged
-as in flash decoding, by the last program to be done with a row (`merge`). All histograms and bands
-are sums of e over ranges of distances, 28 of them, that is a product of e with a matrix of zeros
-and ones, on the tensor cores. e is given to it as the sum of two bfloat16, good to 17 bits. With
-values the same pass is an ordinary attention: o = sum e_d v_d.
+over stretches of blocks (`schedule`), with L and S over the visible keys only. `finish` merges the
+stretches of a row, as flash decoding does. All histograms and bands are sums of e over ranges of
+distances, 28 of them, that is a product of e with a matrix of zeros and ones, on the tensor cores.
+e is given to it as the sum of two bfloat16, good to 17 bits. With values the same pass is an
+ordinary attention: o = sum e_d v_d.
+
+For a top k it writes the largest logits of four neighbouring keys each, and those of blocks where a
+row has no room for that; for the head mean it writes the logits themselves (`topk`).
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.
@@ -20,12 +23,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .merge import LN_2, LOG2_E, LOWEST, clear_rows, merge_rows
+from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, WITH_FOURS
 
 # Columns of range masses; in a partial result m, L and S stand after them, at 32, 33 and 34.
 COLUMNS, PARTIAL = 32, 36
-# Keys of one product of matrices.
-TILE = 64
+
+
+@triton.jit
+def tile_distances(TILE: tl.constexpr):
+    """Which distance, from the tile's first, a row of the product stands for: int32[TILE].
+
+    A thread of a tensor core's product has the rows r, r + 8, and those half a tile further: four
+    neighbouring keys stand there, so that their maximum takes no exchange between threads.
+    """
+    row = tl.arange(0, TILE)
+    four = (row % 8) + 8 * ((row // 16) % (TILE // 32))
+    return NEIGHBOURS * four + (row // 8) % 2 + 2 * (row // (TILE // 2))
+
+
+@triton.jit
+def in_order(y, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """Rows of a product, one for each of `tile_distances`: [TILE // 32, 8, 4, HEADS]."""
+    y = tl.permute(tl.reshape(y, [2, TILE // 32, 2, 8, HEADS]), [1, 3, 0, 2, 4])
+    return tl.reshape(y, [TILE // 32, 8, NEIGHBOURS, HEADS])
 
 
 @triton.jit
@@ -83,16 +103,16 @@ def add_products(sums, inside, masses, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def next_due(tile, first, after, TILE_KEYS: tl.constexpr):
+def next_due(tile, first, after, TILE: tl.constexpr):
     """The first tile, from `tile` on, after which sums must be told to their ranges: the one whose
     range ends in it or with it, or whose successor holds the end of a range.
 
     So all tiles since the last telling lie wholly in the same ranges, or there is but one.
     """
-    edge = tile * TILE_KEYS
+    edge = tile * TILE
     first_edge = tl.min(tl.where(first > edge, first, 2147483647), 0)
     after_edge = tl.min(tl.where(after > edge, after, 2147483647), 0)
-    return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE_KEYS - 1)
+    return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE - 1)
 
 
 @triton.jit(do_not_specialize=["count_rows"])
@@ -108,11 +128,8 @@ def decode_pass(
     descale,
     partial,
     partial_values,
-    arrived,
-    sinks,
-    per_head,
-    mean,
     logits,
+    fours,
     maxima,
     factor,
     soft_cap,
@@ -122,6 +139,7 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
+    four_blocks,
     max_blocks,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
@@ -131,16 +149,16 @@ def decode_pass(
     BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     STATISTICS: tl.constexpr,
-    MAXIMA: tl.constexpr,
     LOGITS: tl.constexpr,
+    FOURS: tl.constexpr,
+    MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
     TO_HALF: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     program, programs = tl.program_id(1), tl.num_programs(1)
@@ -150,11 +168,6 @@ def decode_pass(
     head = tl.load(group + 2 + lane_h)
     chosen = head >= 0
     out_head = first_head + lane_h
-    if STATISTICS:
-        clear_rows(
-            block_ptr, count_rows, per_head, mean, out_head, chosen, tl.program_id(0) == 0,
-            program, programs, HEADS,
-        )  # fmt: skip
     total = tl.load(block_ptr + count_rows)
     block = total * program // programs
     end = total * (program + 1) // programs
@@ -163,7 +176,9 @@ def decode_pass(
 
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, 32)
-    lane = tl.arange(0, TILE_KEYS)
+    four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
+    lane = tile_distances(TILE)
     if DESCALE:
         factor *= tl.load(descale + key_head)
     keys += key_head.to(tl.int64) * stride_kh
@@ -200,22 +215,25 @@ def decode_pass(
             row_factor = (factor * unit)[None, :]
         # Each place of the tile has a maximum of its own, so that no tile needs one over its keys;
         # where there are values these want one of all keys.
-        m = tl.full([TILE_KEYS, BLOCK_H], LOWEST, tl.float32)
-        sums = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
-        weighted = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
+        m = tl.full([1 if VALUE_DIM else TILE, BLOCK_H], LOWEST, tl.float32)
+        sums = tl.zeros([TILE, BLOCK_H], tl.float32)
+        weighted = tl.zeros([TILE, BLOCK_H], tl.float32)
         masses = tl.zeros([32, BLOCK_H], tl.float32)
         total_l = tl.zeros([BLOCK_H], tl.float32)
         total_s = tl.zeros([BLOCK_H], tl.float32)
         m_told = tl.full([BLOCK_H], LOWEST, tl.float32)
         last = (stop - row_block) * TILES - 1
-        due = next_due((block - row_block) * TILES, first, after, TILE_KEYS)
-        block_max = tl.full([TILE_KEYS, BLOCK_H], float("-inf"), tl.float32)
+        due = next_due((block - row_block) * TILES, first, after, TILE)
+        block_max = tl.full([TILE, BLOCK_H], float("-inf"), tl.float32)
         if VALUE_DIM:
             o = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
-            m_all = m_told
+        if FOURS:
+            # Wholly in the scratch, or not at all.
+            has_fours = tl.load(block_ptr + row + 1) <= four_blocks
+            has_fours &= real <= WITH_FOURS
 
         for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
-            distance = tile * TILE_KEYS + lane
+            distance = tile * TILE + lane
             # Past the row's last key that key is read again: a mask would cost more.
             slot = tl.load(newest - tl.minimum(distance, seen - 1)).to(tl.int64)
             k_at = keys + slot[:, None] * STRIDE_KS + dims[None, :]
@@ -225,11 +243,7 @@ def decode_pass(
                 k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0.0)
             y = tile_logits(k, q, row_factor, soft_cap, SOFT_CAP, UPCAST)
             y = tl.where((distance < seen)[:, None], y, float("-inf"))
-            if VALUE_DIM:
-                m_all_new = tl.maximum(m_all, tl.max(y, 0))
-                m_new = tl.broadcast_to(m_all_new[None, :], [TILE_KEYS, BLOCK_H])
-            else:
-                m_new = tl.maximum(m, y)
+            m_new = tl.maximum(m, tl.max(y, 0)[None, :]) if VALUE_DIM else tl.maximum(m, y)
             alpha = tl.exp2(m - m_new)
             shifted = y - m_new
             e = tl.exp2(shifted)
@@ -244,7 +258,7 @@ def decode_pass(
                     )
                     counted = (distance < visible)[:, None]
                     if VALUE_DIM:
-                        m_row = m_all_new
+                        m_row = tl.max(m_new, 0)
                     else:
                         m_row = tl.maximum(m_told, tl.max(m_new, 0))
                         rest = m_new - m_row[None, :]
@@ -257,21 +271,34 @@ def decode_pass(
                     total_l = total_l * rest_told + tl.sum(tl.where(counted, sums, 0.0), 0)
                     masses = add_products(sums, inside, masses * rest_told[None, :], UPCAST)
                     m_told = m_row
-                    sums = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
-                    weighted = tl.zeros([TILE_KEYS, BLOCK_H], tl.float32)
-                    due = next_due(tile + 1, first, after, TILE_KEYS)
+                    sums = tl.zeros([TILE, BLOCK_H], tl.float32)
+                    weighted = tl.zeros([TILE, BLOCK_H], tl.float32)
+                    due = next_due(tile + 1, first, after, TILE)
             else:
                 sums = sums * alpha + e
 
-            if MAXIMA:
+            if (LOGITS or FOURS) or MAXIMA:
                 if VALUE_DIM:
                     y = tl.where((distance < real)[:, None], y, float("-inf"))
                 this = row_block + tile // TILES
-                if LOGITS:
-                    if this < logit_blocks:
-                        at = (this.to(tl.int64) * HEADS + out_head[None, :]) * (TILE_KEYS * TILES)
-                        at += (tile % TILES) * TILE_KEYS + lane[:, None]
-                        tl.store(logits + at, y * LN_2, mask=chosen[None, :])
+            if LOGITS:
+                if this < logit_blocks:
+                    at = (this.to(tl.int64) * HEADS + out_head) * (TILE * TILES)
+                    at = logits + at[None, None, None, :] + (tile % TILES) * TILE
+                    at += in_tile[:, :, :, None]
+                    tl.store(
+                        at,
+                        in_order(y, TILE, BLOCK_H) * LN_2,
+                        mask=chosen[None, None, None, :],
+                    )
+            if FOURS:
+                if has_fours:
+                    at = out_head.to(tl.int64) * four_blocks + row_block
+                    at = at * (TILES * (TILE // NEIGHBOURS)) + tile * (TILE // NEIGHBOURS)
+                    at = fours + at[None, None, :] + four[:, :, None]
+                    largest = tl.max(in_order(y, TILE, BLOCK_H), 2)
+                    tl.store(at, largest * LN_2, mask=chosen[None, None, :])
+            if MAXIMA:
                 fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
                 block_max = tl.maximum(fresh, y)
                 if (this < max_blocks) & (tile % TILES == TILES - 1):
@@ -284,12 +311,11 @@ def decode_pass(
                     v = tl.load(v_at)
                 else:
                     v = tl.load(v_at, mask=value_dims[:, None] < VALUE_DIM, other=0.0)
-                o *= tl.exp2(m_all - m_all_new)[None, :]
+                o *= alpha
                 if UPCAST:
                     o += tl.dot(v.to(tl.float32), e, input_precision="ieee")
                 else:
                     o = tl.dot(v.to(value_type), e.to(value_type), o)
-                m_all = m_all_new
             m = m_new
 
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
@@ -300,7 +326,7 @@ def decode_pass(
             tl.store(partial + place + 34, total_s, mask=chosen)
             tl.store(partial + place[None, :] + columns[:, None], masses, mask=chosen[None, :])
         else:
-            tl.store(partial + place + 32, m_all, mask=chosen)
+            tl.store(partial + place + 32, tl.max(m, 0), mask=chosen)
             tl.store(partial + place + 33, tl.sum(sums, 0), mask=chosen)
         if VALUE_DIM:
             place = ((program + row).to(tl.int64) * HEADS + out_head) * VALUE_DIM
@@ -310,9 +336,3 @@ def decode_pass(
                 mask=chosen[None, :] & (value_dims[:, None] < VALUE_DIM),
             )
         block = stop
-
-    if STATISTICS:
-        merge_rows(
-            partial, rows, block_ptr, row_ends, total, program, programs, end, count_rows, arrived,
-            sinks, head, out_head, chosen, per_head, mean, HEADS, BLOCK_H, HAS_SINKS,
-        )  # fmt: skip

@@ -1,11 +1,6 @@
 """Decode attention over a paged cache that emits its statistics as it goes.
 
-Mathematics: `decode_pass` with values; stretches i of a row are merged as in flash decoding,
-
-    o = sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m)),
-
-where L_i counts every key that is read, sink tokens and masked ones too: the output is the model's
-own, whatever a fingerprint leaves out.
+Mathematics: `decode_pass` with values, and `finish`.
 
 Tensors (R rows, H query heads):
     partial_values  float32[programs + R, H, value_dim]  sums of e v of each stretch
@@ -16,84 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .errors import OptionError
 from .launch import FLOAT32, check
-from .merge import LOG2_E, LOWEST
 from .statistics import Statistics, StatisticsPlan, Tuning
 
 # Values take registers and shared memory that programs would have; with a top k, two warps would
 # need more registers than a thread can have.
 TUNING = Tuning(programs_a_processor=2)
 TUNING_TOP = TUNING._replace(warps=4)
-
-
-@triton.jit(do_not_specialize=["count_rows"])
-def _merge_values(
-    partial,
-    partial_values,
-    block_ptr,
-    sinks,
-    descale,
-    output,
-    stride_or,
-    stride_oh,
-    count_rows,
-    programs,
-    queries_a_key,
-    HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    DESCALE: tl.constexpr,
-):
-    row, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    if begin == end:
-        return
-    total = tl.load(block_ptr + count_rows)
-    first = ((begin + 1) * programs - 1) // total
-    last = (end * programs - 1) // total
-    dims = tl.arange(0, BLOCK_V)
-    is_dim = dims < VALUE_DIM
-    m = tl.full([1], LOWEST, tl.float32)
-    if HAS_SINKS:
-        m = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
-    weight = tl.where(m > LOWEST, 1.0, 0.0)
-    o = tl.zeros([BLOCK_V], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
-        starts = tl.maximum(total * program // programs, begin)
-        stops = tl.minimum(total * (program + 1) // programs, end)
-        there = (program <= last) & (starts < stops)
-        place = (program + row).to(tl.int64) * HEADS + head
-        m_i = tl.load(partial + place * 36 + 32, mask=there, other=LOWEST)
-        l_i = tl.load(partial + place * 36 + 33, mask=there, other=0.0)
-        if STATISTICS:
-            # 33 is of the visible keys; sink tokens and the others that were read stand apart.
-            l_i += tl.load(partial + place * 36 + 26, mask=there, other=0.0)
-            l_i += tl.load(partial + place * 36 + 27, mask=there, other=0.0)
-        o_i = tl.load(
-            partial_values + place[:, None] * VALUE_DIM + dims[None, :],
-            mask=there[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        old = tl.exp2(m - m_new)
-        new = tl.exp2(m_i - m_new)
-        weight = weight * old + tl.sum(l_i * new, 0)
-        o = o * old + tl.sum(o_i * new[:, None], 0)
-        m = m_new
-    o = o / weight
-    if DESCALE:
-        o *= tl.load(descale + head // queries_a_key)
-    place = row.to(tl.int64) * stride_or + head * stride_oh + dims
-    tl.store(output + place, o.to(output.dtype.element_ty), mask=is_dim)
 
 
 class FusedDecodePlan(StatisticsPlan):
@@ -153,30 +80,8 @@ class FusedDecodePlan(StatisticsPlan):
         if value_descale is not None:
             check(value_descale, "value_descale", [key_heads], FLOAT32)
         means = self.checked_means(sinks, mean, hubs)
-        self.launch_pass(
-            query, keys, descale, sinks, means, values, self.partial_values, self.statistics
+        step = self.launch_pass(
+            query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
-        _merge_values[(rows, heads)](
-            self.partial,
-            self.partial_values,
-            self.steps.block_ptr,
-            self.partial if sinks is None else sinks,
-            self.partial if value_descale is None else value_descale,
-            output,
-            output.stride(0),
-            output.stride(1),
-            rows,
-            self.programs,
-            heads // self.groups.key_heads,
-            HEADS=heads,
-            VALUE_DIM=self.value_dim,
-            BLOCK_V=max(16, triton.next_power_of_2(self.value_dim)),
-            PARTS=16,
-            STATISTICS=self.statistics,
-            HAS_SINKS=sinks is not None,
-            DESCALE=value_descale is not None,
-            num_warps=4,
-        )
-        if not self.statistics:
-            return None
-        return self.found(query, keys, descale, means, hubs)
+        self.launch_finish(step, means, hubs, output, value_descale)
+        return self.found(means) if self.statistics else None

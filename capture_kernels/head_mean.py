@@ -1,10 +1,11 @@
-"""The mean over heads of attention probabilities, by position, and logits that are made again.
+"""The mean over heads of attention probabilities, by position, and its top k.
 
 Mathematics, with the logits x_hd of `decode_pass` by head h and distance d, and lse_h = logsumexp:
 
     p_d = (1/H) sum_h exp(x_hd - lse_h)
 
 Where the pass has kept a row's logits, p is made from these; otherwise its keys are read again.
+lse_h is made from the stretches of the pass, so that nothing here waits for `finish`.
 
 Tensors: those of `topk`, which launches this.
 """
@@ -14,16 +15,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .constants import LOG2_E
 from .decode_pass import tile_logits
-from .merge import LN_2, LOG2_E
+from .finish import logsumexp_of, row_totals
+from .groups import all_parts, first_groups
+from .packed import NOTHING, number_of, value_of, write_top
 
 
 @triton.jit
-def tile_values(
-    head, row, newest, distance, real, query, keys, head_table, descale, per_head, factor, soft_cap,
-    stride_qr, stride_qh, stride_kh,
+def shares(
+    partial, block_ptr, row, heads, sinks, count_rows, programs,
+    HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """By head, what a logit in units of ln 2 is lessened by to be that of a probability; +inf for a
+    head of which no mass was found (`decode_pass`), as it has nothing to share out."""
+    PARTS: tl.constexpr = 1024 // ALL_HEADS if ALL_HEADS > 16 else 64
+    head = tl.arange(0, ALL_HEADS)
+    is_head = head < HEADS
+    m, visible, sink = row_totals(
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, ALL_HEADS, PARTS
+    )
+    query_head = tl.load(heads + head, mask=is_head, other=0)
+    logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
+    return tl.where(is_head & (logsumexp > float("-inf")), logsumexp * LOG2_E, float("inf"))
+
+
+@triton.jit
+def mean_again(
+    row, newest, distance, real, query, keys, head_table, descale, lse, factor, soft_cap, stride_qr,
+    stride_qh, stride_kh,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -32,120 +57,138 @@ def tile_values(
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
-    MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Values of a tile of keys, computed again: float32[TILE], -inf where a key is not real.
-
-    The logits of one chosen head, or the mean of all heads' probabilities.
-    """
+    """p of a tile of keys that are read again: float32[TILE], -inf where a key is not real."""
     lane = tl.arange(0, BLOCK_H)
+    every = tl.arange(0, ALL_HEADS)
     dims = tl.arange(0, BLOCK_D)
     slot = tl.load(newest - tl.minimum(distance, real - 1)).to(tl.int64)
-    value = tl.zeros([TILE], tl.float32)
+    p = tl.zeros([TILE], tl.float32)
     for number in range(GROUPS):
         group = head_table + number * (BLOCK_H + 2)
         key_head, first = tl.load(group), tl.load(group + 1)
         query_head = tl.load(group + 2 + lane)
-        mine = first + lane == head
-        if MEAN or (tl.max(mine.to(tl.int32), 0) == 1):
-            q = tl.load(
-                query + row.to(tl.int64) * stride_qr
-                + query_head[None, :] * stride_qh + dims[:, None],
-                mask=(query_head >= 0)[None, :] & (dims[:, None] < HEAD_DIM),
-                other=0.0,
-            )  # fmt: skip
-            k = tl.load(
-                keys + key_head.to(tl.int64) * stride_kh
-                + slot[:, None] * STRIDE_KS + dims[None, :],
-                mask=dims[None, :] < HEAD_DIM,
-                other=0.0,
-            )  # fmt: skip
-            scaled = factor
-            if DESCALE:
-                scaled *= tl.load(descale + key_head)
-            y = tile_logits(k, q, scaled, soft_cap, SOFT_CAP, UPCAST)
-            if MEAN:
-                at = (row.to(tl.int64) * HEADS + first + lane) * 32 + 29
-                lse = tl.load(per_head + at, mask=query_head >= 0, other=float("-inf")) * LOG2_E
-                lse = tl.where(lse > float("-inf"), lse, float("inf"))
-                value += tl.sum(tl.exp2(y - lse[None, :]), 1)
-            else:
-                value = tl.sum(tl.where(mine[None, :], y * LN_2, 0.0), 1)
-    if MEAN:
-        value = value / HEADS
-    return tl.where(distance < real, value, float("-inf"))
+        q = tl.load(
+            query + row.to(tl.int64) * stride_qr + query_head[None, :] * stride_qh + dims[:, None],
+            mask=(query_head >= 0)[None, :] & (dims[:, None] < HEAD_DIM),
+            other=0.0,
+        )
+        k = tl.load(
+            keys + key_head.to(tl.int64) * stride_kh + slot[:, None] * STRIDE_KS + dims[None, :],
+            mask=dims[None, :] < HEAD_DIM,
+            other=0.0,
+        )
+        scaled = factor
+        if DESCALE:
+            scaled *= tl.load(descale + key_head)
+        y = tile_logits(k, q, scaled, soft_cap, SOFT_CAP, UPCAST)
+        mine = (first + lane)[:, None] == every[None, :]
+        of_group = tl.sum(tl.where(mine, lse[None, :], 0.0), 1)
+        of_group = tl.where(query_head >= 0, of_group, float("inf"))
+        p += tl.sum(tl.exp2(y - of_group[None, :]), 1)
+    return tl.where(distance < real, p / HEADS, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["count_rows"])
 def head_mean(
-    logits, mean, mean_maxima, hubs, block_ptr, rows, base, slots, query, keys, head_table, descale,
-    per_head, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs, longest, count_rows,
-    value_blocks, max_blocks,
+    logits, mean, mean_maxima, hubs, partial, rows, block_ptr, base, slots, heads, sinks, query,
+    keys, descale, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs,
+    longest, count_rows, programs, logit_blocks, max_blocks,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     KEEP: tl.constexpr,
     HUBS: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
+    AGAIN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean probabilities of blocks of keys, by turns, and the largest of each block."""
+    """Mean probabilities of blocks of keys, and the largest of each block."""
+    BLOCK: tl.constexpr = TILE * TILES
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     total = tl.minimum(tl.load(block_ptr + count_rows), max_blocks)
     lane = tl.arange(0, TILE)
-    block = tl.program_id(0)
-    while block < total:
+    head = tl.arange(0, ALL_HEADS)
+    block = total * tl.program_id(0) // tl.num_programs(0)
+    end = total * (tl.program_id(0) + 1) // tl.num_programs(0)
+    while block < end:
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
-        nearest = (block - tl.load(block_ptr + row)) * BLOCK
-        end = tl.load(block_ptr + row + 1)
+        row_block, row_end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+        stop = tl.minimum(end, row_end)
         position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + position
-        largest = tl.zeros([TILE], tl.float32) + float("-inf")
-        if nearest < real:
-            for skip in range(0, BLOCK, TILE):
-                distance = nearest + skip + lane
-                p = tl.zeros([TILE], tl.float32)
-                if end <= value_blocks:
-                    for first in range(0, HEADS, SOME_HEADS):
-                        head = first + tl.arange(0, SOME_HEADS)
-                        at = (block.to(tl.int64) * HEADS + head) * BLOCK + skip
-                        x = tl.load(
-                            logits + at[:, None] + lane[None, :],
-                            mask=(head < HEADS)[:, None],
-                            other=float("-inf"),
-                        )
-                        at = (row.to(tl.int64) * HEADS + head) * 32 + 29
-                        lse = tl.load(per_head + at, mask=head < HEADS, other=float("-inf"))
-                        # No mass was found for the head (`decode_pass`): nothing to share out.
-                        lse = tl.where(lse > float("-inf"), lse, float("inf"))
-                        p += tl.sum(tl.exp2((x - lse[:, None]) * LOG2_E), 0)
-                    p = tl.where(distance < real, p / HEADS, float("-inf"))
-                    if KEEP:
-                        tl.store(mean + block.to(tl.int64) * BLOCK + skip + lane, p)
-                if RECOMPUTE:
-                    if end > value_blocks:
-                        p = tile_values(
-                            0, row, newest, distance, real, query, keys, head_table, descale,
-                            per_head, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS,
-                            HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
-                            UPCAST, True,
-                        )  # fmt: skip
-                largest = tl.maximum(largest, p)
-                if HUBS:
-                    at = position - distance
-                    hub = hubs + row.to(tl.int64) * stride_hubs + at
-                    added = (distance < real) & (at < longest)
-                    tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
-        if KEEP:
-            tl.store(mean_maxima + block, tl.max(largest, 0))
-        block += tl.num_programs(0)
+        kept = row_end <= logit_blocks
+        lse = shares(
+            partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS, HAS_SINKS
+        )
+        largest = tl.full([TILE], float("-inf"), tl.float32)
+        for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
+            distance = tile * TILE + lane
+            this = row_block + tile // TILES
+            within = (tile % TILES) * TILE + lane
+            p = tl.full([TILE], float("-inf"), tl.float32)
+            if kept:
+                at = (this.to(tl.int64) * HEADS + head[:, None]) * BLOCK + within[None, :]
+                there = (head < HEADS)[:, None]
+                x = tl.load(logits + at, mask=there, other=float("-inf"))
+                p = tl.sum(tl.exp2(x * LOG2_E - lse[:, None]), 0) / HEADS
+                p = tl.where(distance < real, p, float("-inf"))
+                if KEEP:
+                    tl.store(mean + this.to(tl.int64) * BLOCK + within, p)
+            elif AGAIN:
+                if real > 0:
+                    p = mean_again(
+                        row, newest, distance, real, query, keys, head_table, descale, lse, factor,
+                        soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
+                        GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                    )  # fmt: skip
+            if HUBS:
+                at = position - distance
+                hub = hubs + row.to(tl.int64) * stride_hubs + at
+                added = (distance < real) & (at < longest)
+                tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
+            if KEEP:
+                largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
+                if tile % TILES == TILES - 1:
+                    tl.store(mean_maxima + this, tl.max(largest, 0))
+        block = stop
+
+
+@triton.jit(do_not_specialize=["count_rows"])
+def top_mean(
+    mean, mean_maxima, looked_at, positions, tops, rows, block_ptr, count_rows, logit_blocks,
+    max_blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CUT: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """The top k of a row's head mean, or its first blocks where this was not kept."""
+    row = tl.program_id(0)
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+    best = tl.full([SIZE], NOTHING, tl.int64)
+    if (real > 0) & (end <= max_blocks):
+        best = first_groups(mean_maxima + begin, end - begin, BLOCKS, SPAN, CUT, SIZE)
+        if AGAIN:
+            if end > logit_blocks:
+                at = looked_at + row * SIZE + tl.arange(0, SIZE)
+                there = value_of(best) > float("-inf")
+                tl.store(at, tl.where(there, number_of(best), -1))
+                return
+        values = mean + begin.to(tl.int64) * BLOCK
+        best = all_parts(best, values, (end - begin) * BLOCK, BLOCK, CUT, SIZE)
+    write_top(best, row, position, 0.0, positions, tops, tops, K, SIZE, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +49,8 @@ class HeadGroups:
     """Chosen query heads, in ascending order, by the key head that they read.
 
     On the device: `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and
-    the query heads, then -1. A key head with many query heads has several groups.
+    the query heads, then -1. A key head with many query heads has several groups. And `heads`
+    int32[2, count]: the query head, and the key head that it reads.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class HeadGroups:
             lines.append([group[0] // per_key, before, *group, *padding])
             before += len(group)
         self.table = torch.tensor(lines, dtype=torch.int32, device=device)
+        pairs = [order, [head // per_key for head in order]]
+        self.heads = torch.tensor(pairs, dtype=torch.int32, device=device)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -85,6 +89,11 @@ def check(
         raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
     if tensor.stride(-1) != 1 or (contiguous and not tensor.is_contiguous()):
         raise OptionError(f"{name} must be contiguous" + (" in its last axis" * (not contiguous)))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:
+    """Launch a kernel with its own arguments, and those of a step that it takes."""
+    kernel[grid](**{name: step[name] for name in kernel.arg_names if name in step}, **own)
 
 
 def processors(device: torch.device) -> int:

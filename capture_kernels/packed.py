@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .merge import LOG2_E
+from .constants import LOG2_E
 
 # Ordered bits of -inf, and the distance 0: before it comes nothing that is a key.
 NOTHING = tl.constexpr(-2139095041 << 32)
@@ -37,20 +37,20 @@ def number_of(packed):
 
 @triton.jit
 def write_top(
-    best, row, head, position, per_head, tops, positions, masses,
-    HEADS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, MEAN: tl.constexpr,
+    best, place, position, logsumexp, positions, tops, masses, K: tl.constexpr, SIZE: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
+    """The top k of one row and head, or of a row's head mean; logsumexp float32[1] of the head."""
     lane = tl.arange(0, SIZE)
     value = value_of(best)
     there = value > float("-inf")
-    at = (row.to(tl.int64) * HEADS + head) * K + lane
+    at = place * K + lane
     tl.store(positions + at, tl.where(there, position - number_of(best), -1), mask=lane < K)
     if MEAN:
         tl.store(tops + at, tl.where(there, value, 0.0), mask=lane < K)
     else:
         tl.store(tops + at, value, mask=lane < K)
-        place = row.to(tl.int64) * HEADS + head
-        logsumexp = tl.load(per_head + place * 32 + 29)
         mass = tl.where(there & (lane < K), tl.exp2((value - logsumexp) * LOG2_E), 0.0)
         # Where no mass was found for the head (`decode_pass`) there is none to share.
-        tl.store(masses + place, tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0))
+        mass = tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0)
+        tl.store(masses + place + tl.arange(0, 1), mass)

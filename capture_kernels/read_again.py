@@ -1,4 +1,4 @@
-"""The top k of rows whose logits were not kept: of chosen blocks they are computed again.
+"""The top k of rows of which only the maxima of blocks were kept: chosen blocks are read again.
 
 Mathematics and tensors: those of `topk`, which launches this. Shares of a row's chosen blocks go to
 several programs, each with a top k of its own, and these are merged.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .head_mean import tile_values
+from .constants import WITH_FOURS
+from .finish import key_logits, logsumexp_of, row_totals
+from .head_mean import mean_again, shares
 from .packed import NOTHING, pack, write_top
 
 
@@ -20,62 +22,107 @@ def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
     return tl.topk(tl.reshape(tl.join(best, few), [2 * SIZE]), SIZE)
 
 
+@triton.jit
+def is_read_again(
+    rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN: tl.constexpr
+):
+    """Whether `finish`, or `top_mean`, has chosen blocks of this row."""
+    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
+    kept = end <= logit_blocks if MEAN else (end <= four_blocks) & (real <= WITH_FOURS)
+    return (real > 0) & (end <= max_blocks) & (kept == 0)
+
+
 @triton.jit(do_not_specialize=["count_rows"])
 def select_again(
-    chosen, lists, block_ptr, rows, base, slots, query, keys, head_table, descale, per_head,
-    factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, value_blocks, max_blocks,
+    looked_at, lists, partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale,
+    head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, programs,
+    logit_blocks, four_blocks, max_blocks,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     SIZE: tl.constexpr,
     MEAN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The top k of a share of the chosen blocks of a row beyond the scratch."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
-        return
-    newest = slots + tl.load(base + row) + tl.load(rows + row)
-    place = row.to(tl.int64) * tl.num_programs(1) + head
-    best = tl.full([SIZE], NOTHING, tl.int64)
-    for number in range(split, SIZE, tl.num_programs(2)):
-        block = tl.load(chosen + place * SIZE + number)
-        if block >= 0:
-            for skip in range(0, BLOCK, TILE):
-                distance = block * BLOCK + skip + tl.arange(0, TILE)
-                value = tile_values(
-                    head, row, newest, distance, real, query, keys, head_table, descale, per_head,
-                    factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS, GROUPS,
-                    BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST, MEAN,
-                )  # fmt: skip
-                best = better(best, pack(value, distance), TILE, SIZE)
-    at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
-    tl.store(lists + at, best)
+    """The top k of a share of the chosen blocks of a row and head, or of its head mean."""
+    row, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if is_read_again(
+        rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
+    ):  # fmt: skip
+        real = tl.load(rows + 2 * count_rows + row)
+        newest = slots + tl.load(base + row) + tl.load(rows + row)
+        if MEAN:
+            lse = shares(
+                partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS,
+                HAS_SINKS,
+            )  # fmt: skip
+        else:
+            query_head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
+            of_query = query + row.to(tl.int64) * stride_qr + query_head * stride_qh
+            of_keys = keys + key_head.to(tl.int64) * stride_kh
+            if DESCALE:
+                factor *= tl.load(descale + key_head)
+        place = row.to(tl.int64) * tl.num_programs(1) + number
+        best = tl.full([SIZE], NOTHING, tl.int64)
+        for chosen in range(split, SIZE, tl.num_programs(2)):
+            block = tl.load(looked_at + place * SIZE + chosen)
+            if block >= 0:
+                for tile in range(0, TILES):
+                    distance = (block * TILES + tile) * TILE + tl.arange(0, TILE)
+                    if MEAN:
+                        x = mean_again(
+                            row, newest, distance, real, query, keys, head_table, descale, lse,
+                            factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
+                            ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
+                            UPCAST,
+                        )  # fmt: skip
+                    else:
+                        x = key_logits(
+                            distance, real, newest, of_query, of_keys, factor, soft_cap, STRIDE_KS,
+                            HEAD_DIM, TILE, BLOCK_D if BLOCK_D < 64 else 64, BLOCK_D, SOFT_CAP,
+                        )  # fmt: skip
+                    best = better(best, pack(x, distance), TILE, SIZE)
+        at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
+        tl.store(lists + at, best)
 
 
 @triton.jit(do_not_specialize=["count_rows"])
 def merge_shares(
-    lists, block_ptr, rows, per_head, tops, positions, masses, count_rows, value_blocks, max_blocks,
+    lists, positions, tops, masses, partial, rows, block_ptr, heads, sinks, count_rows, programs,
+    logit_blocks, four_blocks, max_blocks,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     SHARES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     MEAN: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The top k of a row beyond the scratch, from those of its shares."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    if (real == 0) | (end > max_blocks) | (end <= value_blocks):
-        return
-    place = row.to(tl.int64) * HEADS + head
-    best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
-    write_top(best, row, head, tl.load(rows + row), per_head, tops, positions, masses,
-              HEADS, K, SIZE, MEAN)  # fmt: skip
+    """The top k of a row that was read again, from those of its shares."""
+    row, number = tl.program_id(0), tl.program_id(1)
+    if is_read_again(
+        rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
+    ):  # fmt: skip
+        place = row.to(tl.int64) * tl.num_programs(1) + number
+        best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
+        logsumexp = tl.zeros([1], tl.float32)
+        if not MEAN:
+            head = number + tl.arange(0, 1)
+            is_head = head >= 0
+            m, visible, sink = row_totals(
+                partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+            )
+            query_head = tl.load(heads + head)
+            logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
+        write_top(
+            best, place, tl.load(rows + row), logsumexp, positions, tops, masses, K, SIZE, MEAN
+        )

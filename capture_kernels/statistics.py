@@ -1,6 +1,6 @@
 """Exact statistics of attention beside an unmodified engine: one more pass over the keys.
 
-Mathematics: `decode_pass`, and `merge` for what stands in each column.
+Mathematics: `decode_pass`, and `finish` for what stands in each column.
 
 Tensors (R rows, H chosen query heads in ascending order):
     partial   float32[programs + R, H, 36]  range masses, m, L and S of each stretch
@@ -13,15 +13,18 @@ Tensors (R rows, H chosen query heads in ascending order):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .decode_pass import COLUMNS, PARTIAL, TILE, decode_pass
+from .constants import LOG2_E
+from .decode_pass import COLUMNS, PARTIAL, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
+from .finish import finish
 from .launch import (
     FLOAT8_TYPES,
     FLOAT32,
@@ -30,28 +33,24 @@ from .launch import (
     check,
     check_layer,
     interpreted,
+    launch,
     processors,
 )
-from .merge import LOG2_E
 from .schedule import PageTable, Schedule
-from .topk import SCRATCH_BYTES, TopK, TopKPlan, scratch_for
+from .topk import NO_TOP, SCRATCH_BYTES, TopK, TopKPlan
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
-# Blocks of a row, at most; longer rows have larger blocks. Few where a top k looks at the maxima of
-# all, unless logits are not kept: keys of chosen blocks are read again there.
-FEW_BLOCKS, MOST_BLOCKS = 512, 4096
+# Blocks of a row, at most; longer rows have larger blocks.
+MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
-
-
-def block_keys(max_length: int, tile: int, most: int) -> int:
-    """Keys of a block, a power of two of tiles, where a row has `most` blocks at most."""
-    return tile * triton.next_power_of_2(triton.cdiv(max_length, tile * most))
+# Stretches of a row that are merged at a time.
+PARTS = 32
 
 
 class Tuning(NamedTuple):
     """How the pass is compiled and spread; benchmarks/gpu_kernels.py --tune tries others."""
 
-    tile: int = TILE  # keys of a product of matrices
+    tile: int = 64  # keys of a product of matrices
     warps: int = 2
     stages: int = 5
     programs_a_processor: int = 4
@@ -159,15 +158,12 @@ class StatisticsPlan:
         spread = processors(self.device) * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
         tile = self.tuning.tile
-        if tile < 16 or tile & (tile - 1):
-            raise OptionError(f"a tile of {tile} keys: use a power of two, 16 or more")
-        with_top = bool(top_k or mean_top_k or hubs)
-        self.block_keys = block_keys(max_length, tile, FEW_BLOCKS if with_top else MOST_BLOCKS)
-        keys = max_rows * triton.cdiv(max_length, self.block_keys) * self.block_keys
-        if scratch_for(keys, self.groups.count) > scratch_bytes:
-            self.block_keys = block_keys(max_length, tile, MOST_BLOCKS)
-        self.max_blocks = max_rows * triton.cdiv(max_length, self.block_keys)
-        if self.max_blocks * self.programs >= 1 << 31:
+        if tile < 32 or tile & (tile - 1):
+            raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
+        tiles = triton.cdiv(max_length, tile * MOST_BLOCKS)
+        self.block_keys = tile * triton.next_power_of_2(tiles)
+        blocks = max_rows * triton.cdiv(max_length, self.block_keys)
+        if blocks * self.programs >= 1 << 31:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.steps = Schedule(
             max_rows,
@@ -179,25 +175,23 @@ class StatisticsPlan:
             all_keys=self.all_keys,
         )
         self.top: TopKPlan | None = None
-        if with_top:
+        if top_k or mean_top_k or hubs:
             self.top = TopKPlan(
                 max_rows=max_rows,
                 max_length=max_length,
                 groups=self.groups,
                 block_keys=self.block_keys,
                 tile=tile,
-                scale=scale,
-                soft_cap=soft_cap,
                 k=top_k,
                 mean_k=mean_top_k,
+                hubs=hubs,
                 scratch_bytes=scratch_bytes,
             )
         count = self.groups.count
         self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
         self.per_head = self._floats(max_rows, count, COLUMNS)
         self.mean = self._floats(max_rows, COLUMNS)
-        arrivals = (1 + len(self.groups)) * max_rows
-        self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=self.device)
+        self.arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
 
     def _floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -235,8 +229,9 @@ class StatisticsPlan:
             OptionError: shapes or types that do not fit the plan.
         """
         means = self.checked_means(sinks, mean, hubs)
-        self.launch_pass(query, keys, descale, sinks, means)
-        return self.found(query, keys, descale, means, hubs)
+        step = self.launch_pass(query, keys, descale, sinks)
+        self.launch_finish(step, means, hubs)
+        return self.found(means)
 
     def launch_pass(
         self,
@@ -244,73 +239,110 @@ class StatisticsPlan:
         keys: Tensor,
         descale: Tensor | None,
         sinks: Tensor | None,
-        means: Tensor,
         values: Tensor | None = None,
         partial_values: Tensor | None = None,
         statistics: bool = True,
-    ) -> None:
-        """Launch `decode_pass` on checked tensors."""
+    ) -> dict[str, Any]:
+        """Launch `decode_pass` on checked tensors; returns what the kernels after it are launched
+        with as well."""
         heads, depth = self.query_heads, self.head_dim
         check(query, "query", [self.steps.rows, heads, depth], QUERY_TYPES)
         key_types = {query.dtype, *FLOAT8_TYPES}
         check(keys, "keys", [len(keys), self.groups.key_heads, depth], key_types)
         if descale is not None:
             check(descale, "descale", [self.groups.key_heads], FLOAT32)
-        steps, partial = self.steps, self.partial
-        top = self.top if statistics else None
+        steps, groups, absent = self.steps, self.groups, self.partial
         value_dim = 0 if values is None else values.shape[2]
+        tile = self.tuning.tile
         # Wide float32 rows leave no shared memory for more than one tile.
-        tile_bytes = self.tuning.tile * (depth + value_dim) * keys.itemsize
+        tile_bytes = tile * (depth + value_dim) * keys.itemsize
         stages = self.tuning.stages if tile_bytes <= LARGEST_TILE_BYTES else 3
-        decode_pass[(len(self.groups), self.programs)](
-            query,
-            keys,
-            keys if values is None else values,
-            steps.slots,
-            steps.base,
-            steps.fields,
-            steps.block_ptr,
-            self.groups.table,
-            partial if descale is None else descale,
-            partial,
-            partial if partial_values is None else partial_values,
-            self.arrived,
-            partial if sinks is None else sinks,
-            self.per_head,
-            means,
-            partial if top is None else top.logits,
-            partial if top is None else top.maxima,
-            self.scale * LOG2_E.value,
-            self.soft_cap or 1.0,
-            query.stride(0),
-            query.stride(1),
-            keys.stride(1),
-            0 if values is None else values.stride(1),
-            steps.rows,
-            0 if top is None else top.logit_blocks,
-            self.max_blocks,
-            STRIDE_KS=keys.stride(0),
-            STRIDE_VS=0 if values is None else values.stride(0),
-            HEADS=self.groups.count,
-            BLOCK_H=self.groups.block,
-            HEAD_DIM=depth,
-            BLOCK_D=max(16, triton.next_power_of_2(depth)),
-            VALUE_DIM=value_dim,
-            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-            TILE_KEYS=self.tuning.tile,
-            TILES=self.block_keys // self.tuning.tile,
-            ROWS=triton.next_power_of_2(steps.max_rows),
-            STATISTICS=statistics,
-            MAXIMA=top is not None,
-            LOGITS=top is not None and top.logit_blocks > 0,
-            SOFT_CAP=self.soft_cap is not None,
-            DESCALE=descale is not None,
-            TO_HALF=keys.dtype in FLOAT8_TYPES and query.dtype == torch.bfloat16,
-            HAS_SINKS=sinks is not None,
-            UPCAST=interpreted() or query.dtype == torch.float32,
+        step = {
+            **dict.fromkeys(("logits", "fours", "maxima", "looked_at"), absent),
+            **dict.fromkeys(("positions", "tops", "masses"), absent),
+            **(self.top.arguments if self.top else NO_TOP),
+            "query": query,
+            "keys": keys,
+            "values": keys if values is None else values,
+            "slots": steps.slots,
+            "base": steps.base,
+            "rows": steps.fields,
+            "block_ptr": steps.block_ptr,
+            "head_table": groups.table,
+            "heads": groups.heads,
+            "descale": absent if descale is None else descale,
+            "sinks": absent if sinks is None else sinks,
+            "partial": self.partial,
+            "partial_values": absent if partial_values is None else partial_values,
+            "factor": self.scale * LOG2_E.value,
+            "soft_cap": self.soft_cap or 1.0,
+            "stride_qr": query.stride(0),
+            "stride_qh": query.stride(1),
+            "stride_kh": keys.stride(1),
+            "stride_vh": 0 if values is None else values.stride(1),
+            "count_rows": steps.rows,
+            "programs": self.programs,
+            "STRIDE_KS": keys.stride(0),
+            "STRIDE_VS": 0 if values is None else values.stride(0),
+            "HEADS": groups.count,
+            "ALL_HEADS": triton.next_power_of_2(groups.count),
+            "GROUPS": len(groups),
+            "BLOCK_H": groups.block,
+            "HEAD_DIM": depth,
+            "BLOCK_D": max(16, triton.next_power_of_2(depth)),
+            "VALUE_DIM": value_dim,
+            "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+            "TILE": tile,
+            "TILES": self.block_keys // tile,
+            "BLOCK": self.block_keys,
+            "ROWS": triton.next_power_of_2(steps.max_rows),
+            "PARTS": PARTS,
+            "STATISTICS": statistics,
+            "SOFT_CAP": self.soft_cap is not None,
+            "DESCALE": descale is not None,
+            "TO_HALF": keys.dtype in FLOAT8_TYPES and query.dtype == torch.bfloat16,
+            "HAS_SINKS": sinks is not None,
+            "UPCAST": interpreted() or query.dtype == torch.float32,
+        }
+        launch(
+            decode_pass,
+            (len(groups), self.programs),
+            step,
             num_warps=self.tuning.warps,
             num_stages=stages,
         )
+        return step
+
+    def launch_finish(
+        self,
+        step: dict[str, Any],
+        means: Tensor,
+        hubs: Tensor | None,
+        output: Tensor | None = None,
+        value_descale: Tensor | None = None,
+    ) -> None:
+        """Launch what follows the pass: `finish`, and the head mean beside it."""
+        if not self.steps.rows:
+            return
+        roles = (step["K"] > 0) + step["STATISTICS"] + (step["VALUE_DIM"] > 0)
+        with self.top.means_meanwhile(step, hubs) if self.top else nullcontext():
+            launch(
+                finish,
+                (self.steps.rows, self.groups.count, roles),
+                step,
+                value_descale=self.partial if value_descale is None else value_descale,
+                per_head=self.per_head,
+                means=means,
+                output=self.partial if output is None else output,
+                arrived=self.arrived,
+                stride_or=0 if output is None else output.stride(0),
+                stride_oh=0 if output is None else output.stride(1),
+                QUERIES_A_KEY=self.query_heads // self.groups.key_heads,
+                VALUE_DESCALE=value_descale is not None,
+                num_warps=2 if step["SIZE"] <= 16 else 4,
+            )
+            if self.top:
+                self.top.read_again(step)
 
     def checked_means(
         self, sinks: Tensor | None, mean: Tensor | None, hubs: Tensor | None
@@ -329,16 +361,7 @@ class StatisticsPlan:
                 raise OptionError("hubs must have memory of its own for each row")
         return means
 
-    def found(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        descale: Tensor | None,
-        means: Tensor,
-        hubs: Tensor | None,
-    ) -> Statistics:
-        """What the pass found, and the top k of it."""
-        top = None
-        if self.top is not None:
-            top = self.top.run(self.steps, self.per_head, query, keys, descale=descale, hubs=hubs)
-        return Statistics(self.per_head[: self.steps.rows], means, top)
+    def found(self, means: Tensor) -> Statistics:
+        """Views of what was found."""
+        rows = self.steps.rows
+        return Statistics(self.per_head[:rows], means, self.top.answer(rows) if self.top else None)

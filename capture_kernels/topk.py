@@ -12,148 +12,53 @@ Cut a row into groups of neighbouring keys, ordered by their largest value, the 
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
 with its own largest value, which is larger than every value of a group further behind, or as large
 and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four or eight parts each, the first k parts of these found, and so on until a part is a key: 256
-numbers are sorted at a time at most, whatever the values are.
+four or eight parts each, the first k parts of these found, and so on (`groups`): 512 numbers are
+sorted at a time at most, whatever the values are.
 
-The pass writes logits to a scratch of bounded size. Rows beyond it, all of a row or none, have only
-the maxima of their blocks: the logits of the chosen blocks are computed again (`read_again`), and
-for the head mean all keys are read a second time.
+Of each head the pass writes the largest logit of every four keys; `finish` finds the first k fours
+and makes the logits of their keys once more. Rows that are too long for that, or are beyond the
+scratch, have the largest logits of their blocks only, and chosen blocks are read again
+(`read_again`). For the head mean the pass writes all logits; rows beyond the scratch have all keys
+read a second time (`head_mean`). A row is in a scratch with all of its blocks, or with none.
 
 Tensors (R rows, H chosen query heads, N keys in a block; K rounded up to a power of two):
-    logits       float32[logit_blocks, H, N]  -inf where a key is not real; made by `decode_pass`
-    maxima       float32[H, max_blocks]       of the logits of each block; made by `decode_pass`
-    per_head     float32[R, H, 32]            column 29: logsumexp (`statistics`)
-    mean         float32[logit_blocks, 1, N]  p_d, -inf where a key is not real
-    mean_maxima  float32[1, max_blocks]       of p_d of each block
-    chosen       int32[R, H, K]               the first K blocks of a row beyond the scratch, or -1
-    lists        int64[R, H, splits, K]       the top k of each share of these blocks
+    fours        float32[H, four_blocks, N / 4]  largest logits of four keys; by `decode_pass`
+    maxima       float32[H, max_blocks]          largest logits of blocks; by `decode_pass`
+    logits       float32[logit_blocks, H, N]     -inf where a key is not real; by `decode_pass`
+    mean         float32[logit_blocks, N]        p_d, -inf where a key is not real
+    mean_maxima  float32[max_blocks]             of p_d of each block
+    looked_at    int32[R, H, K]                  the first K blocks of a row, or -1
+    lists        int64[R, H, splits, K]          the top k of each share of these blocks
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from .constants import NEIGHBOURS, WITH_FOURS
 from .errors import OptionError
-from .head_mean import head_mean
-from .launch import HeadGroups, interpreted, processors
-from .merge import LOG2_E
-from .packed import NOTHING, number_of, pack, value_of, write_top
+from .head_mean import head_mean, top_mean
+from .launch import HeadGroups, launch, processors
 from .read_again import merge_shares, select_again
-from .schedule import Schedule
 
 LARGEST_K = 64
 SCRATCH_BYTES = 64 << 20
-# Values that a program looks at at a time; more fill the registers of its warps.
-LOOKED_AT = tl.constexpr(2048)
-# Programs that share the chosen blocks of one row and head where logits are computed again.
+# Programs that share the chosen blocks of one row and head where logits are made again.
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 8
-
-
-@triton.jit
-def narrowed(
-    groups,
-    values,
-    stride,
-    limit,
-    BLOCK: tl.constexpr,
-    FROM: tl.constexpr,
-    CUT: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """The first SIZE parts of groups, from the first SIZE groups of FROM values.
-
-    Groups are packed as (largest value, number of the group). Each BLOCK values lie `stride` after
-    the ones before; values from number `limit` on are not there.
-    """
-    PARTS: tl.constexpr = FROM if FROM < (1 << CUT) else 1 << CUT
-    TO: tl.constexpr = FROM // PARTS
-    ROOM: tl.constexpr = LOOKED_AT // (SIZE * PARTS)
-    STEP: tl.constexpr = TO if TO < ROOM else ROOM
-    there = (value_of(groups) > float("-inf"))[:, None, None]
-    part = number_of(groups)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-    first = part * TO
-    start = values + (first // BLOCK).to(tl.int64) * stride + first % BLOCK
-    lane = tl.arange(0, STEP)[None, None, :]
-    largest = tl.full([SIZE, PARTS], float("-inf"), tl.float32)
-    for skip in tl.static_range(0, TO, STEP):
-        value = tl.load(
-            start[:, :, None] + skip + lane,
-            mask=there & (first[:, :, None] + skip + lane < limit),
-            other=float("-inf"),
-        )
-        largest = tl.maximum(largest, tl.max(value, 2))
-    return tl.topk(tl.reshape(pack(largest, part), [SIZE * PARTS]), SIZE)
-
-
-@triton.jit
-def first_blocks(
-    maxima, count, BLOCKS: tl.constexpr, SPAN: tl.constexpr, LEVELS: tl.constexpr,
-    CUT: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The first SIZE of `count` blocks, packed as (maximum, number): int64[SIZE]."""
-    SPANS: tl.constexpr = BLOCKS // SPAN
-    ROOM: tl.constexpr = LOOKED_AT // SPANS
-    STEP: tl.constexpr = SPAN if SPAN < ROOM else ROOM
-    span = tl.arange(0, SPANS)
-    lane = tl.arange(0, STEP)[None, :]
-    largest = tl.full([SPANS], float("-inf"), tl.float32)
-    for skip in tl.static_range(0, SPAN, STEP):
-        at = span[:, None] * SPAN + skip + lane
-        value = tl.load(maxima + at, mask=at < count, other=float("-inf"))
-        largest = tl.maximum(largest, tl.max(value, 1))
-    best = tl.topk(pack(largest, span), SIZE)
-    for level in tl.static_range(0, LEVELS):
-        best = narrowed(best, maxima, 0, count, BLOCKS, SPAN >> (CUT * level), CUT, SIZE)
-    return best
-
-
-@triton.jit(do_not_specialize=["count_rows"])
-def select(
-    values, maxima, block_ptr, rows, per_head, chosen, tops, positions, masses,
-    count_rows, value_blocks, max_blocks,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    SPAN_LEVELS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    CUT: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    MEAN: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The top k of one row and head, or its first blocks where values are not in the scratch."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-    best = tl.full([SIZE], NOTHING, tl.int64)
-    if (real == 0) | (end > max_blocks):
-        write_top(best, row, head, position, per_head, tops, positions, masses,
-                  HEADS, K, SIZE, MEAN)  # fmt: skip
-        return
-    maxima += head.to(tl.int64) * max_blocks + begin
-    best = first_blocks(maxima, end - begin, BLOCKS, SPAN, SPAN_LEVELS, CUT, SIZE)
-    if RECOMPUTE:
-        if end > value_blocks:
-            at = (row.to(tl.int64) * HEADS + head) * SIZE + tl.arange(0, SIZE)
-            there = value_of(best) > float("-inf")
-            tl.store(chosen + at, tl.where(there, number_of(best), -1))
-            return
-    values += (begin.to(tl.int64) * HEADS + head) * BLOCK
-    for level in tl.static_range(0, LEVELS):
-        best = narrowed(
-            best, values, HEADS * BLOCK, (end - begin) * BLOCK, BLOCK, BLOCK >> (CUT * level), CUT,
-            SIZE,
-        )  # fmt: skip
-    write_top(best, row, head, position, per_head, tops, positions, masses, HEADS, K, SIZE, MEAN)
+# What kernels are launched with where no top k is asked for.
+NO_TOP = {
+    "K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "CUT": 3, "FOUR_GROUPS": 2, "FOUR_SPAN": 1,
+    "LOGITS": False, "FOURS": False, "MAXIMA": False,
+    "logit_blocks": 0, "four_blocks": 0, "max_blocks": 0,
+}  # fmt: skip
 
 
 class TopK(NamedTuple):
@@ -168,7 +73,7 @@ class TopK(NamedTuple):
 
 
 class TopKPlan:
-    """Buffers and grids of the top k; the pass fills `logits` and `maxima`, then `run` reads them.
+    """Buffers and grids of the top k: what the pass is to keep, and who looks at it afterwards.
 
     A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
 
@@ -178,17 +83,15 @@ class TopKPlan:
         groups: the chosen query heads.
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
-        scale: what q . k is multiplied by.
-        soft_cap: the bound that tanh puts on the logits; None for none.
         k: how many keys of each head, 0..64; 0 for none.
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
-        scratch_bytes: what logits and means may take at most. Rows beyond it cost a second look at
-            some keys, and with `mean_k` or hubs at all.
+        hubs: whether that mean may be added up by position.
+        scratch_bytes: what maxima of four keys may take at most, and logits with their means. Rows
+            beyond it cost a second look at some keys, and with `mean_k` or hubs at all.
 
     Attributes:
-        logits: float32[logit_blocks, H, block_keys].
-        maxima: float32[H, max_blocks].
-        logit_blocks, max_blocks: how many blocks have room in `logits`, and in `maxima`.
+        four_blocks, logit_blocks: for how many blocks maxima of fours and logits have room.
+        arguments: what `decode_pass` and `finish` are launched with.
 
     Raises:
         OptionError: a k that is too large.
@@ -202,10 +105,9 @@ class TopKPlan:
         groups: HeadGroups,
         block_keys: int,
         tile: int,
-        scale: float,
-        soft_cap: float | None = None,
         k: int = 0,
         mean_k: int = 0,
+        hubs: bool = False,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
         for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
@@ -213,188 +115,157 @@ class TopKPlan:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
         if tile < power(max(k, mean_k)):
             raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
-        self.k, self.mean_k, self.groups = k, mean_k, groups
-        self.block_keys, self._tile, self._scale, self._soft_cap = block_keys, tile, scale, soft_cap
+        self.k, self.mean_k, self._heads = k, mean_k, groups.count
         self._device = groups.table.device
-        heads = groups.count
-        self._max_rows = max_rows
-        self._row_blocks = triton.cdiv(max_length, block_keys)
-        self.max_blocks = max_rows * self._row_blocks
-        self.logit_blocks = min(self.max_blocks, scratch_bytes // scratch_for(block_keys, heads))
-        self._recompute = self.logit_blocks < self.max_blocks
-        kept = self.logit_blocks if mean_k else 0
-        self.logits = self._zeros(max(1, self.logit_blocks), heads, block_keys)
-        self.maxima = self._zeros(heads, self.max_blocks)
-        self._mean = self._zeros(kept, 1, block_keys)
-        self._mean_maxima = self._zeros(1, self.max_blocks if mean_k else 0)
-        # For the heads and for their mean, which may be looked for at once.
-        sizes = [max_rows * count * self._recompute for count in (heads * power(k), power(mean_k))]
-        self._looked_at = [
-            (self._zeros(size, dtype=torch.int32), self._zeros(size * SPLITS, dtype=torch.int64))
-            for size in sizes
-        ]
+        row_blocks = triton.cdiv(max_length, block_keys)
+        blocks = max_rows * row_blocks
+        four_bytes = block_keys // NEIGHBOURS.value * groups.count * 4
+        logit_bytes = block_keys * (groups.count + 1) * 4
+        self.four_blocks = min(blocks, scratch_bytes // four_bytes) if k else 0
+        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if mean_k or hubs else 0
+        too_long = max_length > WITH_FOURS.value
+        self._heads_again = bool(k) and (self.four_blocks < blocks or too_long)
+        self._mean_again = self.logit_blocks < blocks
         self._answer = TopK(
-            self._zeros(max_rows, heads, k, dtype=torch.int32),
-            self._zeros(max_rows, heads, k),
-            self._zeros(max_rows, heads),
+            self._zeros(max_rows, groups.count, k, dtype=torch.int32),
+            self._zeros(max_rows, groups.count, k),
+            self._zeros(max_rows, groups.count),
             self._zeros(max_rows, mean_k, dtype=torch.int32),
             self._zeros(max_rows, mean_k),
         )
+        self._kept = {
+            "logits": self._zeros(self.logit_blocks, groups.count, block_keys),
+            "fours": self._zeros(groups.count, self.four_blocks, block_keys // NEIGHBOURS.value),
+            "maxima": self._zeros(groups.count, blocks * self._heads_again),
+            "mean": self._zeros(self.logit_blocks * bool(mean_k), block_keys),
+            "mean_maxima": self._zeros(blocks * bool(mean_k)),
+        }
+        # For the heads and for their mean, which may be looked for at once.
+        self._heads_shares = self._shares(max_rows * groups.count * power(k) * self._heads_again)
+        self._mean_shares = self._shares(max_rows * power(mean_k) * self._mean_again)
+
+        self._row_blocks = row_blocks
+        self.arguments = {
+            **NO_TOP,
+            **self._kept,
+            **self._asked(k, self._answer[:3], self._heads_shares),
+            "logit_blocks": self.logit_blocks,
+            "four_blocks": self.four_blocks,
+            "max_blocks": blocks,
+            "LOGITS": self.logit_blocks > 0,
+            "FOURS": self.four_blocks > 0,
+            "MAXIMA": self._heads_again,
+        }
+        if k:
+            fours = min(row_blocks * block_keys, WITH_FOURS.value) // NEIGHBOURS.value
+            count, span = spans(fours, power(k))
+            self.arguments |= {"FOUR_GROUPS": count, "FOUR_SPAN": span}
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._mean_programs = min(self.max_blocks, MEAN_PROGRAMS * processors(self._device))
+        self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
+    def _shares(self, size: int) -> dict[str, Tensor]:
+        """Chosen blocks, and the top k of each share of them."""
+        return {
+            "looked_at": self._zeros(size, dtype=torch.int32),
+            "lists": self._zeros(size * SPLITS, dtype=torch.int64),
+        }
+
+    def _asked(self, k: int, answer: Sequence[Tensor], shares: dict[str, Tensor]) -> dict[str, Any]:
+        """What kernels that look for a top k are launched with, of the heads or of the mean."""
+        if not k:
+            return {}
+        size = power(k)
+        blocks, span = spans(self._row_blocks, size)
+        found = {"positions": answer[0], "tops": answer[1], "masses": answer[-1]}
+        search = {"K": k, "SIZE": size, "BLOCKS": blocks, "SPAN": span, "CUT": cut(size)}
+        return {**found, **shares, **search}
+
     @property
     def bytes(self) -> int:
         """What all buffers take on the device."""
-        buffers = (self.logits, self.maxima, self._mean, self._mean_maxima)
-        looked_at = (each for pair in self._looked_at for each in pair)
-        return sum(each.nbytes for each in (*buffers, *looked_at, *self._answer))
+        kept = (self._kept, self._heads_shares, self._mean_shares)
+        buffers = [each for some in kept for each in some.values()]
+        return sum(each.nbytes for each in (*buffers, *self._answer))
 
-    def run(
-        self,
-        schedule: Schedule,
-        per_head: Tensor,
-        query: Tensor,
-        keys: Tensor,
-        *,
-        descale: Tensor | None = None,
-        hubs: Tensor | None = None,
-    ) -> TopK:
-        """The top k of the scheduled rows, after `decode_pass`.
+    def answer(self, rows: int) -> TopK:
+        """What was found of the first rows: views."""
+        return TopK(*(each[:rows] for each in self._answer))
+
+    @contextmanager
+    def means_meanwhile(self, step: dict[str, Any], hubs: Tensor | None) -> Iterator[None]:
+        """Make the head mean, where it is asked for, and its top k, while the heads are looked at.
 
         Args:
-            schedule: of this step, with the plan's blocks.
-            per_head: float32[max_rows, H, 32], with the logsumexp of this step and layer.
-            query, keys, descale: as the pass had them.
+            step: what the pass was launched with.
             hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
                 by position; what lies beyond `longest` is left out. None for none.
         """
-        answer, rows = self._answer, schedule.rows
-        found = TopK(*(each[:rows] for each in answer))
-        if rows == 0:
-            return found
-        step = {
-            "block_ptr": schedule.block_ptr,
-            "rows": schedule.fields,
-            "per_head": per_head,
-            "count_rows": rows,
-            "value_blocks": self.logit_blocks,
-            "max_blocks": self.max_blocks,
-            "HEADS": self.groups.count,
-        }
-        again = {
-            "base": schedule.base,
-            "slots": schedule.slots,
-            "query": query,
-            "keys": keys,
-            "head_table": self.groups.table,
-            "descale": per_head if descale is None else descale,
-            "factor": self._scale * LOG2_E.value,
-            "soft_cap": self._soft_cap or 1.0,
-            "stride_qr": query.stride(0),
-            "stride_qh": query.stride(1),
-            "stride_kh": keys.stride(1),
-            "STRIDE_KS": keys.stride(0),
-            "GROUPS": len(self.groups),
-            "BLOCK_H": self.groups.block,
-            "HEAD_DIM": query.shape[2],
-            "BLOCK_D": max(16, triton.next_power_of_2(query.shape[2])),
-            "TILE": self._tile,
-            "BLOCK": self.block_keys,
-            "SOFT_CAP": self._soft_cap is not None,
-            "DESCALE": descale is not None,
-            "UPCAST": interpreted() or query.dtype == torch.float32,
-        }
-        if self.k and self._side and (self.mean_k or hubs is not None):
+        if not self.mean_k and hubs is None:
+            yield
+        elif self._side is None:
+            yield
+            self._means(step, hubs)
+        else:
             # The two have nothing to do with each other.
             main = torch.cuda.current_stream(self._device)
             self._side.wait_stream(main)
             try:
                 with torch.cuda.stream(self._side):
-                    self._means(step, again, hubs)
-                self._select(step, again, mean=False)
+                    self._means(step, hubs)
+                yield
             finally:
                 # A capture must not be left with a stream that never came back.
                 main.wait_stream(self._side)
-            return found
-        if self.k:
-            self._select(step, again, mean=False)
-        self._means(step, again, hubs)
-        return found
 
-    def _means(self, step: dict[str, Any], again: dict[str, Any], hubs: Tensor | None) -> None:
-        """The head mean, where it is asked for, and its top k."""
-        if self.mean_k or hubs is not None:
-            head_mean[(self._mean_programs,)](
-                logits=self.logits,
-                mean=self._mean,
-                mean_maxima=self._mean_maxima,
-                hubs=step["per_head"] if hubs is None else hubs,
-                stride_hubs=0 if hubs is None else hubs.stride(0),
-                longest=0 if hubs is None else hubs.shape[1],
-                ROWS=triton.next_power_of_2(self._max_rows),
-                SOME_HEADS=min(32, triton.next_power_of_2(self.groups.count)),
-                KEEP=self.mean_k > 0,
-                HUBS=hubs is not None,
-                RECOMPUTE=self._recompute,
-                num_warps=4,
-                **step,
-                **again,
-            )
-        if self.mean_k:
-            self._select(step, again, mean=True)
-
-    def _select(self, step: dict[str, Any], again: dict[str, Any], *, mean: bool) -> None:
-        answer = self._answer
-        if mean:
-            k, heads, values, maxima = self.mean_k, 1, self._mean, self._mean_maxima
-            tops = {"positions": answer.mean_positions, "tops": answer.mean_masses}
-            tops["masses"] = answer.mean_masses
-        else:
-            k, heads, values, maxima = self.k, self.groups.count, self.logits, self.maxima
-            tops = {"positions": answer.positions, "tops": answer.logits, "masses": answer.mass}
-        chosen, lists = self._looked_at[mean]
-        size, rows = power(k), step["count_rows"]
-        shape = {"SIZE": size, "MEAN": mean}
-        blocks = max(size, triton.next_power_of_2(self._row_blocks))
-        # Groups are cut into 2**cut parts: more would be too many to sort where k is large.
-        cut = 3 if size <= 16 else 2
-        span = max(1, blocks // (size << cut))
-        select[(rows, heads)](
-            values=values,
-            maxima=maxima,
-            chosen=chosen,
-            BLOCK=self.block_keys,
-            BLOCKS=blocks,
-            SPAN=span,
-            SPAN_LEVELS=triton.cdiv(span.bit_length() - 1, cut),
-            LEVELS=triton.cdiv(self.block_keys.bit_length() - 1, cut),
-            CUT=cut,
-            K=k,
-            RECOMPUTE=self._recompute,
-            num_warps=2 if size <= 16 else 4,
-            **tops,
-            **{**step, "HEADS": heads},
-            **shape,
+    def _means(self, step: dict[str, Any], hubs: Tensor | None) -> None:
+        rows, k = step["count_rows"], self.mean_k
+        asked = self._asked(k, self._answer[3:], self._mean_shares)
+        step = {**step, **asked, "AGAIN": self._mean_again}
+        launch(
+            head_mean,
+            (self._mean_programs,),
+            step,
+            hubs=step["partial"] if hubs is None else hubs,
+            stride_hubs=0 if hubs is None else hubs.stride(0),
+            longest=0 if hubs is None else hubs.shape[1],
+            KEEP=k > 0,
+            HUBS=hubs is not None,
+            num_warps=4 if self._heads <= 64 else 8,
         )
-        if self._recompute:
-            select_again[(rows, heads, SPLITS)](
-                chosen=chosen, lists=lists, num_warps=4, **step, **again, **shape
-            )
-            merge_shares[(rows, heads)](
-                lists=lists, SHARES=SPLITS, K=k, num_warps=4,
-                **tops, **{**step, "HEADS": heads}, **shape,
-            )  # fmt: skip
+        if k:
+            launch(top_mean, (rows,), step, num_warps=4)
+            if self._mean_again:
+                self._read_again(step, heads=1, mean=True)
 
+    def read_again(self, step: dict[str, Any]) -> None:
+        """Find the top k of the heads of rows of which `finish` has chosen blocks."""
+        if self._heads_again:
+            self._read_again(step, heads=self._heads, mean=False)
 
-def scratch_for(keys: int, heads: int) -> int:
-    """Bytes of the logits of so many keys, and of their mean."""
-    return 4 * keys * (heads + 1)
+    def _read_again(self, step: dict[str, Any], *, heads: int, mean: bool) -> None:
+        rows = step["count_rows"]
+        step = {**step, "MEAN": mean}
+        launch(select_again, (rows, heads, SPLITS), step, num_warps=4)
+        launch(merge_shares, (rows, heads), step, SHARES=SPLITS, num_warps=4)
 
 
 def power(k: int) -> int:
     """How many of the largest are sorted out for k: a power of two, 2 at least; 0 for none."""
     return max(2, triton.next_power_of_2(k)) if k else 0
+
+
+def cut(size: int) -> int:
+    """Groups are cut into 2**cut parts: more would be too many to sort where k is large."""
+    return 3 if size <= 16 else 2
+
+
+def spans(count: int, size: int) -> tuple[int, int]:
+    """A power of two of values, and how many of them share a maximum when the search begins: what
+    is left of them is cut a whole number of times, and few enough of these are to be sorted."""
+    count, span = max(size, triton.next_power_of_2(count)), 1
+    while count // span > size << (cut(size) + 1):
+        span <<= cut(size)
+    return count, span

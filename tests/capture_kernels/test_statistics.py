@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
 
-from capture_kernels.decode_pass import TILE, column_ranges, next_due  # noqa: E402
+from capture_kernels.decode_pass import column_ranges, next_due  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint import (  # noqa: E402
     Layout,
@@ -30,6 +30,7 @@ from capture_kernels.statistics import LOGSUMEXP, StatisticsPlan, Tuning  # noqa
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
+TILE = Tuning().tile
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
 
 # Some five times what float32 gives on a CPU. Tensor cores sum each mass as two bfloat16.

@@ -34,10 +34,11 @@ def find(case, *, k, mean_k, hubs=None, enabled=None, sinks=None, **options):
 
 
 def poison(plan):
-    for buffer in (plan.top.logits, plan.top.maxima, plan.top._mean, plan.top._mean_maxima):
+    for buffer in plan.top._kept.values():
         buffer.fill_(torch.nan)
-    looked_at = (each for pair in plan.top._looked_at for each in pair)
-    for buffer in (*plan.top._answer, *looked_at):
+    for buffer in (
+        *plan.top._answer, *plan.top._heads_shares.values(), *plan.top._mean_shares.values()
+    ):  # fmt: skip
         buffer.fill_(-7)
 
 

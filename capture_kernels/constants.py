@@ -1,0 +1,14 @@
+"""Numbers that several kernels share."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Below every logit, but finite: 0 * (LOWEST - m) is 0.
+LOWEST = tl.constexpr(-1.0e30)
+# Neighbouring keys that share a maximum.
+NEIGHBOURS = tl.constexpr(4)
+# The longest row of which the maxima of neighbours are kept.
+WITH_FOURS = tl.constexpr(32768)

@@ -1,0 +1,372 @@
+"""What is left of a row after the pass: its stretches merged, and the top k of its heads.
+
+One launch, in which each row and head has a program for its statistics, one for its top k and one
+for its attention's output, as far as these are asked for.
+
+Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
+
+    m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m);
+    logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
+
+Of a head's keys, the first K groups of four are found by the maxima that the pass has written
+(`topk` says why these hold the top k), and the logits of their keys are made once more.
+
+With values o_i, the output is sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m)),
+where L_i counts every key that is read, sink tokens and masked ones too: the output is the model's
+own, whatever a fingerprint leaves out.
+
+Tensors (R rows, H chosen query heads): those of `statistics` and `topk`, and
+    heads    int32[2, H]  the query head, and the key head that it reads
+    arrived  int32[R]     how many heads of a row are merged; 0 between launches
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, WITH_FOURS
+from .groups import first_groups
+from .packed import NOTHING, number_of, pack, value_of, write_top
+
+
+@triton.jit
+def stretches(block_ptr, row, count_rows, programs):
+    """The programs from and to which a row's stretches are, and the row's blocks and all blocks."""
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    total = tl.maximum(tl.load(block_ptr + count_rows), 1)
+    first = ((begin + 1) * programs - 1) // total
+    last = (end * programs - 1) // total
+    return begin, end, total, first, tl.where(begin < end, last, first - 1)
+
+
+@triton.jit
+def is_stretch(program, begin, end, total, last, programs):
+    # A program may lie between and have had nothing to do.
+    starts = tl.maximum(total * program // programs, begin)
+    stops = tl.minimum(total * (program + 1) // programs, end)
+    return (program <= last) & (starts < stops)
+
+
+@triton.jit
+def row_totals(
+    partial, block_ptr, row, head, is_head, count_rows, programs,
+    HEADS: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of some heads, in units of ln 2: m, L over the visible keys, and that of the sink tokens."""
+    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    m = tl.full([SOME_HEADS], LOWEST, tl.float32)
+    visible = tl.zeros([SOME_HEADS], tl.float32)
+    sink = tl.zeros([SOME_HEADS], tl.float32)
+    for p in range(first, last + 1, PARTS):
+        program = p + tl.arange(0, PARTS)
+        there = is_stretch(program, begin, end, total, last, programs)[:, None] & is_head[None, :]
+        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * 36
+        sink_i = tl.load(part + 26, mask=there, other=0.0)
+        m_i = tl.load(part + 32, mask=there, other=LOWEST)
+        visible_i = tl.load(part + 33, mask=there, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        old = tl.exp2(m - m_new)
+        new = tl.exp2(m_i - m_new[None, :])
+        visible = visible * old + tl.sum(visible_i * new, 0)
+        sink = sink * old + tl.sum(sink_i * new, 0)
+        m = m_new
+    return m, visible, sink
+
+
+@triton.jit
+def logsumexp_of(m, all_keys, sinks, query_head, is_head, HAS_SINKS: tl.constexpr):
+    """Natural, -inf where nothing was found, of `row_totals` over all real keys."""
+    logsumexp = (m + tl.log2(all_keys)) * LN_2
+    if HAS_SINKS:
+        learned = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32)
+        larger = tl.maximum(logsumexp, learned)
+        smaller = tl.minimum(logsumexp, learned)
+        with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
+        logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
+    return logsumexp
+
+
+@triton.jit
+def merge_head(
+    partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number, count_rows,
+    programs,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one head; the last head of a row to be merged brings the means."""
+    c = tl.arange(0, 32)
+    head = number + tl.arange(0, 1)
+    is_head = head >= 0
+    m, visible, sink = row_totals(
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+    )
+    logsumexp = logsumexp_of(
+        m, visible + sink, sinks, tl.load(heads + head), is_head, HAS_SINKS
+    )  # fmt: skip
+    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    masses = tl.zeros([32], tl.float32)
+    weighted = tl.zeros([1], tl.float32)
+    for p in range(first, last + 1, PARTS):
+        program = p + tl.arange(0, PARTS)
+        there = is_stretch(program, begin, end, total, last, programs)
+        part = partial + ((program + row).to(tl.int64) * HEADS + number) * 36
+        masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
+        m_i = tl.load(part + 32, mask=there, other=LOWEST)
+        l_i = tl.load(part + 33, mask=there, other=0.0)
+        s_i = tl.load(part + 34, mask=there, other=0.0)
+        weight = tl.exp2(m_i - m)
+        masses += tl.sum(masses_i * weight[:, None], 0)
+        weighted += tl.sum((s_i + l_i * (m_i - m)) * weight, 0)
+
+    binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
+    count = tl.load(rows + 4 * count_rows + row)
+    # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.
+    valid = (tl.minimum(visible, binned) > 1e-30) & (count > 0)
+    some = tl.where(valid, visible, 1.0)
+    log_count = tl.log(tl.maximum(count, 2).to(tl.float32))
+    entropy = (tl.log2(some) - weighted / some) * LN_2 / log_count
+    entropy = tl.minimum(tl.maximum(entropy, 0.0), 1.0)
+    sink_mass = sink / tl.where(visible + sink > 0, visible + sink, 1.0)
+    out = masses / tl.where(valid, binned, 1.0)
+    out = tl.where(c == 27, entropy, out)
+    out = tl.where(valid, out, 0.0)
+    out = tl.where(c == 26, sink_mass, out)
+    out = tl.where(c == 28, tl.where(valid, 1.0, 0.0), out)
+    out = tl.where(c == 29, logsumexp, out)
+    out = tl.where(c > 29, 0.0, out)
+    tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, out)
+
+    # All threads have written before one of them counts.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == HEADS - 1:
+        tl.store(arrived + row, 0)
+        lane = tl.arange(0, 32)
+        mean = tl.zeros([32], tl.float32)
+        for h in range(0, HEADS, 32):
+            each = h + lane
+            place = (row.to(tl.int64) * HEADS + each[:, None]) * 32 + c[None, :]
+            there = (each < HEADS)[:, None]
+            # Other multiprocessors wrote it: not from this one's own cache.
+            loaded = tl.load(per_head + place, mask=there, other=0.0, cache_modifier=".cg")
+            mean += tl.sum(loaded, 0)
+        # Column 28 is 1 for each head that is valid.
+        mean = tl.where(c == 28, tl.where(mean > HEADS - 0.5, 1.0, 0.0), mean / HEADS)
+        tl.store(means + row * 32 + c, tl.where(c > 28, 0.0, mean))
+
+
+@triton.jit
+def key_logits(
+    distance, real, newest, query, keys, factor, soft_cap,
+    STRIDE_KS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Natural logits of keys int32[COUNT] of one head: float32[COUNT], -inf where none is real.
+
+    Made STEP numbers of a key at a time, without a tensor core: one query is too few for that.
+    """
+    there = (distance >= 0) & (distance < real)
+    slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
+    lane = tl.arange(0, STEP)
+    products = tl.zeros([COUNT, STEP], tl.float32)
+    for first in tl.static_range(0, BLOCK_D, STEP):
+        is_dim = first + lane < HEAD_DIM
+        q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
+        k = tl.load(
+            keys + slot[:, None] * STRIDE_KS + first + lane[None, :],
+            mask=there[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        products += k.to(tl.float32) * q[None, :]
+    x = tl.sum(products, 1) * factor * LN_2
+    if SOFT_CAP:
+        x = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / soft_cap))))
+    return tl.where(there, x, float("-inf"))
+
+
+@triton.jit
+def top_head(
+    partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours, maxima,
+    looked_at, positions, tops, masses, factor, soft_cap, stride_qr, stride_qh, stride_kh, row,
+    number, count_rows, programs, four_blocks, max_blocks,
+    STRIDE_KS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOUR_GROUPS: tl.constexpr,
+    FOUR_SPAN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CUT: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    FOURS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The top k of one head, or its first blocks where the row has no maxima of four keys."""
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+    place = row.to(tl.int64) * HEADS + number
+    head = number + tl.arange(0, 1)
+    is_head = head >= 0
+    best = tl.full([SIZE], NOTHING, tl.int64)
+    # A row that is longer than planned has pushed the ones behind it out of the buffers.
+    found = (real > 0) & (end <= max_blocks)
+    has_fours = found & (end <= four_blocks) & (real <= WITH_FOURS)
+    if FOURS:
+        if has_fours:
+            best = first_groups(
+                fours + (number.to(tl.int64) * four_blocks + begin) * (BLOCK // NEIGHBOURS),
+                (end - begin) * (BLOCK // NEIGHBOURS), FOUR_GROUPS, FOUR_SPAN, CUT, SIZE,
+            )  # fmt: skip
+            first = tl.where(value_of(best) > float("-inf"), number_of(best) * NEIGHBOURS, -8)
+            COUNT: tl.constexpr = SIZE * NEIGHBOURS
+            distance = first[:, None] + tl.arange(0, NEIGHBOURS)[None, :]
+            distance = tl.reshape(distance, [COUNT])
+            query_head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
+            if DESCALE:
+                factor *= tl.load(descale + key_head)
+            x = key_logits(
+                distance, real, slots + tl.load(base + row) + position,
+                query + row.to(tl.int64) * stride_qr + query_head * stride_qh,
+                keys + key_head.to(tl.int64) * stride_kh, factor, soft_cap, STRIDE_KS, HEAD_DIM,
+                COUNT, BLOCK_D if BLOCK_D < 4096 // COUNT else 4096 // COUNT, BLOCK_D, SOFT_CAP,
+            )  # fmt: skip
+            best = tl.topk(pack(x, tl.maximum(distance, 0)), SIZE)
+    if MAXIMA:
+        if found & (has_fours == 0):
+            best = first_groups(
+                maxima + number.to(tl.int64) * max_blocks + begin, end - begin, BLOCKS, SPAN, CUT,
+                SIZE,
+            )  # fmt: skip
+            there = value_of(best) > float("-inf")
+            at = looked_at + place * SIZE + tl.arange(0, SIZE)
+            tl.store(at, tl.where(there, number_of(best), -1))
+            return
+    m, visible, sink = row_totals(
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+    )
+    query_heads = tl.load(heads + head)
+    logsumexp = logsumexp_of(m, visible + sink, sinks, query_heads, is_head, HAS_SINKS)
+    write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
+
+
+@triton.jit
+def merge_values(
+    partial, partial_values, block_ptr, sinks, value_descale, output, stride_or, stride_oh, row,
+    number, count_rows, programs,
+    HEADS: tl.constexpr,
+    QUERIES_A_KEY: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    VALUE_DESCALE: tl.constexpr,
+):  # fmt: skip
+    """The output of one head; a row without keys keeps what it holds."""
+    PARTS: tl.constexpr = 16
+    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    if begin == end:
+        return
+    dims = tl.arange(0, BLOCK_V)
+    is_dim = dims < VALUE_DIM
+    m = tl.full([1], LOWEST, tl.float32)
+    if HAS_SINKS:
+        m = tl.zeros([1], tl.float32) + tl.load(sinks + number).to(tl.float32) * LOG2_E
+    weight = tl.where(m > LOWEST, 1.0, 0.0)
+    o = tl.zeros([BLOCK_V], tl.float32)
+    for p in range(first, last + 1, PARTS):
+        program = p + tl.arange(0, PARTS)
+        there = is_stretch(program, begin, end, total, last, programs)
+        place = (program + row).to(tl.int64) * HEADS + number
+        m_i = tl.load(partial + place * 36 + 32, mask=there, other=LOWEST)
+        l_i = tl.load(partial + place * 36 + 33, mask=there, other=0.0)
+        if STATISTICS:
+            # 33 is of the visible keys; sink tokens and the others that were read stand apart.
+            l_i += tl.load(partial + place * 36 + 26, mask=there, other=0.0)
+            l_i += tl.load(partial + place * 36 + 27, mask=there, other=0.0)
+        o_i = tl.load(
+            partial_values + place[:, None] * VALUE_DIM + dims[None, :],
+            mask=there[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        old = tl.exp2(m - m_new)
+        new = tl.exp2(m_i - m_new)
+        weight = weight * old + tl.sum(l_i * new, 0)
+        o = o * old + tl.sum(o_i * new[:, None], 0)
+        m = m_new
+    o = o / weight
+    if VALUE_DESCALE:
+        o *= tl.load(value_descale + number // QUERIES_A_KEY)
+    place = row.to(tl.int64) * stride_or + number * stride_oh + dims
+    tl.store(output + place, o.to(output.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit(do_not_specialize=["count_rows"])
+def finish(
+    partial, partial_values, rows, block_ptr, base, slots, heads, sinks, query, keys, descale,
+    value_descale, per_head, means, output, arrived, fours, maxima, looked_at, positions, tops,
+    masses, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_or, stride_oh, count_rows,
+    programs, four_blocks, max_blocks,
+    STRIDE_KS: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES_A_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOUR_GROUPS: tl.constexpr,
+    FOUR_SPAN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CUT: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    FOURS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr,
+    VALUE_DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    row, number, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The longest first.
+    if K:
+        if role == 0:
+            top_head(
+                partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours,
+                maxima, looked_at, positions, tops, masses, factor, soft_cap, stride_qr, stride_qh,
+                stride_kh, row, number, count_rows, programs, four_blocks, max_blocks, STRIDE_KS,
+                HEADS, HEAD_DIM, BLOCK_D, PARTS, BLOCK, FOUR_GROUPS, FOUR_SPAN, BLOCKS,
+                SPAN, CUT, K, SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
+            )  # fmt: skip
+            return
+    if STATISTICS:
+        if role == (1 if K else 0):
+            merge_head(
+                partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number,
+                count_rows, programs, HEADS, PARTS, HAS_SINKS,
+            )  # fmt: skip
+            return
+    if VALUE_DIM:
+        merge_values(
+            partial, partial_values, block_ptr, sinks, value_descale, output, stride_or, stride_oh,
+            row, number, count_rows, programs, HEADS, QUERIES_A_KEY, VALUE_DIM, BLOCK_V,
+            STATISTICS, HAS_SINKS, VALUE_DESCALE,
+        )  # fmt: skip
