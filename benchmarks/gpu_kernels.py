@@ -79,7 +79,7 @@ from capture_kernels.schedule import PageTable
 
 # What --tune tries: keys of a tile, warps, pipeline stages, programs of a multiprocessor.
 TUNED = ("tile", "warps", "stages", "programs")
-TUNINGS = product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5, 6), (1, 2, 3, 4))
+TUNINGS = product((32, 64, 128), (1, 2, 4), (3, 5, 7), (1, 2, 3, 4, 5, 8))
 
 
 class Beside:

@@ -46,6 +46,10 @@ ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sa
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["kernels"] = ["gpu_kernels"]
+# Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
+SGLANG = Path("build/sglang")
+if SGLANG.is_dir():
+    ON_GPU["kernels"] += ["--sglang", str(SGLANG)]
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40

@@ -208,8 +208,8 @@ def decode_pass(
         if TO_HALF:
             # float8 becomes float16 in one instruction, bfloat16 in several. Of q, in units of a
             # power of two near its largest number, a float16 loses what is below 2**-24 of that.
-            largest = tl.max(tl.abs(q.to(tl.float32)), 0)
-            exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+            largest_q = tl.max(tl.abs(q.to(tl.float32)), 0)
+            exponent = largest_q.to(tl.int32, bitcast=True) & 0x7F800000
             unit = tl.where(exponent > 0, exponent.to(tl.float32, bitcast=True), 1.0)
             q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
             row_factor = (factor * unit)[None, :]
@@ -293,9 +293,9 @@ def decode_pass(
                     )
             if FOURS:
                 if has_fours:
-                    at = out_head.to(tl.int64) * four_blocks + row_block
-                    at = at * (TILES * (TILE // NEIGHBOURS)) + tile * (TILE // NEIGHBOURS)
-                    at = fours + at[None, None, :] + four[:, :, None]
+                    # What a program writes lies together: DRAM has few rows open at a time.
+                    at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
+                    at = fours + at[None, None, :] * (TILE // NEIGHBOURS) + four[:, :, None]
                     largest = tl.max(in_order(y, TILE, BLOCK_H), 2)
                     tl.store(at, largest * LN_2, mask=chosen[None, None, :])
             if MAXIMA:

@@ -53,9 +53,9 @@ def row_totals(
     partial, block_ptr, row, head, is_head, count_rows, programs,
     HEADS: tl.constexpr,
     SOME_HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of some heads, in units of ln 2: m, L over the visible keys, and that of the sink tokens."""
+    PARTS: tl.constexpr = 128 if SOME_HEADS < 8 else 1024 // SOME_HEADS
     begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
     m = tl.full([SOME_HEADS], LOWEST, tl.float32)
     visible = tl.zeros([SOME_HEADS], tl.float32)
@@ -94,19 +94,25 @@ def merge_head(
     partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number, count_rows,
     programs,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one head; the last head of a row to be merged brings the means."""
+    PARTS: tl.constexpr = 32
     c = tl.arange(0, 32)
+    at = per_head + (row.to(tl.int64) * HEADS + number) * 32 + c
+    if tl.load(block_ptr + row) == tl.load(block_ptr + row + 1):
+        # Not asked for: there is nothing to wait for.
+        tl.store(at, tl.where(c == 29, float("-inf"), 0.0))
+        if number == 0:
+            tl.store(means + row * 32 + c, tl.zeros([32], tl.float32))
+        return
     head = number + tl.arange(0, 1)
     is_head = head >= 0
     m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
     )
-    logsumexp = logsumexp_of(
-        m, visible + sink, sinks, tl.load(heads + head), is_head, HAS_SINKS
-    )  # fmt: skip
+    query_head = tl.load(heads + head)
+    logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
     begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
     masses = tl.zeros([32], tl.float32)
     weighted = tl.zeros([1], tl.float32)
@@ -138,7 +144,7 @@ def merge_head(
     out = tl.where(c == 28, tl.where(valid, 1.0, 0.0), out)
     out = tl.where(c == 29, logsumexp, out)
     out = tl.where(c > 29, 0.0, out)
-    tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, out)
+    tl.store(at, out)
 
     # All threads have written before one of them counts.
     tl.debug_barrier()
@@ -200,13 +206,12 @@ def top_head(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
     FOUR_GROUPS: tl.constexpr,
     FOUR_SPAN: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
-    CUT: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     FOURS: tl.constexpr,
@@ -224,12 +229,17 @@ def top_head(
     best = tl.full([SIZE], NOTHING, tl.int64)
     # A row that is longer than planned has pushed the ones behind it out of the buffers.
     found = (real > 0) & (end <= max_blocks)
-    has_fours = found & (end <= four_blocks) & (real <= WITH_FOURS)
+    if found == 0:
+        nothing = tl.full([1], float("-inf"), tl.float32)
+        write_top(best, place, position, nothing, positions, tops, masses, K, SIZE, False)
+        return
+    has_fours = (end <= four_blocks) & (real <= WITH_FOURS)
     if FOURS:
         if has_fours:
+            RUN: tl.constexpr = TILE // NEIGHBOURS
             best = first_groups(
-                fours + (number.to(tl.int64) * four_blocks + begin) * (BLOCK // NEIGHBOURS),
-                (end - begin) * (BLOCK // NEIGHBOURS), FOUR_GROUPS, FOUR_SPAN, CUT, SIZE,
+                fours + (begin.to(tl.int64) * TILES * HEADS + number) * RUN,
+                (end - begin) * TILES * RUN, HEADS * RUN, RUN, FOUR_GROUPS, FOUR_SPAN, SIZE,
             )  # fmt: skip
             first = tl.where(value_of(best) > float("-inf"), number_of(best) * NEIGHBOURS, -8)
             COUNT: tl.constexpr = SIZE * NEIGHBOURS
@@ -242,13 +252,14 @@ def top_head(
                 distance, real, slots + tl.load(base + row) + position,
                 query + row.to(tl.int64) * stride_qr + query_head * stride_qh,
                 keys + key_head.to(tl.int64) * stride_kh, factor, soft_cap, STRIDE_KS, HEAD_DIM,
-                COUNT, BLOCK_D if BLOCK_D < 4096 // COUNT else 4096 // COUNT, BLOCK_D, SOFT_CAP,
+                COUNT, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
             )  # fmt: skip
-            best = tl.topk(pack(x, tl.maximum(distance, 0)), SIZE)
+            packed = tl.reshape(pack(x, tl.maximum(distance, 0)), [COUNT], can_reorder=True)
+            best = tl.topk(packed, SIZE)
     if MAXIMA:
-        if found & (has_fours == 0):
+        if has_fours == 0:
             best = first_groups(
-                maxima + number.to(tl.int64) * max_blocks + begin, end - begin, BLOCKS, SPAN, CUT,
+                maxima + number.to(tl.int64) * max_blocks + begin, end - begin, 1, 1, BLOCKS, SPAN,
                 SIZE,
             )  # fmt: skip
             there = value_of(best) > float("-inf")
@@ -256,7 +267,7 @@ def top_head(
             tl.store(at, tl.where(there, number_of(best), -1))
             return
     m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
     )
     query_heads = tl.load(heads + head)
     logsumexp = logsumexp_of(m, visible + sink, sinks, query_heads, is_head, HAS_SINKS)
@@ -328,13 +339,12 @@ def finish(
     BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
     FOUR_GROUPS: tl.constexpr,
     FOUR_SPAN: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
-    CUT: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     STATISTICS: tl.constexpr,
@@ -353,15 +363,15 @@ def finish(
                 partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours,
                 maxima, looked_at, positions, tops, masses, factor, soft_cap, stride_qr, stride_qh,
                 stride_kh, row, number, count_rows, programs, four_blocks, max_blocks, STRIDE_KS,
-                HEADS, HEAD_DIM, BLOCK_D, PARTS, BLOCK, FOUR_GROUPS, FOUR_SPAN, BLOCKS,
-                SPAN, CUT, K, SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
+                HEADS, HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS,
+                SPAN, K, SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
             )  # fmt: skip
             return
     if STATISTICS:
         if role == (1 if K else 0):
             merge_head(
                 partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number,
-                count_rows, programs, HEADS, PARTS, HAS_SINKS,
+                count_rows, programs, HEADS, HAS_SINKS,
             )  # fmt: skip
             return
     if VALUE_DIM:

@@ -31,11 +31,10 @@ def shares(
 ):  # fmt: skip
     """By head, what a logit in units of ln 2 is lessened by to be that of a probability; +inf for a
     head of which no mass was found (`decode_pass`), as it has nothing to share out."""
-    PARTS: tl.constexpr = 1024 // ALL_HEADS if ALL_HEADS > 16 else 64
     head = tl.arange(0, ALL_HEADS)
     is_head = head < HEADS
     m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, ALL_HEADS, PARTS
+        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, ALL_HEADS
     )
     query_head = tl.load(heads + head, mask=is_head, other=0)
     logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
@@ -89,6 +88,28 @@ def mean_again(
     return tl.where(distance < real, p / HEADS, float("-inf"))
 
 
+@triton.jit
+def told(
+    p, largest, tile, row, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    KEEP: tl.constexpr,
+    HUBS: tl.constexpr,
+):  # fmt: skip
+    """Add a tile's p to the hubs, and write the largest of its block when this is done."""
+    if HUBS:
+        distance = tile * TILE + lane
+        at = position - distance
+        hub = hubs + row.to(tl.int64) * stride_hubs + at
+        added = (distance < real) & (at < longest)
+        tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
+    if KEEP:
+        largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
+        if tile % TILES == TILES - 1:
+            tl.store(mean_maxima + block, tl.max(largest, 0))
+    return largest
+
+
 @triton.jit(do_not_specialize=["count_rows"])
 def head_mean(
     logits, mean, mean_maxima, hubs, partial, rows, block_ptr, base, slots, heads, sinks, query,
@@ -132,35 +153,34 @@ def head_mean(
             partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS, HAS_SINKS
         )
         largest = tl.full([TILE], float("-inf"), tl.float32)
-        for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
-            distance = tile * TILE + lane
-            this = row_block + tile // TILES
-            within = (tile % TILES) * TILE + lane
-            p = tl.full([TILE], float("-inf"), tl.float32)
-            if kept:
+        first_tile, after = (block - row_block) * TILES, (stop - row_block) * TILES
+        if kept:
+            for tile in tl.range(first_tile, after, num_stages=3):
+                this = row_block + tile // TILES
+                within = (tile % TILES) * TILE + lane
                 at = (this.to(tl.int64) * HEADS + head[:, None]) * BLOCK + within[None, :]
-                there = (head < HEADS)[:, None]
-                x = tl.load(logits + at, mask=there, other=float("-inf"))
+                x = tl.load(logits + at, mask=(head < HEADS)[:, None], other=float("-inf"))
                 p = tl.sum(tl.exp2(x * LOG2_E - lse[:, None]), 0) / HEADS
-                p = tl.where(distance < real, p, float("-inf"))
+                p = tl.where(tile * TILE + lane < real, p, float("-inf"))
                 if KEEP:
                     tl.store(mean + this.to(tl.int64) * BLOCK + within, p)
-            elif AGAIN:
-                if real > 0:
+                largest = told(
+                    p, largest, tile, row, this, position, real, lane, mean_maxima, hubs,
+                    stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                )  # fmt: skip
+        elif AGAIN:
+            if real > 0:
+                for tile in range(first_tile, after):
                     p = mean_again(
-                        row, newest, distance, real, query, keys, head_table, descale, lse, factor,
-                        soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
-                        GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                        row, newest, tile * TILE + lane, real, query, keys, head_table, descale,
+                        lse, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
+                        ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
+                        UPCAST,
                     )  # fmt: skip
-            if HUBS:
-                at = position - distance
-                hub = hubs + row.to(tl.int64) * stride_hubs + at
-                added = (distance < real) & (at < longest)
-                tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
-            if KEEP:
-                largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
-                if tile % TILES == TILES - 1:
-                    tl.store(mean_maxima + this, tl.max(largest, 0))
+                    largest = told(
+                        p, largest, tile, row, row_block + tile // TILES, position, real, lane,
+                        mean_maxima, hubs, stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                    )  # fmt: skip
         block = stop
 
 
@@ -171,7 +191,6 @@ def top_mean(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
-    CUT: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     AGAIN: tl.constexpr,
@@ -182,7 +201,7 @@ def top_mean(
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
-        best = first_groups(mean_maxima + begin, end - begin, BLOCKS, SPAN, CUT, SIZE)
+        best = first_groups(mean_maxima + begin, end - begin, 1, 1, BLOCKS, SPAN, SIZE)
         if AGAIN:
             if end > logit_blocks:
                 at = looked_at + row * SIZE + tl.arange(0, SIZE)
@@ -190,5 +209,5 @@ def top_mean(
                 tl.store(at, tl.where(there, number_of(best), -1))
                 return
         values = mean + begin.to(tl.int64) * BLOCK
-        best = all_parts(best, values, (end - begin) * BLOCK, BLOCK, CUT, SIZE)
+        best = all_parts(best, values, (end - begin) * BLOCK, 1, 1, BLOCK, SIZE)
     write_top(best, row, position, 0.0, positions, tops, tops, K, SIZE, True)

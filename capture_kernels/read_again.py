@@ -88,7 +88,7 @@ def select_again(
                     else:
                         x = key_logits(
                             distance, real, newest, of_query, of_keys, factor, soft_cap, STRIDE_KS,
-                            HEAD_DIM, TILE, BLOCK_D if BLOCK_D < 64 else 64, BLOCK_D, SOFT_CAP,
+                            HEAD_DIM, TILE, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
                         )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
@@ -100,7 +100,6 @@ def merge_shares(
     lists, positions, tops, masses, partial, rows, block_ptr, heads, sinks, count_rows, programs,
     logit_blocks, four_blocks, max_blocks,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     SHARES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
@@ -119,7 +118,7 @@ def merge_shares(
             head = number + tl.arange(0, 1)
             is_head = head >= 0
             m, visible, sink = row_totals(
-                partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1, PARTS
+                partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
             )
             query_head = tl.load(heads + head)
             logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)

@@ -43,8 +43,6 @@ ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
-# Stretches of a row that are merged at a time.
-PARTS = 32
 
 
 class Tuning(NamedTuple):
@@ -296,7 +294,6 @@ class StatisticsPlan:
             "TILES": self.block_keys // tile,
             "BLOCK": self.block_keys,
             "ROWS": triton.next_power_of_2(steps.max_rows),
-            "PARTS": PARTS,
             "STATISTICS": statistics,
             "SOFT_CAP": self.soft_cap is not None,
             "DESCALE": descale is not None,
@@ -339,7 +336,7 @@ class StatisticsPlan:
                 stride_oh=0 if output is None else output.stride(1),
                 QUERIES_A_KEY=self.query_heads // self.groups.key_heads,
                 VALUE_DESCALE=value_descale is not None,
-                num_warps=2 if step["SIZE"] <= 16 else 4,
+                num_warps=1 if step["SIZE"] <= 16 else 4,
             )
             if self.top:
                 self.top.read_again(step)

@@ -12,8 +12,8 @@ Cut a row into groups of neighbouring keys, ordered by their largest value, the 
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
 with its own largest value, which is larger than every value of a group further behind, or as large
 and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four or eight parts each, the first k parts of these found, and so on (`groups`): 512 numbers are
-sorted at a time at most, whatever the values are.
+four parts each, the first k parts of these found, and so on (`groups`): 256 numbers are sorted at a
+time at most, whatever the values are.
 
 Of each head the pass writes the largest logit of every four keys; `finish` finds the first k fours
 and makes the logits of their keys once more. Rows that are too long for that, or are beyond the
@@ -22,13 +22,13 @@ scratch, have the largest logits of their blocks only, and chosen blocks are rea
 read a second time (`head_mean`). A row is in a scratch with all of its blocks, or with none.
 
 Tensors (R rows, H chosen query heads, N keys in a block; K rounded up to a power of two):
-    fours        float32[H, four_blocks, N / 4]  largest logits of four keys; by `decode_pass`
-    maxima       float32[H, max_blocks]          largest logits of blocks; by `decode_pass`
-    logits       float32[logit_blocks, H, N]     -inf where a key is not real; by `decode_pass`
-    mean         float32[logit_blocks, N]        p_d, -inf where a key is not real
-    mean_maxima  float32[max_blocks]             of p_d of each block
-    looked_at    int32[R, H, K]                  the first K blocks of a row, or -1
-    lists        int64[R, H, splits, K]          the top k of each share of these blocks
+    fours        float32[four_blocks, N / tile, H, tile / 4]  largest logits of four keys
+    maxima       float32[H, max_blocks]       largest logits of blocks
+    logits       float32[logit_blocks, H, N]  -inf where a key is not real
+    mean         float32[logit_blocks, N]     p_d, -inf where a key is not real
+    mean_maxima  float32[max_blocks]          of p_d of each block
+    looked_at    int32[R, H, K]               the first K blocks of a row, or -1
+    lists        int64[R, H, splits, K]       the top k of each share of these blocks
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ SCRATCH_BYTES = 64 << 20
 # Programs that share the chosen blocks of one row and head where logits are made again.
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
-MEAN_PROGRAMS = 8
+MEAN_PROGRAMS = 4
 # What kernels are launched with where no top k is asked for.
 NO_TOP = {
-    "K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "CUT": 3, "FOUR_GROUPS": 2, "FOUR_SPAN": 1,
+    "K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "FOUR_GROUPS": 2, "FOUR_SPAN": 1,
     "LOGITS": False, "FOURS": False, "MAXIMA": False,
     "logit_blocks": 0, "four_blocks": 0, "max_blocks": 0,
 }  # fmt: skip
@@ -135,7 +135,7 @@ class TopKPlan:
         )
         self._kept = {
             "logits": self._zeros(self.logit_blocks, groups.count, block_keys),
-            "fours": self._zeros(groups.count, self.four_blocks, block_keys // NEIGHBOURS.value),
+            "fours": self._zeros(self.four_blocks, groups.count, block_keys // NEIGHBOURS.value),
             "maxima": self._zeros(groups.count, blocks * self._heads_again),
             "mean": self._zeros(self.logit_blocks * bool(mean_k), block_keys),
             "mean_maxima": self._zeros(blocks * bool(mean_k)),
@@ -180,7 +180,7 @@ class TopKPlan:
         size = power(k)
         blocks, span = spans(self._row_blocks, size)
         found = {"positions": answer[0], "tops": answer[1], "masses": answer[-1]}
-        search = {"K": k, "SIZE": size, "BLOCKS": blocks, "SPAN": span, "CUT": cut(size)}
+        search = {"K": k, "SIZE": size, "BLOCKS": blocks, "SPAN": span}
         return {**found, **shares, **search}
 
     @property
@@ -236,7 +236,7 @@ class TopKPlan:
             num_warps=4 if self._heads <= 64 else 8,
         )
         if k:
-            launch(top_mean, (rows,), step, num_warps=4)
+            launch(top_mean, (rows,), step, num_warps=1 if step["SIZE"] <= 16 else 4)
             if self._mean_again:
                 self._read_again(step, heads=1, mean=True)
 
@@ -257,15 +257,10 @@ def power(k: int) -> int:
     return max(2, triton.next_power_of_2(k)) if k else 0
 
 
-def cut(size: int) -> int:
-    """Groups are cut into 2**cut parts: more would be too many to sort where k is large."""
-    return 3 if size <= 16 else 2
-
-
 def spans(count: int, size: int) -> tuple[int, int]:
     """A power of two of values, and how many of them share a maximum when the search begins: what
     is left of them is cut a whole number of times, and few enough of these are to be sorted."""
     count, span = max(size, triton.next_power_of_2(count)), 1
-    while count // span > size << (cut(size) + 1):
-        span <<= cut(size)
+    while count // span > max(64, 4 * size):
+        span *= 4
     return count, span

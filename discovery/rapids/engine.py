@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import cpu_engine
 from ..engine import Clustering, Search
 from .device import freed_when_full, set_up_device
 from .hdbscan import clusters_of_tree
@@ -18,17 +17,18 @@ from .neighbors import Neighbors, measured_recall, method_of
 from .plane import nearest, plane_tree, spanning_tree
 
 LIBRARIES = ("cuml-cu13", "cuvs-cu13", "rmm-cu13", "cupy-cuda13x", "numpy")
-# cuML moves all points of an epoch at once, and needs more epochs for more rows until behaviours
-# that touch come apart. ARI of a million planted rows after 200, 500 and 1,000 epochs: 0.43, 0.96
-# and 0.97; of 100,000 it is 0.98 after any. 800 of a million rows take 1.6 s on an H200. But no
-# more than that: the CPU engine's maps of the shipped sample agree less after 800 epochs (ARI 0.36
-# between seeds) than after its 200 (0.42).
-MILLION_ROWS_EPOCHS = 800
+# cuML moves all points of an epoch at once, and needs more epochs than umap-learn. ARI with the CPU
+# engine's clusters of the shipped sample after 200, 400, 800 and 1,600: 0.33, 0.39, 0.41 and 0.41
+# (of two CPU seeds: 0.41); with the truth of a million planted rows after 200, 500 and 1,000: 0.43,
+# 0.96 and 0.97. 800 of a million rows take 1.6 s on an H200.
+EPOCHS, FEW_ROWS, FEW_ROWS_EPOCHS = 800, 100_000, 1600
+# umap-learn stretches an initial layout to this range, axis by axis, before it begins.
+UMAP_RANGE = np.float32(10.0)
 
 
 def epochs_for(rows: int) -> int:
-    """Epochs of a layout of so many rows: the CPU engine's, or in proportion, whichever is more."""
-    return max(cpu_engine.epochs_for(rows), rows * MILLION_ROWS_EPOCHS // 1_000_000)
+    """Epochs of a layout of so many rows."""
+    return FEW_ROWS_EPOCHS if rows <= FEW_ROWS else EPOCHS
 
 
 class RapidsEngine:
@@ -106,6 +106,8 @@ class RapidsEngine:
         epochs = epochs_for(len(fit))
         on_epoch(0, epochs)
         rows = cupy.asarray(fit)
+        low, high = init.min(0), init.max(0)
+        init = UMAP_RANGE * (init - low) / (high - low)
         # The estimator would bring the graph to the host, which takes longer than the layout.
         graph = fuzzy_simplicial_set(
             rows,
