@@ -50,7 +50,7 @@ def for_hopper() -> dict[str, dict[str, dict[str, int]]]:
 
 
 # What the pass may put aside before its loop and fetch after it, in bytes of a thread.
-PUT_ASIDE = 32
+PUT_ASIDE = 16
 
 
 @pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])

@@ -118,7 +118,8 @@ def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch
             id="float8 with bfloat16 queries",
         ),
         pytest.param(
-            [33_000, 70], (1, 1, 16), {}, {"mean_k": 0, "max_length": 40_000}, id="a row too long for maxima of fours"
+            [33_000, 70], (1, 1, 16), {}, {"mean_k": 0, "max_length": 40_000},
+            id="a row too long for maxima of fours",
         ),
         pytest.param([150, 9], (4, 2, 32), {"size": 300.0}, {}, id="huge logits"),
         pytest.param([260, 600], (1, 1, 16), {}, {"max_length": 600_000}, id="large blocks"),
