@@ -35,7 +35,6 @@ import gc
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -45,7 +44,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 # The repository is no installed package where a GPU host runs this.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,7 +54,6 @@ from benchmarks.kernel_cases import (
     DEVICE,
     TOP_K,
     VARIANTS,
-    Answer,
     Batch,
     Errors,
     Shape,
@@ -70,123 +67,25 @@ from benchmarks.kernel_cases import (
     timed,
     truth_of,
 )
-from capture_kernels import statistics
+from benchmarks.kernel_compile import Job, compile_ahead
+from benchmarks.kernel_replay import REPLAYED, measure_replay
+from benchmarks.kernel_ways import LONGEST, Beside, Fused, errors_of, step
 from capture_kernels.errors import AttnError
-from capture_kernels.fused_decode import FusedDecodePlan
-from capture_kernels.schedule import PageTable
-
-# --- Our kernels: all that the rest of this file knows of them ------------------------------------
-
-# What --tune tries: keys of a tile, warps, pipeline stages, programs of a multiprocessor.
-TUNED = ("tile", "warps", "stages", "programs")
-TUNINGS = product((32, 64, 128), (1, 2, 4), (3, 5, 7), (1, 2, 3, 4, 5, 8))
-
-
-class Beside:
-    """Our pass over a batch, beside an engine's own attention."""
-
-    def __init__(self, batch: Batch, variant: str, **tuning: Any) -> None:
-        self._batch, self._asked = batch, VARIANTS[variant]
-        self._out: Any = None
-        self._plan = statistics.StatisticsPlan(
-            **plan_arguments(batch.shape), **top_arguments(*self._asked), **tuning
-        )
-
-    def schedule(self, **asked: Tensor) -> None:
-        self._plan.schedule(page_table(self._batch), **asked)
-
-    def layer(self, number: int) -> None:
-        self._out = self._plan.run(self._batch.queries[number], self._batch.keys[number])
-
-    def answer(self) -> Answer:
-        """Of the last layer that ran: views of the plan's buffers."""
-        return answer_of(self._out, *self._asked)
-
-
-class Fused:
-    """Our decode attention over a batch: top_k None without statistics, 0 without a top k."""
-
-    def __init__(self, batch: Batch, top_k: int | None) -> None:
-        self._batch, self._top_k = batch, top_k or 0
-        self._out: Any = None
-        shape = batch.shape
-        self._plan = FusedDecodePlan(
-            value_dim=shape.head_dim,
-            statistics=top_k is not None,
-            **plan_arguments(shape),
-            **top_arguments(self._top_k, 0),
-        )
-        self.output = torch.empty_like(batch.queries[0])
-
-    def schedule(self, **asked: Tensor) -> None:
-        self._plan.schedule(page_table(self._batch), **asked)
-
-    def layer(self, number: int) -> None:
-        batch = self._batch
-        self._out = self._plan.decode(
-            batch.queries[number], batch.keys[number], batch.values[number], self.output
-        )
-
-    def answer(self) -> Answer | None:
-        return None if self._out is None else answer_of(self._out, self._top_k, 0)
-
-
-def plan_arguments(shape: Shape) -> dict[str, Any]:
-    return {
-        "max_rows": shape.batch,
-        "max_length": shape.context,
-        "heads": shape.heads,
-        "key_heads": shape.key_heads,
-        "head_dim": shape.head_dim,
-        "scale": shape.scale,
-        "device": DEVICE,
-        # A row so long has no room in the scratch that is made unless asked.
-        **({"scratch_bytes": 0} if shape.context >= LONGEST.context else {}),
-    }
-
-
-def top_arguments(top_k: int, mean_top_k: int) -> dict[str, Any]:
-    asked = {"top_k": top_k, "mean_top_k": mean_top_k}
-    return {name: count for name, count in asked.items() if count}
-
-
-def page_table(batch: Batch) -> PageTable:
-    return PageTable.of_requests(batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
-
-
-def answer_of(out: Any, top_k: int, mean_top_k: int) -> Answer:
-    answer = Answer(out.logsumexp, out.entropy, out.hist)
-    if top_k:
-        answer = answer._replace(top_positions=out.top.positions, top_logits=out.top.logits)
-    if mean_top_k:
-        top = out.top
-        answer = answer._replace(
-            mean_top_positions=top.mean_positions, mean_top_mass=top.mean_masses
-        )
-    return answer
-
-
-def tuned_plan(batch: Batch, variant: str, tuning: Sequence[int]) -> Beside:
-    return Beside(batch, variant, tuning=statistics.Tuning(*tuning))
-
-
-# --- Measures -------------------------------------------------------------------------------------
+from capture_kernels.statistics import Tuning
 
 HEADLINE = Shape()
-LONGEST = Shape(batch=1, context=1 << 20)
-REPLAYED = Shape(context=4096)
 LAYERS, QUICK_LAYERS = 32, 8
 # Enough of the slow peers.
 PEER_LAYERS = 8
 # Keys of all layers of a batch in the sweep: many times the L2 cache, but for the smallest.
 SWEEP_BYTES, MOST_SWEEP_LAYERS = 2 << 30, 128
 ASKING = (0, 1, 2, 4, 8, 16, 32)
-REPLAYS, QUICK_REPLAYS, LOOKS = 10_000, 1_000, 10
-# The shortest length of a replay has a whole top k.
-LEAST_LENGTH = 64
-# What the driver may keep for itself.
-LOST_BYTES = 64 << 20
+REPLAYS, QUICK_REPLAYS = 10_000, 1_000
 PARTS = ("headline", "fused", "asking", "memory", "replay", "sweep")
+
+# What --tune tries: keys of a tile, warps, pipeline stages, programs of a multiprocessor.
+TUNED = ("tile", "warps", "stages", "programs")
+TUNINGS = product((32, 64, 128), (1, 2, 4), (3, 5, 7), (1, 2, 3, 4, 5, 8))
 
 SWEEP = [
     *(Shape(context=1 << power) for power in range(10, 18)),
@@ -213,13 +112,6 @@ QUICK_SWEEP = [
 ]
 
 
-def step(way: Beside | Fused, layers: int, **asked: Tensor) -> None:
-    """One step of a model with so many captured layers."""
-    way.schedule(**asked)
-    for number in range(layers):
-        way.layer(number)
-
-
 def each(call: Callable[[int], object], layers: int) -> None:
     for layer in range(layers):
         call(layer)
@@ -239,13 +131,6 @@ def about_batch(batch: Batch, read: float) -> dict[str, Any]:
         "key_bytes": batch.key_bytes,
         "floor_us": batch.key_bytes / read * 1e6,
     }
-
-
-def errors_of(batch: Batch, answer: Answer, layer: int, rows: Sequence[int]) -> Errors:
-    worst = Errors()
-    for row in rows:
-        worst = worst.worst(compare(answer, row, truth_of(batch, layer, row)))
-    return worst
 
 
 def measure_ours(
@@ -388,99 +273,6 @@ def measure_memory(variants: Sequence[str]) -> dict[str, Any]:
     return {"name": LONGEST.name, "plans": plans}
 
 
-class Changes:
-    """Inputs of a step that change in place: lengths, live and asking rows, one layer's queries."""
-
-    PERIOD, QUERIES = 997, 17
-
-    def __init__(self, batch: Batch, seed: int) -> None:
-        self._batch, rows = batch, batch.shape.batch
-        random = torch.Generator(DEVICE).manual_seed(seed)
-
-        def numbers(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(
-                low, high + 1, shape, generator=random, device=DEVICE, dtype=torch.int32
-            )
-
-        self._lengths = numbers(LEAST_LENGTH, batch.shape.context, self.PERIOD, rows)
-        self._live = numbers(1, rows, self.PERIOD, 1)
-        # Three of four ask.
-        self._enabled = (numbers(0, 3, self.PERIOD, rows) > 0).to(torch.uint8)
-        made = torch.randn(self.QUERIES, *batch.queries[0].shape, generator=random, device=DEVICE)
-        self._queries = made.to(batch.shape.query_dtype)
-        self.live, self.enabled = self._live[0].clone(), self._enabled[0].clone()
-
-    def make(self, number: int) -> None:
-        """Queue the inputs of a step; nothing waits."""
-        at = number % self.PERIOD
-        self._batch.seq_lens.copy_(self._lengths[at])
-        self.live.copy_(self._live[at])
-        self.enabled.copy_(self._enabled[at])
-        self._batch.queries[-1].copy_(self._queries[number % self.QUERIES])
-
-    def there(self) -> list[int]:
-        """The rows that are live and ask in the last step; its lengths are put in the batch."""
-        self._batch.lengths = self._batch.seq_lens.tolist()
-        return (self.enabled[: int(self.live)] != 0).nonzero()[:, 0].tolist()
-
-
-def measure_replay(variant: str, replays: int) -> dict[str, Any]:
-    """One graph replayed while its inputs change, and eager steps of another plan."""
-    batch = make_batch(REPLAYED, 2)
-    changes = Changes(batch, seed=2)
-    replayed, eager = Beside(batch, variant), Beside(batch, variant)
-    work = partial(step, layers=batch.layers, live=changes.live, enabled=changes.enabled)
-    graph = captured(partial(work, replayed))
-    problems, worst = list[str](), Errors()
-
-    def look(number: int) -> Errors:
-        """Errors of some rows; what differs from an eager step goes to `problems`."""
-        work(eager)
-        there = changes.there()
-        ours, other = replayed.answer(), eager.answer()
-        for name, a, b in zip(Answer._fields, ours, other, strict=True):
-            if a is not None and b is not None and not torch.equal(a[there], b[there]):
-                problems.append(f"replay {number}: {name} is not that of an eager step")
-        return errors_of(batch, ours, batch.layers - 1, sorted({*there[:1], *there[-1:]}))
-
-    def memory() -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), free_bytes()
-
-    changes.make(0)
-    graph.replay()
-    worst = worst.worst(look(0))
-    before, began, number = memory(), time.perf_counter(), 0
-    try:
-        for number in range(1, replays + 1):
-            torch.cuda.set_sync_debug_mode("error")
-            changes.make(number)
-            graph.replay()
-            torch.cuda.set_sync_debug_mode("default")
-            if number % (replays // LOOKS) == 0:
-                worst = worst.worst(look(number))
-    except RuntimeError as error:
-        problems.append(f"replay {number}: {str(error).splitlines()[0]}")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    seconds, after = time.perf_counter() - began, memory()
-    if after[0] != before[0]:
-        problems.append(f"{after[0] - before[0]} bytes more are allocated than before")
-    if (lost := before[1] - after[1]) > LOST_BYTES:
-        problems.append(f"{lost} bytes less of the device are free than before")
-    return {
-        "name": f"replay, {telling.TITLES[variant]}, {REPLAYED.name}",
-        "replays": replays,
-        "looks": LOOKS,
-        "seconds": seconds,
-        "free_bytes_lost": lost,
-        "errors": worst._asdict(),
-        "problems": problems + worst.problems(),
-    }
-
-
 def measure_sweep(
     shapes: Sequence[Shape], variants: Sequence[str], read: float
 ) -> Iterator[dict[str, Any]]:
@@ -506,7 +298,7 @@ def measure_tunings(variant: str, read: float) -> Iterator[dict[str, Any]]:
     for tuning in TUNINGS:
         found: dict[str, Any] = dict(zip(TUNED, tuning, strict=True))
         try:
-            plan = tuned_plan(batch, variant, tuning)
+            plan = Beside(batch, variant, tuning=Tuning(*tuning))
             # Once outside a graph: what cannot be compiled must not break a capture.
             step(plan, 1)
         # A RuntimeError is what the compiler's passes raise.
@@ -550,6 +342,25 @@ class Kept:
             self._path.write_text(text, encoding="utf-8")
 
 
+def what_is_launched(asked: argparse.Namespace) -> list[Job]:
+    """The plans of the parts that are asked for."""
+    if asked.tune:
+        return []
+    shapes: list[Shape] = []
+    if {"headline", "asking"} & set(asked.parts):
+        shapes.append(HEADLINE)
+    if "memory" in asked.parts:
+        shapes.append(LONGEST)
+    if "replay" in asked.parts:
+        shapes.append(REPLAYED)
+    if "sweep" in asked.parts:
+        shapes += QUICK_SWEEP if asked.quick else SWEEP
+    jobs: list[Job] = list(product(dict.fromkeys(shapes), asked.variants))
+    if "fused" in asked.parts:
+        jobs += [(HEADLINE, top_k) for top_k in (None, 0, TOP_K)]
+    return jobs
+
+
 def measure(asked: argparse.Namespace, kept: Kept) -> None:
     sglang = peers.load_sglang(asked.sglang)
     told = {**about(), "SGLang's kernel": sglang.told}
@@ -558,6 +369,10 @@ def measure(asked: argparse.Namespace, kept: Kept) -> None:
     kept.add("rates", {**rates._asdict(), "problems": problems})
     read = rates.read
     print(f"measured: copy {rates.copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s", flush=True)
+    jobs = what_is_launched(asked)
+    if len(jobs) > 1:
+        took = compile_ahead(jobs)
+        print(f"compiled {len(jobs)} plans ahead in {took:.0f} s", flush=True)
     # What most targets are about, where it is not left out.
     main_variant = "heads" if "heads" in asked.variants else asked.variants[0]
     if asked.tune:

@@ -1,0 +1,123 @@
+"""Our kernels as benchmarks use them: all that these know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernel_cases import (
+    DEVICE,
+    VARIANTS,
+    Answer,
+    Batch,
+    Errors,
+    Shape,
+    compare,
+    truth_of,
+)
+from capture_kernels.fused_decode import FusedDecodePlan
+from capture_kernels.schedule import PageTable
+from capture_kernels.statistics import StatisticsPlan
+
+LONGEST = Shape(batch=1, context=1 << 20)
+
+
+class Beside:
+    """Our pass over a batch, beside an engine's own attention."""
+
+    def __init__(self, batch: Batch, variant: str, **tuning: Any) -> None:
+        self._batch, self._asked = batch, VARIANTS[variant]
+        self._out: Any = None
+        self._plan = StatisticsPlan(
+            **plan_arguments(batch.shape), **top_arguments(*self._asked), **tuning
+        )
+
+    def schedule(self, **asked: Tensor) -> None:
+        self._plan.schedule(page_table(self._batch), **asked)
+
+    def layer(self, number: int) -> None:
+        self._out = self._plan.run(self._batch.queries[number], self._batch.keys[number])
+
+    def answer(self) -> Answer:
+        """Of the last layer that ran: views of the plan's buffers."""
+        return answer_of(self._out, *self._asked)
+
+
+class Fused:
+    """Our decode attention over a batch: top_k None without statistics, 0 without a top k."""
+
+    def __init__(self, batch: Batch, top_k: int | None) -> None:
+        self._batch, self._top_k = batch, top_k or 0
+        self._out: Any = None
+        shape = batch.shape
+        self._plan = FusedDecodePlan(
+            value_dim=shape.head_dim,
+            statistics=top_k is not None,
+            **plan_arguments(shape),
+            **top_arguments(self._top_k, 0),
+        )
+        self.output = torch.empty_like(batch.queries[0])
+
+    def schedule(self, **asked: Tensor) -> None:
+        self._plan.schedule(page_table(self._batch), **asked)
+
+    def layer(self, number: int) -> None:
+        batch = self._batch
+        self._out = self._plan.decode(
+            batch.queries[number], batch.keys[number], batch.values[number], self.output
+        )
+
+    def answer(self) -> Answer | None:
+        return None if self._out is None else answer_of(self._out, self._top_k, 0)
+
+
+def plan_arguments(shape: Shape) -> dict[str, Any]:
+    return {
+        "max_rows": shape.batch,
+        "max_length": shape.context,
+        "heads": shape.heads,
+        "key_heads": shape.key_heads,
+        "head_dim": shape.head_dim,
+        "scale": shape.scale,
+        "device": DEVICE,
+        # A row so long has no room in the scratch that is made unless asked.
+        **({"scratch_bytes": 0} if shape.context >= LONGEST.context else {}),
+    }
+
+
+def top_arguments(top_k: int, mean_top_k: int) -> dict[str, Any]:
+    asked = {"top_k": top_k, "mean_top_k": mean_top_k}
+    return {name: count for name, count in asked.items() if count}
+
+
+def page_table(batch: Batch) -> PageTable:
+    return PageTable.of_requests(batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
+
+
+def answer_of(out: Any, top_k: int, mean_top_k: int) -> Answer:
+    answer = Answer(out.logsumexp, out.entropy, out.hist)
+    if top_k:
+        answer = answer._replace(top_positions=out.top.positions, top_logits=out.top.logits)
+    if mean_top_k:
+        top = out.top
+        answer = answer._replace(
+            mean_top_positions=top.mean_positions, mean_top_mass=top.mean_masses
+        )
+    return answer
+
+
+def step(way: Beside | Fused, layers: int, **asked: Tensor) -> None:
+    """One step of a model with so many captured layers."""
+    way.schedule(**asked)
+    for number in range(layers):
+        way.layer(number)
+
+
+def errors_of(batch: Batch, answer: Answer, layer: int, rows: Sequence[int]) -> Errors:
+    worst = Errors()
+    for row in rows:
+        worst = worst.worst(compare(answer, row, truth_of(batch, layer, row)))
+    return worst
