@@ -20,8 +20,9 @@ reads 4 GiB in the same run; a share is the floor over the time.
     sweep      contexts, batches, head_dims, heads, types, uneven lengths, and logits that rise
 
 Answers are compared with float64 on some rows as they are timed, the peers' also on a small batch.
-Exits 1 where one is wrong or, on an H200, a target is missed. --quick does a little of everything
-in about a minute. --tune times how the pass may be compiled and spread, instead.
+Exits 1 where one is wrong or, on an H200, a target is missed. All plans are compiled first, on all
+cores (`kernel_compile`). --quick does a little of everything. --tune times how the pass may be
+compiled and spread, instead.
 
 SGLang's kernel is that of an installed SGLang, or of --sglang FOLDER, where a wheel was unpacked
 (`pip download sglang==0.5.23 --no-deps`); of that it takes two files,
@@ -424,7 +425,7 @@ def measure_tune(variant: str, kept: Kept, read: float) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a little of everything, in a minute")
+    parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names, with commas")
     parser.add_argument("--sglang", type=Path, help="the folder that holds sglang/")

@@ -293,7 +293,7 @@ def decode_pass(
                     )
             if FOURS:
                 if has_fours:
-                    # What a program writes lies together: head by head it took longer.
+                    # What a program writes lies together.
                     at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
                     at = fours + at[None, None, :] * (TILE // NEIGHBOURS) + four[:, :, None]
                     largest = tl.max(in_order(y, TILE, BLOCK_H), 2)

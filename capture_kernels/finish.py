@@ -50,12 +50,16 @@ def is_stretch(program, begin, end, total, last, programs):
 
 @triton.jit
 def row_totals(
-    partial, block_ptr, row, head, is_head, count_rows, programs,
+    partial, block_ptr, heads, sinks, row, head, count_rows, programs,
     HEADS: tl.constexpr,
     SOME_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of some heads, in units of ln 2: m, L over the visible keys, and that of the sink tokens."""
+    """Of some heads: the natural logsumexp over all real keys, -inf where nothing was found; and in
+    units of ln 2 m, L over the visible keys, and that of the sink tokens."""
     PARTS: tl.constexpr = 128 if SOME_HEADS < 8 else 1024 // SOME_HEADS
+    # A head that is asked for alone is there, which the compiler cannot know.
+    is_head = head < HEADS if SOME_HEADS > 1 else head >= 0
     begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
     m = tl.full([SOME_HEADS], LOWEST, tl.float32)
     visible = tl.zeros([SOME_HEADS], tl.float32)
@@ -73,20 +77,16 @@ def row_totals(
         visible = visible * old + tl.sum(visible_i * new, 0)
         sink = sink * old + tl.sum(sink_i * new, 0)
         m = m_new
-    return m, visible, sink
-
-
-@triton.jit
-def logsumexp_of(m, all_keys, sinks, query_head, is_head, HAS_SINKS: tl.constexpr):
-    """Natural, -inf where nothing was found, of `row_totals` over all real keys."""
+    all_keys = visible + sink
     logsumexp = (m + tl.log2(all_keys)) * LN_2
     if HAS_SINKS:
+        query_head = tl.load(heads + head, mask=is_head, other=0)
         learned = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32)
         larger = tl.maximum(logsumexp, learned)
         smaller = tl.minimum(logsumexp, learned)
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
-    return logsumexp
+    return logsumexp, m, visible, sink
 
 
 @triton.jit
@@ -106,13 +106,10 @@ def merge_head(
         if number == 0:
             tl.store(means + row * 32 + c, tl.zeros([32], tl.float32))
         return
-    head = number + tl.arange(0, 1)
-    is_head = head >= 0
-    m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
-    )
-    query_head = tl.load(heads + head)
-    logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
+    logsumexp, m, visible, sink = row_totals(
+        partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows, programs,
+        HEADS, 1, HAS_SINKS,
+    )  # fmt: skip
     begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
     masses = tl.zeros([32], tl.float32)
     weighted = tl.zeros([1], tl.float32)
@@ -224,8 +221,6 @@ def top_head(
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     place = row.to(tl.int64) * HEADS + number
-    head = number + tl.arange(0, 1)
-    is_head = head >= 0
     best = tl.full([SIZE], NOTHING, tl.int64)
     # A row that is longer than planned has pushed the ones behind it out of the buffers.
     found = (real > 0) & (end <= max_blocks)
@@ -266,11 +261,10 @@ def top_head(
             at = looked_at + place * SIZE + tl.arange(0, SIZE)
             tl.store(at, tl.where(there, number_of(best), -1))
             return
-    m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
-    )
-    query_heads = tl.load(heads + head)
-    logsumexp = logsumexp_of(m, visible + sink, sinks, query_heads, is_head, HAS_SINKS)
+    logsumexp, _, _, _ = row_totals(
+        partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows, programs,
+        HEADS, 1, HAS_SINKS,
+    )  # fmt: skip
     write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
 
 

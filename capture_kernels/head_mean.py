@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .constants import LOG2_E
 from .decode_pass import tile_logits
-from .finish import logsumexp_of, row_totals
+from .finish import row_totals
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
@@ -32,13 +32,12 @@ def shares(
     """By head, what a logit in units of ln 2 is lessened by to be that of a probability; +inf for a
     head of which no mass was found (`decode_pass`), as it has nothing to share out."""
     head = tl.arange(0, ALL_HEADS)
-    is_head = head < HEADS
-    m, visible, sink = row_totals(
-        partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, ALL_HEADS
-    )
-    query_head = tl.load(heads + head, mask=is_head, other=0)
-    logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
-    return tl.where(is_head & (logsumexp > float("-inf")), logsumexp * LOG2_E, float("inf"))
+    logsumexp, _, _, _ = row_totals(
+        partial, block_ptr, heads, sinks, row, head, count_rows, programs, HEADS, ALL_HEADS,
+        HAS_SINKS,
+    )  # fmt: skip
+    found = (head < HEADS) & (logsumexp > float("-inf"))
+    return tl.where(found, logsumexp * LOG2_E, float("inf"))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .constants import WITH_FOURS
-from .finish import key_logits, logsumexp_of, row_totals
+from .finish import key_logits, row_totals
 from .head_mean import mean_again, shares
 from .packed import NOTHING, pack, write_top
 
@@ -115,13 +115,10 @@ def merge_shares(
         best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
         logsumexp = tl.zeros([1], tl.float32)
         if not MEAN:
-            head = number + tl.arange(0, 1)
-            is_head = head >= 0
-            m, visible, sink = row_totals(
-                partial, block_ptr, row, head, is_head, count_rows, programs, HEADS, 1
-            )
-            query_head = tl.load(heads + head)
-            logsumexp = logsumexp_of(m, visible + sink, sinks, query_head, is_head, HAS_SINKS)
+            logsumexp, _, _, _ = row_totals(
+                partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows,
+                programs, HEADS, 1, HAS_SINKS,
+            )  # fmt: skip
         write_top(
             best, place, tl.load(rows + row), logsumexp, positions, tops, masses, K, SIZE, MEAN
         )

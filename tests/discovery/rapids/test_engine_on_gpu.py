@@ -104,12 +104,15 @@ def test_a_layout_is_reproducible_to_the_bit(engine):
     near = engine.neighbors(fit, fit, 30)
     init = fit[:, :2] * 10
     epochs: list[tuple[int, int]] = []
-    first, again = (
-        engine.layout(fit, near, init, 0.0, 7, lambda done, of: epochs.append((done, of)))
-        for _ in range(2)
+    # It begins from an initial layout of any size, as umap-learn does.
+    wide = init * np.float32([4.0, 0.5])
+    first, again, stretched = (
+        engine.layout(fit, near, start, 0.0, 7, lambda done, of: epochs.append((done, of)))
+        for start in (init, init, wide)
     )
     assert np.isfinite(first).all() and first.shape == (6_000, 2)
     np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, stretched)
     assert epochs[0] == (0, epochs_for(6_000)) and epochs[-1] == (epochs_for(6_000),) * 2
 
 
