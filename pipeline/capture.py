@@ -26,6 +26,7 @@ from capture_kernels.fingerprint import Layout
 from capture_kernels.zones import ZONES, ZoneRules
 
 from .engines.options import PromptError
+from .interrupts import lost_interrupts_again
 from .record import PHASES, vectors
 from .store.base import Appended, Store
 
@@ -259,7 +260,8 @@ def first_interrupt_noted() -> Iterator[list[int]]:
         return
     before = signal.signal(signal.SIGINT, handler)
     try:
-        yield noted
+        with lost_interrupts_again():
+            yield noted
     finally:
         signal.signal(signal.SIGINT, before)
 
