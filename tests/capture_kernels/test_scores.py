@@ -409,7 +409,7 @@ def test_a_run_only_makes_views(monkeypatch):
     plan = plan_for(case)
     out, _ = poisoned(7, 2, 40)
     sinks, launches = torch.zeros(2), Launches()
-    monkeypatch.setattr("capture_kernels.scores._scores", launches)
+    monkeypatch.setattr("capture_kernels.scores.scores_pass", launches)
     with Operations() as seen:
         plan.run(
             case.query, case.keys, case.table, 0, out, last=7, descale=case.descale, sinks=sinks
