@@ -17,10 +17,10 @@ from .neighbors import Neighbors, measured_recall, method_of
 from .plane import nearest, plane_tree, spanning_tree
 
 LIBRARIES = ("cuml-cu13", "cuvs-cu13", "rmm-cu13", "cupy-cuda13x", "numpy")
-# cuML moves all points of an epoch at once, and needs more epochs than umap-learn. ARI with the CPU
-# engine's clusters of the shipped sample after 200, 400, 800 and 1,600: 0.33, 0.39, 0.41 and 0.41
-# (of two CPU seeds: 0.41); with the truth of a million planted rows after 200, 500 and 1,000: 0.43,
-# 0.96 and 0.97. 800 of a million rows take 1.6 s on an H200.
+# cuML moves all points of an epoch at once, and needs more epochs than umap-learn until behaviours
+# that touch come apart. Few rows have more still, as epochs cost little there: its clusters of the
+# shipped sample then agree with the CPU engine's nearly as those of two CPU seeds do (`--sample` of
+# benchmarks/gpu_discovery.py).
 EPOCHS, FEW_ROWS, FEW_ROWS_EPOCHS = 800, 100_000, 1600
 # umap-learn stretches an initial layout to this range, axis by axis, before it begins.
 UMAP_RANGE = np.float32(10.0)
