@@ -12,3 +12,7 @@ LOWEST = tl.constexpr(-1.0e30)
 NEIGHBOURS = tl.constexpr(4)
 # The longest row of which the maxima of neighbours are kept.
 WITH_FOURS = tl.constexpr(32768)
+# Numbers of a stretch and head: 28 range masses in 32 columns, then m, L and S.
+PARTIAL = tl.constexpr(36)
+# Addresses of a layer: keys, their scales, learned sinks; 16 bytes are a step of aligned access.
+ADDRESSES = tl.constexpr(4)

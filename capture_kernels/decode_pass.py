@@ -12,7 +12,9 @@ e is given to it as the sum of two bfloat16, good to 17 bits. With values the sa
 ordinary attention: o = sum e_d v_d.
 
 For a top k it writes the largest logits of four neighbouring keys each, and those of blocks where a
-row has no room for that; for the head mean it writes the logits themselves (`topk`).
+row has no room for that; for the head mean it writes the logits themselves (`topk`). A layer may be
+finished after the passes of others (`statistics`), so this one keeps the queries, which an engine
+does not, and notes where keys, their scales and learned sinks are.
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.
@@ -23,10 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, WITH_FOURS
+from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, PARTIAL, WITH_FOURS
 
-# Columns of range masses; in a partial result m, L and S stand after them, at 32, 33 and 34.
-COLUMNS, PARTIAL = 32, 36
+# Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
+COLUMNS = 32
 
 
 @triton.jit
@@ -126,8 +128,11 @@ def decode_pass(
     block_ptr,
     head_table,
     descale,
+    sinks,
     partial,
     partial_values,
+    addresses,
+    kept_query,
     logits,
     fours,
     maxima,
@@ -153,6 +158,7 @@ def decode_pass(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     STATISTICS: tl.constexpr,
+    QUERIES: tl.constexpr,
     LOGITS: tl.constexpr,
     FOURS: tl.constexpr,
     MAXIMA: tl.constexpr,
@@ -162,6 +168,11 @@ def decode_pass(
     UPCAST: tl.constexpr,
 ):
     program, programs = tl.program_id(1), tl.num_programs(1)
+    if STATISTICS:
+        if (program == 0) & (tl.program_id(0) == 0):
+            tl.store(addresses, keys.to(tl.int64))
+            tl.store(addresses + 1, descale.to(tl.int64))
+            tl.store(addresses + 2, sinks.to(tl.int64))
     group = head_table + tl.program_id(0) * (BLOCK_H + 2)
     key_head, first_head = tl.load(group), tl.load(group + 1)
     lane_h = tl.arange(0, BLOCK_H)
@@ -204,6 +215,14 @@ def decode_pass(
             mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
             other=0.0,
         )
+        if QUERIES:
+            if block == row_block:
+                kept_at = (row.to(tl.int64) * HEADS + out_head) * HEAD_DIM
+                tl.store(
+                    kept_query + kept_at[None, :] + dims[:, None],
+                    q.to(tl.float32),
+                    mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
+                )
         row_factor = factor
         if TO_HALF:
             # float8 becomes float16 in one instruction, bfloat16 in several. Of q, in units of a
@@ -231,6 +250,9 @@ def decode_pass(
             # Wholly in the scratch, or not at all.
             has_fours = tl.load(block_ptr + row + 1) <= four_blocks
             has_fours &= real <= WITH_FOURS
+            has_maxima = has_fours == 0
+        else:
+            has_maxima = True
 
         for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
             distance = tile * TILE + lane
@@ -299,11 +321,12 @@ def decode_pass(
                     largest = tl.max(in_order(y, TILE, BLOCK_H), 2)
                     tl.store(at, largest * LN_2, mask=chosen[None, None, :])
             if MAXIMA:
-                fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
-                block_max = tl.maximum(fresh, y)
-                if (this < max_blocks) & (tile % TILES == TILES - 1):
-                    at = maxima + out_head.to(tl.int64) * max_blocks + this
-                    tl.store(at, tl.max(block_max, 0) * LN_2, mask=chosen)
+                if has_maxima:
+                    fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
+                    block_max = tl.maximum(fresh, y)
+                    if (this < max_blocks) & (tile % TILES == TILES - 1):
+                        at = maxima + out_head.to(tl.int64) * max_blocks + this
+                        tl.store(at, tl.max(block_max, 0) * LN_2, mask=chosen)
 
             if VALUE_DIM:
                 v_at = values + slot[None, :] * STRIDE_VS + value_dims[:, None]
@@ -319,7 +342,7 @@ def decode_pass(
             m = m_new
 
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
-        place = ((program + row).to(tl.int64) * HEADS + out_head) * 36
+        place = ((program + row).to(tl.int64) * HEADS + out_head) * PARTIAL
         if STATISTICS:
             tl.store(partial + place + 32, m_told, mask=chosen)
             tl.store(partial + place + 33, total_l, mask=chosen)

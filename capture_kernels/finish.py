@@ -1,7 +1,8 @@
-"""What is left of a row after the pass: its stretches merged, and the top k of its heads.
+"""What is left of some layers after their passes: their stretches merged, and the top k of heads.
 
-One launch, in which each row and head has a program for its statistics, one for its top k and one
-for its attention's output, as far as these are asked for.
+One launch for all of these layers, in which each row and head of each has a program for its
+statistics and one for its top k, as far as this is asked for: there are enough of them that none
+has to be fast.
 
 Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
 
@@ -11,13 +12,9 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches 
 Of a head's keys, the first K groups of four are found by the maxima that the pass has written
 (`topk` says why these hold the top k), and the logits of their keys are made once more.
 
-With values o_i, the output is sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m)),
-where L_i counts every key that is read, sink tokens and masked ones too: the output is the model's
-own, whatever a fingerprint leaves out.
-
-Tensors (R rows, H chosen query heads): those of `statistics` and `topk`, and
+Tensors (A layers, R rows, H chosen query heads): those of `statistics` and `topk`, and
     heads    int32[2, H]  the query head, and the key head that it reads
-    arrived  int32[R]     how many heads of a row are merged; 0 between launches
+    arrived  int32[A, R]  how many heads of a row are merged; 0 between launches
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, WITH_FOURS
+from .constants import ADDRESSES, LN_2, LOWEST, NEIGHBOURS, PARTIAL, WITH_FOURS
 from .groups import first_groups
 from .packed import NOTHING, number_of, pack, value_of, write_top
 
@@ -67,7 +64,7 @@ def row_totals(
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
         there = is_stretch(program, begin, end, total, last, programs)[:, None] & is_head[None, :]
-        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * 36
+        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * PARTIAL
         sink_i = tl.load(part + 26, mask=there, other=0.0)
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
         visible_i = tl.load(part + 33, mask=there, other=0.0)
@@ -90,8 +87,21 @@ def row_totals(
 
 
 @triton.jit
+def layer_inputs(addresses, slot, keys):
+    """Where a layer's keys, their scales and learned sinks are, as its pass has noted; `keys` are
+    those of another layer, of the same type, a multiple of 16 bytes apart."""
+    at = addresses + slot * ADDRESSES
+    # From a pointer that is known to be aligned: what is made of a number alone is not.
+    bytes_apart = tl.multiple_of(tl.load(at) - keys.to(tl.int64), 16)
+    layer_keys = (keys.to(tl.pointer_type(tl.int8)) + bytes_apart).to(keys.dtype)
+    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    sinks = tl.load(at + 2).to(tl.pointer_type(tl.float32))
+    return layer_keys, descale, sinks
+
+
+@triton.jit
 def merge_head(
-    partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number, count_rows,
+    partial, rows, block_ptr, heads, sinks, per_head, mean, arrived, row, number, count_rows,
     programs,
     HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -104,7 +114,7 @@ def merge_head(
         # Not asked for: there is nothing to wait for.
         tl.store(at, tl.where(c == 29, float("-inf"), 0.0))
         if number == 0:
-            tl.store(means + row * 32 + c, tl.zeros([32], tl.float32))
+            tl.store(mean + row * 32 + c, tl.zeros([32], tl.float32))
         return
     logsumexp, m, visible, sink = row_totals(
         partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows, programs,
@@ -116,7 +126,7 @@ def merge_head(
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
         there = is_stretch(program, begin, end, total, last, programs)
-        part = partial + ((program + row).to(tl.int64) * HEADS + number) * 36
+        part = partial + ((program + row).to(tl.int64) * HEADS + number) * PARTIAL
         masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
         l_i = tl.load(part + 33, mask=there, other=0.0)
@@ -148,17 +158,17 @@ def merge_head(
     if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == HEADS - 1:
         tl.store(arrived + row, 0)
         lane = tl.arange(0, 32)
-        mean = tl.zeros([32], tl.float32)
+        sums = tl.zeros([32], tl.float32)
         for h in range(0, HEADS, 32):
             each = h + lane
             place = (row.to(tl.int64) * HEADS + each[:, None]) * 32 + c[None, :]
             there = (each < HEADS)[:, None]
             # Other multiprocessors wrote it: not from this one's own cache.
             loaded = tl.load(per_head + place, mask=there, other=0.0, cache_modifier=".cg")
-            mean += tl.sum(loaded, 0)
+            sums += tl.sum(loaded, 0)
         # Column 28 is 1 for each head that is valid.
-        mean = tl.where(c == 28, tl.where(mean > HEADS - 0.5, 1.0, 0.0), mean / HEADS)
-        tl.store(means + row * 32 + c, tl.where(c > 28, 0.0, mean))
+        out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
+        tl.store(mean + row * 32 + c, tl.where(c > 28, 0.0, out))
 
 
 @triton.jit
@@ -197,8 +207,8 @@ def key_logits(
 @triton.jit
 def top_head(
     partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours, maxima,
-    looked_at, positions, tops, masses, factor, soft_cap, stride_qr, stride_qh, stride_kh, row,
-    number, count_rows, programs, four_blocks, max_blocks,
+    looked_at, positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows,
+    programs, four_blocks, max_blocks,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -240,12 +250,11 @@ def top_head(
             COUNT: tl.constexpr = SIZE * NEIGHBOURS
             distance = first[:, None] + tl.arange(0, NEIGHBOURS)[None, :]
             distance = tl.reshape(distance, [COUNT])
-            query_head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
+            key_head = tl.load(heads + HEADS + number)
             if DESCALE:
                 factor *= tl.load(descale + key_head)
             x = key_logits(
-                distance, real, slots + tl.load(base + row) + position,
-                query + row.to(tl.int64) * stride_qr + query_head * stride_qh,
+                distance, real, slots + tl.load(base + row) + position, query + place * HEAD_DIM,
                 keys + key_head.to(tl.int64) * stride_kh, factor, soft_cap, STRIDE_KS, HEAD_DIM,
                 COUNT, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
             )  # fmt: skip
@@ -268,71 +277,15 @@ def top_head(
     write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
 
 
-@triton.jit
-def merge_values(
-    partial, partial_values, block_ptr, sinks, value_descale, output, stride_or, stride_oh, row,
-    number, count_rows, programs,
-    HEADS: tl.constexpr,
-    QUERIES_A_KEY: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    VALUE_DESCALE: tl.constexpr,
-):  # fmt: skip
-    """The output of one head; a row without keys keeps what it holds."""
-    PARTS: tl.constexpr = 16
-    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
-    if begin == end:
-        return
-    dims = tl.arange(0, BLOCK_V)
-    is_dim = dims < VALUE_DIM
-    m = tl.full([1], LOWEST, tl.float32)
-    if HAS_SINKS:
-        m = tl.zeros([1], tl.float32) + tl.load(sinks + number).to(tl.float32) * LOG2_E
-    weight = tl.where(m > LOWEST, 1.0, 0.0)
-    o = tl.zeros([BLOCK_V], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
-        there = is_stretch(program, begin, end, total, last, programs)
-        place = (program + row).to(tl.int64) * HEADS + number
-        m_i = tl.load(partial + place * 36 + 32, mask=there, other=LOWEST)
-        l_i = tl.load(partial + place * 36 + 33, mask=there, other=0.0)
-        if STATISTICS:
-            # 33 is of the visible keys; sink tokens and the others that were read stand apart.
-            l_i += tl.load(partial + place * 36 + 26, mask=there, other=0.0)
-            l_i += tl.load(partial + place * 36 + 27, mask=there, other=0.0)
-        o_i = tl.load(
-            partial_values + place[:, None] * VALUE_DIM + dims[None, :],
-            mask=there[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        old = tl.exp2(m - m_new)
-        new = tl.exp2(m_i - m_new)
-        weight = weight * old + tl.sum(l_i * new, 0)
-        o = o * old + tl.sum(o_i * new[:, None], 0)
-        m = m_new
-    o = o / weight
-    if VALUE_DESCALE:
-        o *= tl.load(value_descale + number // QUERIES_A_KEY)
-    place = row.to(tl.int64) * stride_or + number * stride_oh + dims
-    tl.store(output + place, o.to(output.dtype.element_ty), mask=is_dim)
-
-
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def finish(
-    partial, partial_values, rows, block_ptr, base, slots, heads, sinks, query, keys, descale,
-    value_descale, per_head, means, output, arrived, fours, maxima, looked_at, positions, tops,
-    masses, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_or, stride_oh, count_rows,
-    programs, four_blocks, max_blocks,
+    partial, rows, block_ptr, base, slots, heads, keys, addresses, kept_query, per_head, mean,
+    arrived, fours, maxima, looked_at, positions, tops, masses, factor, soft_cap, stride_kh,
+    count_rows, programs, four_blocks, max_blocks, first_layer, max_rows,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
-    QUERIES_A_KEY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     FOUR_GROUPS: tl.constexpr,
@@ -341,36 +294,38 @@ def finish(
     SPAN: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    STATISTICS: tl.constexpr,
     FOURS: tl.constexpr,
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    VALUE_DESCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    row, number, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The longest first.
+    row, number = tl.program_id(0), tl.program_id(1)
+    ROLES: tl.constexpr = 2 if K else 1
+    slot = tl.program_id(2) // ROLES
+    keys, descale, sinks = layer_inputs(addresses, slot, keys)
+    partial += slot.to(tl.int64) * ((programs + max_rows) * HEADS * PARTIAL)
+    # Of all rows and heads, as they lie in the slots and in the answers.
+    in_slot = slot.to(tl.int64) * max_rows
+    in_answer = (first_layer + slot).to(tl.int64) * max_rows
     if K:
-        if role == 0:
+        # The longest first.
+        if tl.program_id(2) % ROLES == 0:
+            FOURS_A_BLOCK: tl.constexpr = TILE * TILES // NEIGHBOURS
             top_head(
-                partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours,
-                maxima, looked_at, positions, tops, masses, factor, soft_cap, stride_qr, stride_qh,
+                partial, rows, block_ptr, base, slots, heads, sinks,
+                kept_query + in_slot * (HEADS * HEAD_DIM), keys, descale,
+                fours + slot.to(tl.int64) * four_blocks * (HEADS * FOURS_A_BLOCK),
+                maxima + slot.to(tl.int64) * max_blocks * HEADS,
+                looked_at + in_slot * (HEADS * SIZE), positions + in_answer * (HEADS * K),
+                tops + in_answer * (HEADS * K), masses + in_answer * HEADS, factor, soft_cap,
                 stride_kh, row, number, count_rows, programs, four_blocks, max_blocks, STRIDE_KS,
-                HEADS, HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS,
-                SPAN, K, SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
+                HEADS, HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS, SPAN, K,
+                SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
             )  # fmt: skip
             return
-    if STATISTICS:
-        if role == (1 if K else 0):
-            merge_head(
-                partial, rows, block_ptr, heads, sinks, per_head, means, arrived, row, number,
-                count_rows, programs, HEADS, HAS_SINKS,
-            )  # fmt: skip
-            return
-    if VALUE_DIM:
-        merge_values(
-            partial, partial_values, block_ptr, sinks, value_descale, output, stride_or, stride_oh,
-            row, number, count_rows, programs, HEADS, QUERIES_A_KEY, VALUE_DIM, BLOCK_V,
-            STATISTICS, HAS_SINKS, VALUE_DESCALE,
-        )  # fmt: skip
+    merge_head(
+        partial, rows, block_ptr, heads, sinks, per_head + in_answer * (HEADS * 32),
+        mean + in_answer * 32, arrived + in_slot, row, number, count_rows, programs, HEADS,
+        HAS_SINKS,
+    )  # fmt: skip

@@ -5,9 +5,9 @@ Mathematics, with the logits x_hd of `decode_pass` by head h and distance d, and
     p_d = (1/H) sum_h exp(x_hd - lse_h)
 
 Where the pass has kept a row's logits, p is made from these; otherwise its keys are read again.
-lse_h is made from the stretches of the pass, so that nothing here waits for `finish`.
+lse_h is made from the stretches of the pass.
 
-Tensors: those of `topk`, which launches this.
+Tensors: those of `topk`, which launches this for some layers at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LOG2_E
+from .constants import LOG2_E, PARTIAL
 from .decode_pass import tile_logits
-from .finish import row_totals
+from .finish import layer_inputs, row_totals
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
@@ -42,8 +42,8 @@ def shares(
 
 @triton.jit
 def mean_again(
-    row, newest, distance, real, query, keys, head_table, descale, lse, factor, soft_cap, stride_qr,
-    stride_qh, stride_kh,
+    row, newest, distance, real, query, kept_query, keys, head_table, descale, lse, factor,
+    soft_cap, stride_kh,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -56,7 +56,10 @@ def mean_again(
     DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile of keys that are read again: float32[TILE], -inf where a key is not real."""
+    """p of a tile of keys that are read again: float32[TILE], -inf where a key is not real.
+
+    Queries are taken as they were kept; `query` says of what type they had been.
+    """
     lane = tl.arange(0, BLOCK_H)
     every = tl.arange(0, ALL_HEADS)
     dims = tl.arange(0, BLOCK_D)
@@ -65,10 +68,11 @@ def mean_again(
     for number in range(GROUPS):
         group = head_table + number * (BLOCK_H + 2)
         key_head, first = tl.load(group), tl.load(group + 1)
-        query_head = tl.load(group + 2 + lane)
+        chosen = tl.load(group + 2 + lane) >= 0
+        of_head = (row.to(tl.int64) * HEADS + first + lane) * HEAD_DIM
         q = tl.load(
-            query + row.to(tl.int64) * stride_qr + query_head[None, :] * stride_qh + dims[:, None],
-            mask=(query_head >= 0)[None, :] & (dims[:, None] < HEAD_DIM),
+            kept_query + of_head[None, :] + dims[:, None],
+            mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
             other=0.0,
         )
         k = tl.load(
@@ -79,10 +83,10 @@ def mean_again(
         scaled = factor
         if DESCALE:
             scaled *= tl.load(descale + key_head)
-        y = tile_logits(k, q, scaled, soft_cap, SOFT_CAP, UPCAST)
+        y = tile_logits(k, q.to(query.dtype.element_ty), scaled, soft_cap, SOFT_CAP, UPCAST)
         mine = (first + lane)[:, None] == every[None, :]
         of_group = tl.sum(tl.where(mine, lse[None, :], 0.0), 1)
-        of_group = tl.where(query_head >= 0, of_group, float("inf"))
+        of_group = tl.where(chosen, of_group, float("inf"))
         p += tl.sum(tl.exp2(y - of_group[None, :]), 1)
     return tl.where(distance < real, p / HEADS, float("-inf"))
 
@@ -109,11 +113,11 @@ def told(
     return largest
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["count_rows", "layers"])
 def head_mean(
-    logits, mean, mean_maxima, hubs, partial, rows, block_ptr, base, slots, heads, sinks, query,
-    keys, descale, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs,
-    longest, count_rows, programs, logit_blocks, max_blocks,
+    logits, mean_keys, mean_maxima, hubs, partial, rows, block_ptr, base, slots, heads, query,
+    keys, addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs, longest,
+    count_rows, programs, logit_blocks, max_blocks, max_rows, layers,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -132,61 +136,91 @@ def head_mean(
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean probabilities of blocks of keys, and the largest of each block."""
+    """Mean probabilities of blocks of keys, and the largest of each block.
+
+    Rows with logits come first: their blocks are shared out in stretches. Those of the others cost
+    far more, and are taken in turns. A program adds to the hubs layer after layer, and no other
+    program to the same ones, so that the sums are the same every time.
+    """
     BLOCK: tl.constexpr = TILE * TILES
+    program, turns = tl.program_id(0), tl.num_programs(0)
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
-    total = tl.minimum(tl.load(block_ptr + count_rows), max_blocks)
+    kept = tl.max(tl.where(row_ends <= logit_blocks, row_ends, 0), 0)
     lane = tl.arange(0, TILE)
     head = tl.arange(0, ALL_HEADS)
-    block = total * tl.program_id(0) // tl.num_programs(0)
-    end = total * (tl.program_id(0) + 1) // tl.num_programs(0)
+    block = kept * program // turns
+    end = kept * (program + 1) // turns
     while block < end:
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
-        row_block, row_end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-        stop = tl.minimum(end, row_end)
+        row_block = tl.load(block_ptr + row)
+        stop = tl.minimum(end, tl.load(block_ptr + row + 1))
         position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-        newest = slots + tl.load(base + row) + position
-        kept = row_end <= logit_blocks
-        lse = shares(
-            partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS, HAS_SINKS
-        )
-        largest = tl.full([TILE], float("-inf"), tl.float32)
-        first_tile, after = (block - row_block) * TILES, (stop - row_block) * TILES
-        if kept:
+        for number in range(0, layers):
+            layer = tl.full([], 0, tl.int64) + number
+            _, _, sinks = layer_inputs(addresses, layer, keys)
+            of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
+            lse = shares(
+                partial + of_layer, block_ptr, row, heads, sinks, count_rows, programs, HEADS,
+                ALL_HEADS, HAS_SINKS,
+            )  # fmt: skip
+            of_logits = layer * logit_blocks
+            of_maxima = mean_maxima + layer * max_blocks
+            largest = tl.full([TILE], float("-inf"), tl.float32)
+            first_tile, after = (block - row_block) * TILES, (stop - row_block) * TILES
             for tile in tl.range(first_tile, after, num_stages=3):
                 this = row_block + tile // TILES
                 within = (tile % TILES) * TILE + lane
-                at = (this.to(tl.int64) * HEADS + head[:, None]) * BLOCK + within[None, :]
+                at = ((of_logits + this) * HEADS + head[:, None]) * BLOCK + within[None, :]
                 x = tl.load(logits + at, mask=(head < HEADS)[:, None], other=float("-inf"))
                 p = tl.sum(tl.exp2(x * LOG2_E - lse[:, None]), 0) / HEADS
                 p = tl.where(tile * TILE + lane < real, p, float("-inf"))
                 if KEEP:
-                    tl.store(mean + this.to(tl.int64) * BLOCK + within, p)
+                    tl.store(mean_keys + (of_logits + this) * BLOCK + within, p)
                 largest = told(
-                    p, largest, tile, row, this, position, real, lane, mean_maxima, hubs,
-                    stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                    p, largest, tile, row, this, position, real, lane, of_maxima, hubs, stride_hubs,
+                    longest, TILE, TILES, KEEP, HUBS,
                 )  # fmt: skip
-        elif AGAIN:
-            if real > 0:
-                for tile in range(first_tile, after):
-                    p = mean_again(
-                        row, newest, tile * TILE + lane, real, query, keys, head_table, descale,
-                        lse, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
-                        ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
-                        UPCAST,
-                    )  # fmt: skip
-                    largest = told(
-                        p, largest, tile, row, row_block + tile // TILES, position, real, lane,
-                        mean_maxima, hubs, stride_hubs, longest, TILE, TILES, KEEP, HUBS,
-                    )  # fmt: skip
         block = stop
 
+    if AGAIN:
+        total = tl.minimum(tl.load(block_ptr + count_rows), max_blocks)
+        block = kept + program
+        while block < total:
+            row = tl.sum((row_ends <= block).to(tl.int32), 0)
+            position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+            if real > 0:
+                newest = slots + tl.load(base + row) + position
+                first_tile = (block - tl.load(block_ptr + row)) * TILES
+                for number in range(0, layers):
+                    layer = tl.full([], 0, tl.int64) + number
+                    layer_keys, descale, sinks = layer_inputs(addresses, layer, keys)
+                    of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
+                    lse = shares(
+                        partial + of_layer, block_ptr, row, heads, sinks, count_rows, programs,
+                        HEADS, ALL_HEADS, HAS_SINKS,
+                    )  # fmt: skip
+                    queries = kept_query + layer * max_rows * (HEADS * HEAD_DIM)
+                    largest = tl.full([TILE], float("-inf"), tl.float32)
+                    for tile in range(first_tile, first_tile + TILES):
+                        p = mean_again(
+                            row, newest, tile * TILE + lane, real, query, queries, layer_keys,
+                            head_table, descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS,
+                            ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
+                            UPCAST,
+                        )  # fmt: skip
+                        largest = told(
+                            p, largest, tile, row, block, position, real, lane,
+                            mean_maxima + layer * max_blocks, hubs, stride_hubs,
+                            longest, TILE, TILES, KEEP, HUBS,
+                        )  # fmt: skip
+            block += turns
 
-@triton.jit(do_not_specialize=["count_rows"])
+
+@triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def top_mean(
-    mean, mean_maxima, looked_at, positions, tops, rows, block_ptr, count_rows, logit_blocks,
-    max_blocks,
+    mean_keys, mean_maxima, looked_at, positions, tops, rows, block_ptr, count_rows, logit_blocks,
+    max_blocks, first_layer, max_rows,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -195,18 +229,20 @@ def top_mean(
     AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean, or its first blocks where this was not kept."""
-    row = tl.program_id(0)
+    row, slot = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
-        best = first_groups(mean_maxima + begin, end - begin, 1, 1, BLOCKS, SPAN, SIZE)
+        largest = mean_maxima + slot.to(tl.int64) * max_blocks + begin
+        best = first_groups(largest, end - begin, 1, 1, BLOCKS, SPAN, SIZE)
         if AGAIN:
             if end > logit_blocks:
-                at = looked_at + row * SIZE + tl.arange(0, SIZE)
+                at = looked_at + (slot * max_rows + row) * SIZE + tl.arange(0, SIZE)
                 there = value_of(best) > float("-inf")
                 tl.store(at, tl.where(there, number_of(best), -1))
                 return
-        values = mean + begin.to(tl.int64) * BLOCK
+        values = mean_keys + (slot.to(tl.int64) * logit_blocks + begin) * BLOCK
         best = all_parts(best, values, (end - begin) * BLOCK, 1, 1, BLOCK, SIZE)
-    write_top(best, row, position, 0.0, positions, tops, tops, K, SIZE, True)
+    place = (first_layer + slot) * max_rows + row
+    write_top(best, place, position, 0.0, positions, tops, tops, K, SIZE, True)

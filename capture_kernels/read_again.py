@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import WITH_FOURS
-from .finish import key_logits, row_totals
+from .constants import PARTIAL, WITH_FOURS
+from .finish import key_logits, layer_inputs, row_totals
 from .head_mean import mean_again, shares
 from .packed import NOTHING, pack, write_top
 
@@ -34,9 +34,9 @@ def is_read_again(
 
 @triton.jit(do_not_specialize=["count_rows"])
 def select_again(
-    looked_at, lists, partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale,
-    head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, programs,
-    logit_blocks, four_blocks, max_blocks,
+    looked_at, lists, partial, rows, block_ptr, base, slots, heads, query, keys, addresses,
+    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, programs, logit_blocks,
+    four_blocks, max_blocks, max_rows,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -47,6 +47,7 @@ def select_again(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     SIZE: tl.constexpr,
+    SHARES: tl.constexpr,
     MEAN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
@@ -54,36 +55,39 @@ def select_again(
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The top k of a share of the chosen blocks of a row and head, or of its head mean."""
-    row, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, number = tl.program_id(0), tl.program_id(1)
+    split, slot = tl.program_id(2) % SHARES, tl.program_id(2) // SHARES
     if is_read_again(
         rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
     ):  # fmt: skip
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
+        layer_keys, descale, sinks = layer_inputs(addresses, slot, keys)
+        queries = kept_query + slot.to(tl.int64) * max_rows * (HEADS * HEAD_DIM)
+        partial += slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL)
         if MEAN:
             lse = shares(
                 partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS,
                 HAS_SINKS,
             )  # fmt: skip
         else:
-            query_head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
-            of_query = query + row.to(tl.int64) * stride_qr + query_head * stride_qh
-            of_keys = keys + key_head.to(tl.int64) * stride_kh
+            key_head = tl.load(heads + HEADS + number)
+            of_query = queries + (row.to(tl.int64) * HEADS + number) * HEAD_DIM
+            of_keys = layer_keys + key_head.to(tl.int64) * stride_kh
             if DESCALE:
                 factor *= tl.load(descale + key_head)
-        place = row.to(tl.int64) * tl.num_programs(1) + number
+        place = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
         best = tl.full([SIZE], NOTHING, tl.int64)
-        for chosen in range(split, SIZE, tl.num_programs(2)):
+        for chosen in range(split, SIZE, SHARES):
             block = tl.load(looked_at + place * SIZE + chosen)
             if block >= 0:
                 for tile in range(0, TILES):
                     distance = (block * TILES + tile) * TILE + tl.arange(0, TILE)
                     if MEAN:
                         x = mean_again(
-                            row, newest, distance, real, query, keys, head_table, descale, lse,
-                            factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
-                            ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
-                            UPCAST,
+                            row, newest, distance, real, query, queries, layer_keys, head_table,
+                            descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
+                            GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                     else:
                         x = key_logits(
@@ -91,14 +95,14 @@ def select_again(
                             HEAD_DIM, TILE, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
                         )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
-        at = (place * tl.num_programs(2) + split) * SIZE + tl.arange(0, SIZE)
+        at = (place * SHARES + split) * SIZE + tl.arange(0, SIZE)
         tl.store(lists + at, best)
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def merge_shares(
-    lists, positions, tops, masses, partial, rows, block_ptr, heads, sinks, count_rows, programs,
-    logit_blocks, four_blocks, max_blocks,
+    lists, positions, tops, masses, partial, rows, block_ptr, heads, keys, addresses, count_rows,
+    programs, logit_blocks, four_blocks, max_blocks, first_layer, max_rows,
     HEADS: tl.constexpr,
     SHARES: tl.constexpr,
     K: tl.constexpr,
@@ -107,18 +111,22 @@ def merge_shares(
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row that was read again, from those of its shares."""
-    row, number = tl.program_id(0), tl.program_id(1)
+    row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if is_read_again(
         rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
     ):  # fmt: skip
-        place = row.to(tl.int64) * tl.num_programs(1) + number
-        best = tl.topk(tl.load(lists + place * SHARES * SIZE + tl.arange(0, SHARES * SIZE)), SIZE)
+        in_slot = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
+        lane = tl.arange(0, SHARES * SIZE)
+        best = tl.topk(tl.load(lists + in_slot * SHARES * SIZE + lane), SIZE)
         logsumexp = tl.zeros([1], tl.float32)
         if not MEAN:
+            _, _, sinks = layer_inputs(addresses, slot, keys)
             logsumexp, _, _, _ = row_totals(
-                partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows,
-                programs, HEADS, 1, HAS_SINKS,
+                partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), block_ptr,
+                heads, sinks, row, number + tl.arange(0, 1), count_rows, programs, HEADS, 1,
+                HAS_SINKS,
             )  # fmt: skip
+        place = in_slot + first_layer.to(tl.int64) * max_rows * tl.num_programs(1)
         write_top(
             best, place, tl.load(rows + row), logsumexp, positions, tops, masses, K, SIZE, MEAN
         )

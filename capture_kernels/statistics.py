@@ -2,26 +2,27 @@
 
 Mathematics: `decode_pass`, and `finish` for what stands in each column.
 
-Tensors (R rows, H chosen query heads in ascending order):
-    partial   float32[programs + R, H, 36]  range masses, m, L and S of each stretch
-    per_head  float32[R, H, 32]             0..15 log2 bins; 16..23 relative places; 24 mass at
+Tensors (L layers, A of them finished at once, R rows, H chosen query heads in ascending order):
+    partial   float32[A, programs + R, H, 36]  range masses, m, L and S of each stretch
+    addresses int64[A, 4]                   of a layer's keys, their scales and learned sinks
+    per_head  float32[L, R, H, 32]          0..15 log2 bins; 16..23 relative places; 24 mass at
                                             d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy;
                                             28 whether a key is visible, 1 or 0; 29 logsumexp
-    mean      float32[R, 32]                means over the heads of columns 0..27, and column 28
+    mean      float32[L, R, 32]             means over the heads of columns 0..27, and column 28
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .constants import LOG2_E
-from .decode_pass import COLUMNS, PARTIAL, decode_pass
+from .constants import ADDRESSES, LOG2_E, PARTIAL
+from .decode_pass import COLUMNS, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
 from .finish import finish
@@ -37,12 +38,13 @@ from .launch import (
     processors,
 )
 from .schedule import PageTable, Schedule
-from .topk import NO_TOP, SCRATCH_BYTES, TopK, TopKPlan
+from .topk import TopK, TopKPlan
 
 ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
+SCRATCH_BYTES = 256 << 20
 
 
 class Tuning(NamedTuple):
@@ -56,7 +58,7 @@ class Tuning(NamedTuple):
 
 class Statistics(NamedTuple):
     """What the rows of a step did in one layer; views of the plan's buffers, overwritten by its
-    next run. A row that was not asked for, or has no real key, is 0 with a logsumexp of -inf."""
+    next step. A row that was not asked for, or has no real key, is 0 with a logsumexp of -inf."""
 
     per_head: Tensor  # float32[R, H, 32]
     mean: Tensor  # float32[R, 32]
@@ -94,14 +96,18 @@ class Statistics(NamedTuple):
 
 
 class StatisticsPlan:
-    """Buffers and grids for one kind of layer; `schedule` once a step, `run` once a layer.
+    """Buffers and grids for the captured layers of one kind; a step is `schedule`, then `run` for
+    each layer in turn.
 
-    A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
+    A run is one launch, a pass over the layer's keys. What the pass leaves is finished for as many
+    layers at once as the scratch has room for, and at the latest with the last one. A step
+    allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
 
     Args:
+        layers: how many layers a step has.
         max_rows: the most rows of a step.
         max_length: the most keys of a row; a longer one is treated as not asked for.
-        heads, key_heads, head_dim: the layer's shape; query head h reads key head
+        heads, key_heads, head_dim: the layers' shape; query head h reads key head
             h // (heads / key_heads).
         scale: what q . k is multiplied by.
         device: where queries and keys are.
@@ -111,11 +117,15 @@ class StatisticsPlan:
         visibility: which keys a fingerprint describes.
         top_k: how many keys of each chosen head to name, the largest first, 0..64.
         mean_top_k: the same of the mean of the chosen heads' probabilities.
-        hubs: whether runs may add up that mean by position.
-        scratch_bytes: what logits may take until the top k is found; rows without room there cost
-            a second look at some keys (`topk`), in smaller blocks. Without it a plan for one row
-            of a million keys takes less than a megabyte.
+        hubs: whether steps may add up that mean by position.
+        scratch_bytes: what may be kept of layers until they are finished. With less, fewer are
+            finished at once, and rows without room cost a second look at some keys (`topk`).
+            Without it a plan for one row of a million keys takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
+
+    Attributes:
+        per_head: float32[layers, max_rows, H, 32], and
+        mean: float32[layers, max_rows, 32], of all layers, as `answer` has them of one.
 
     Raises:
         OptionError: shapes that do not fit together, or a head_dim that is not supported.
@@ -133,6 +143,7 @@ class StatisticsPlan:
         head_dim: int,
         scale: float,
         device: torch.device | str,
+        layers: int = 1,
         chosen: Sequence[int] | None = None,
         soft_cap: float | None = None,
         window: int = 0,
@@ -145,9 +156,10 @@ class StatisticsPlan:
         tuning: Tuning | None = None,
     ) -> None:
         check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
-        if programs is not None and programs < 1:
-            raise OptionError(f"programs must be 1 or more, got {programs}")
-        self.device = torch.device(device)
+        for name, number in (("programs", programs), ("layers", layers)):
+            if number is not None and number < 1:
+                raise OptionError(f"{name} must be 1 or more, got {number}")
+        self.layers, self.device = layers, torch.device(device)
         self.groups = HeadGroups(heads, key_heads, chosen, self.device)
         self.query_heads, self.head_dim, self.scale, self.soft_cap = (
             heads, head_dim, scale, soft_cap
@@ -172,33 +184,74 @@ class StatisticsPlan:
             window=window,
             all_keys=self.all_keys,
         )
-        self.top: TopKPlan | None = None
-        if top_k or mean_top_k or hubs:
-            self.top = TopKPlan(
-                max_rows=max_rows,
-                max_length=max_length,
-                groups=self.groups,
-                block_keys=self.block_keys,
-                tile=tile,
-                k=top_k,
-                mean_k=mean_top_k,
-                hubs=hubs,
-                scratch_bytes=scratch_bytes,
-            )
         count = self.groups.count
-        self.partial = self._floats(self.programs + max_rows, count, PARTIAL)
-        self.per_head = self._floats(max_rows, count, COLUMNS)
-        self.mean = self._floats(max_rows, COLUMNS)
-        self.arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        partial = (self.programs + max_rows, count, PARTIAL.value)
+        self.top = TopKPlan(
+            layers=layers,
+            max_rows=max_rows,
+            max_length=max_length,
+            groups=self.groups,
+            head_dim=head_dim,
+            block_keys=self.block_keys,
+            tile=tile,
+            k=top_k,
+            mean_k=mean_top_k,
+            hubs=hubs,
+            partial_bytes=4 * math.prod(partial),
+            scratch_bytes=scratch_bytes,
+        )
+        at_once = self.top.at_once
+        self.partial = self._floats(at_once, *partial)
+        self.addresses = self._zeros(at_once, ADDRESSES.value, dtype=torch.int64)
+        self.arrived = self._zeros(at_once, max_rows, dtype=torch.int32)
+        self.per_head = self._floats(layers, max_rows, count, COLUMNS)
+        self.mean = self._floats(layers, max_rows, COLUMNS)
+        self._hubs: Tensor | None = None
+        # Of this step, the layers that have run, and those of them that are finished.
+        self._ran = self._finished = 0
+        self._kind: tuple[Any, ...] = ()
+        self._step: dict[str, Any] = {}
+        # Alive until their layer is finished.
+        self._inputs: list[tuple[Tensor | None, ...]] = []
+        self._slots = [
+            {**self.top.slots[slot], "partial": self.partial[slot], "addresses": address}
+            for slot, address in enumerate(self.addresses)
+        ]
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _floats(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return self._zeros(*shape, dtype=torch.float32)
 
     def schedule(
-        self, table: PageTable, *, enabled: Tensor | None = None, live: Tensor | None = None
+        self,
+        table: PageTable,
+        *,
+        enabled: Tensor | None = None,
+        live: Tensor | None = None,
+        hubs: Tensor | None = None,
     ) -> None:
-        """Read the lengths of a step's rows (`Schedule.run`)."""
+        """Begin a step: read the lengths of its rows.
+
+        Args:
+            table, enabled, live: as `Schedule.run` takes them.
+            hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
+                position; what lies beyond `longest` is left out.
+
+        Raises:
+            OptionError: rows, flags or hubs that do not fit the plan.
+        """
+        if hubs is not None:
+            if not self.top.hubs:
+                raise OptionError("the plan was made without hubs")
+            check(hubs, "hubs", [table.rows, *hubs.shape[1:2]], FLOAT32)
+            if hubs.stride(0) < hubs.shape[1] and table.rows > 1:
+                raise OptionError("hubs must have memory of its own for each row")
         self.steps.run(table, enabled=enabled, live=live)
+        # Layers of the last step that were never finished are given up.
+        self._hubs, self._ran, self._finished = hubs, 0, 0
+        self._inputs.clear()
 
     def run(
         self,
@@ -207,10 +260,11 @@ class StatisticsPlan:
         *,
         descale: Tensor | None = None,
         sinks: Tensor | None = None,
-        mean: Tensor | None = None,
-        hubs: Tensor | None = None,
-    ) -> Statistics:
-        """The statistics of the scheduled rows in one layer.
+    ) -> None:
+        """Take the statistics of the scheduled rows in the step's next layer.
+
+        The query is free when the run is over; the others must keep what they hold until the layer
+        is finished.
 
         Args:
             query: float16, bfloat16 or float32[R, heads, head_dim], the last axis contiguous.
@@ -219,17 +273,51 @@ class StatisticsPlan:
             descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
             sinks: float32[heads], a learned logit of each query head that is in the denominator
                 only.
-            mean: float32[R, 32] to write the means to; None for the plan's own.
-            hubs: float32[R, longest] to add the heads' mean probabilities to by position; what lies
-                beyond `longest` is left out.
 
         Raises:
-            OptionError: shapes or types that do not fit the plan.
+            OptionError: shapes or types that do not fit the plan, or more layers than it has.
         """
-        means = self.checked_means(sinks, mean, hubs)
-        step = self.launch_pass(query, keys, descale, sinks)
-        self.launch_finish(step, means, hubs)
-        return self.found(means)
+        self.launch_pass(query, keys, descale, sinks)
+        self.finish_if_full()
+
+    def finish(self) -> None:
+        """Finish the layers that have run; the last of a step does so by itself."""
+        layers, first = self._ran - self._finished, self._finished
+        if not layers:
+            return
+        self._finished = self._ran
+        self._inputs.clear()
+        if not self.steps.rows:
+            return
+        step = {
+            **self._step,
+            **self.top.arguments,
+            "partial": self.partial,
+            "addresses": self.addresses,
+            "arrived": self.arrived,
+            "per_head": self.per_head,
+            "mean": self.mean,
+            "first_layer": first,
+            "max_rows": self.steps.max_rows,
+        }
+        roles = 2 if step["K"] else 1
+        grid = (self.steps.rows, self.groups.count, roles * layers)
+        launch(finish, grid, step, num_warps=1 if step["SIZE"] <= 16 else 4)
+        self.top.look(step, layers, self._hubs)
+
+    def answer(self, layer: int = 0) -> Statistics:
+        """What was found in a layer of this step: views. Finishes what has run.
+
+        Raises:
+            OptionError: the layer has not run.
+        """
+        if not 0 <= layer < self._ran:
+            raise OptionError(f"layer {layer} of a step in which {self._ran} layers have run")
+        self.finish()
+        rows = self.steps.rows
+        return Statistics(
+            self.per_head[layer, :rows], self.mean[layer, :rows], self.top.answer(layer, rows)
+        )
 
     def launch_pass(
         self,
@@ -241,14 +329,21 @@ class StatisticsPlan:
         partial_values: Tensor | None = None,
         statistics: bool = True,
     ) -> dict[str, Any]:
-        """Launch `decode_pass` on checked tensors; returns what the kernels after it are launched
-        with as well."""
+        """Launch `decode_pass` on checked tensors; returns what a kernel after it is launched with
+        as well. With statistics, the layer is finished sooner or later."""
         heads, depth = self.query_heads, self.head_dim
         check(query, "query", [self.steps.rows, heads, depth], QUERY_TYPES)
         key_types = {query.dtype, *FLOAT8_TYPES}
         check(keys, "keys", [len(keys), self.groups.key_heads, depth], key_types)
         if descale is not None:
             check(descale, "descale", [self.groups.key_heads], FLOAT32)
+        if sinks is not None:
+            check(sinks, "sinks", [heads], FLOAT32)
+        if statistics and self._ran == self.layers:
+            raise OptionError(
+                f"layer {self._ran + 1} of a plan for {self.layers}: raise layers, or schedule the "
+                "next step"
+            )
         steps, groups, absent = self.steps, self.groups, self.partial
         value_dim = 0 if values is None else values.shape[2]
         tile = self.tuning.tile
@@ -256,9 +351,6 @@ class StatisticsPlan:
         tile_bytes = tile * (depth + value_dim) * keys.itemsize
         stages = self.tuning.stages if tile_bytes <= LARGEST_TILE_BYTES else 3
         step = {
-            **dict.fromkeys(("logits", "fours", "maxima", "looked_at"), absent),
-            **dict.fromkeys(("positions", "tops", "masses"), absent),
-            **(self.top.arguments if self.top else NO_TOP),
             "query": query,
             "keys": keys,
             "values": keys if values is None else values,
@@ -270,7 +362,6 @@ class StatisticsPlan:
             "heads": groups.heads,
             "descale": absent if descale is None else descale,
             "sinks": absent if sinks is None else sinks,
-            "partial": self.partial,
             "partial_values": absent if partial_values is None else partial_values,
             "factor": self.scale * LOG2_E.value,
             "soft_cap": self.soft_cap or 1.0,
@@ -301,6 +392,13 @@ class StatisticsPlan:
             "HAS_SINKS": sinks is not None,
             "UPCAST": interpreted() or query.dtype == torch.float32,
         }
+        aligned = keys.data_ptr() % 16
+        kind = (query.dtype, keys.dtype, keys.stride(), aligned, descale is None, sinks is None)
+        if kind != self._kind:
+            # One launch finishes layers of one kind.
+            self.finish()
+        slot = self._ran - self._finished
+        step |= self._slots[slot]
         launch(
             decode_pass,
             (len(groups), self.programs),
@@ -308,57 +406,12 @@ class StatisticsPlan:
             num_warps=self.tuning.warps,
             num_stages=stages,
         )
+        if statistics:
+            self._kind, self._step = kind, step
+            self._inputs.append((keys, descale, sinks))
+            self._ran += 1
         return step
 
-    def launch_finish(
-        self,
-        step: dict[str, Any],
-        means: Tensor,
-        hubs: Tensor | None,
-        output: Tensor | None = None,
-        value_descale: Tensor | None = None,
-    ) -> None:
-        """Launch what follows the pass: `finish`, and the head mean beside it."""
-        if not self.steps.rows:
-            return
-        roles = (step["K"] > 0) + step["STATISTICS"] + (step["VALUE_DIM"] > 0)
-        with self.top.means_meanwhile(step, hubs) if self.top else nullcontext():
-            launch(
-                finish,
-                (self.steps.rows, self.groups.count, roles),
-                step,
-                value_descale=self.partial if value_descale is None else value_descale,
-                per_head=self.per_head,
-                means=means,
-                output=self.partial if output is None else output,
-                arrived=self.arrived,
-                stride_or=0 if output is None else output.stride(0),
-                stride_oh=0 if output is None else output.stride(1),
-                QUERIES_A_KEY=self.query_heads // self.groups.key_heads,
-                VALUE_DESCALE=value_descale is not None,
-                num_warps=1 if step["SIZE"] <= 16 else 4,
-            )
-            if self.top:
-                self.top.read_again(step)
-
-    def checked_means(
-        self, sinks: Tensor | None, mean: Tensor | None, hubs: Tensor | None
-    ) -> Tensor:
-        """Where the means go. Nothing has been launched when OptionError is raised."""
-        rows = self.steps.rows
-        means = self.mean[:rows] if mean is None else mean
-        check(means, "mean", [rows, COLUMNS], FLOAT32, contiguous=True)
-        if sinks is not None:
-            check(sinks, "sinks", [self.query_heads], FLOAT32)
-        if hubs is not None:
-            if self.top is None:
-                raise OptionError("the plan was made without hubs")
-            check(hubs, "hubs", [rows, *hubs.shape[1:2]], FLOAT32)
-            if hubs.stride(0) < hubs.shape[1] and rows > 1:
-                raise OptionError("hubs must have memory of its own for each row")
-        return means
-
-    def found(self, means: Tensor) -> Statistics:
-        """Views of what was found."""
-        rows = self.steps.rows
-        return Statistics(self.per_head[:rows], means, self.top.answer(rows) if self.top else None)
+    def finish_if_full(self) -> None:
+        if self._ran - self._finished == self.top.at_once or self._ran == self.layers:
+            self.finish()

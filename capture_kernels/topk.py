@@ -21,20 +21,21 @@ scratch, have the largest logits of their blocks only, and chosen blocks are rea
 (`read_again`). For the head mean the pass writes all logits; rows beyond the scratch have all keys
 read a second time (`head_mean`). A row is in a scratch with all of its blocks, or with none.
 
-Tensors (R rows, H chosen query heads, N keys in a block; K rounded up to a power of two):
-    fours        float32[four_blocks, N / tile, H, tile / 4]  largest logits of four keys
-    maxima       float32[H, max_blocks]       largest logits of blocks
-    logits       float32[logit_blocks, H, N]  -inf where a key is not real
-    mean         float32[logit_blocks, N]     p_d, -inf where a key is not real
-    mean_maxima  float32[max_blocks]          of p_d of each block
-    looked_at    int32[R, H, K]               the first K blocks of a row, or -1
-    lists        int64[R, H, splits, K]       the top k of each share of these blocks
+Tensors (L layers, A of them in the scratch at once, R rows, H chosen query heads, N keys in a
+block; K rounded up to a power of two):
+    fours        float32[A, four_blocks, N / tile, H, tile / 4]  largest logits of four keys
+    maxima       float32[A, H, max_blocks]       largest logits of blocks without fours
+    logits       float32[A, logit_blocks, H, N]  -inf where a key is not real
+    mean_keys    float32[A, logit_blocks, N]     p_d, -inf where a key is not real
+    mean_maxima  float32[A, max_blocks]          of p_d of each block
+    kept_query   float32[A, R, H, head_dim]      queries of the chosen heads
+    looked_at    int32[A, R, H, K]               the first K blocks of a row, or -1
+    lists        int64[A, R, H, splits, K]       the top k of each share of these blocks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,22 +49,17 @@ from .launch import HeadGroups, launch, processors
 from .read_again import merge_shares, select_again
 
 LARGEST_K = 64
-SCRATCH_BYTES = 64 << 20
 # Programs that share the chosen blocks of one row and head where logits are made again.
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 4
 # What kernels are launched with where no top k is asked for.
-NO_TOP = {
-    "K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "FOUR_GROUPS": 2, "FOUR_SPAN": 1,
-    "LOGITS": False, "FOURS": False, "MAXIMA": False,
-    "logit_blocks": 0, "four_blocks": 0, "max_blocks": 0,
-}  # fmt: skip
+NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "FOUR_GROUPS": 2, "FOUR_SPAN": 1}
 
 
 class TopK(NamedTuple):
     """The top k of the rows of a step in one layer, best first; views of the plan's buffers,
-    overwritten by its next run. A row that was not asked for has no keys."""
+    overwritten by its next step. A row that was not asked for has no keys."""
 
     positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
     logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
@@ -73,25 +69,31 @@ class TopK(NamedTuple):
 
 
 class TopKPlan:
-    """Buffers and grids of the top k: what the pass is to keep, and who looks at it afterwards.
+    """Buffers and grids of the top k: what a pass is to keep, and who looks at it afterwards.
 
     A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
 
     Args:
+        layers: how many layers a step has.
         max_rows: the most rows of a step.
         max_length: the most keys of a row.
         groups: the chosen query heads.
+        head_dim: the size of a query.
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
         k: how many keys of each head, 0..64; 0 for none.
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
         hubs: whether that mean may be added up by position.
-        scratch_bytes: what maxima of four keys may take at most, and logits with their means. Rows
-            beyond it cost a second look at some keys, and with `mean_k` or hubs at all.
+        partial_bytes: what the pass keeps of a layer whether or not a top k is asked for.
+        scratch_bytes: what all that is kept until layers are finished may take. Rows beyond it cost
+            a second look at some keys, and with `mean_k` or hubs at all.
 
     Attributes:
-        four_blocks, logit_blocks: for how many blocks maxima of fours and logits have room.
-        arguments: what `decode_pass` and `finish` are launched with.
+        at_once: how many layers the scratch has room for, which are finished together.
+        four_blocks, logit_blocks: for how many blocks of a layer maxima of fours and logits have
+            room.
+        arguments: what `finish` is launched with.
+        slots: for each of the `at_once` layers, what its pass is launched with.
 
     Raises:
         OptionError: a k that is too large.
@@ -100,130 +102,138 @@ class TopKPlan:
     def __init__(
         self,
         *,
+        layers: int,
         max_rows: int,
         max_length: int,
         groups: HeadGroups,
+        head_dim: int,
         block_keys: int,
         tile: int,
-        k: int = 0,
-        mean_k: int = 0,
-        hubs: bool = False,
-        scratch_bytes: int = SCRATCH_BYTES,
+        k: int,
+        mean_k: int,
+        hubs: bool,
+        partial_bytes: int,
+        scratch_bytes: int,
     ) -> None:
         for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
             if not 0 <= asked <= LARGEST_K:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
         if tile < power(max(k, mean_k)):
             raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
-        self.k, self.mean_k, self._heads = k, mean_k, groups.count
+        self.k, self.mean_k, self.hubs, self._heads = k, mean_k, hubs, groups.count
         self._device = groups.table.device
         row_blocks = triton.cdiv(max_length, block_keys)
         blocks = max_rows * row_blocks
-        four_bytes = block_keys // NEIGHBOURS.value * groups.count * 4
+        fours = block_keys // NEIGHBOURS.value
+        has_mean = bool(mean_k) or hubs
+        self.four_blocks = min(blocks, scratch_bytes // (fours * groups.count * 4)) if k else 0
         logit_bytes = block_keys * (groups.count + 1) * 4
-        self.four_blocks = min(blocks, scratch_bytes // four_bytes) if k else 0
-        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if mean_k or hubs else 0
+        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
         too_long = max_length > WITH_FOURS.value
         self._heads_again = bool(k) and (self.four_blocks < blocks or too_long)
-        self._mean_again = self.logit_blocks < blocks
-        self._answer = TopK(
-            self._zeros(max_rows, groups.count, k, dtype=torch.int32),
-            self._zeros(max_rows, groups.count, k),
-            self._zeros(max_rows, groups.count),
-            self._zeros(max_rows, mean_k, dtype=torch.int32),
-            self._zeros(max_rows, mean_k),
-        )
-        self._kept = {
-            "logits": self._zeros(self.logit_blocks, groups.count, block_keys),
-            "fours": self._zeros(self.four_blocks, groups.count, block_keys // NEIGHBOURS.value),
-            "maxima": self._zeros(groups.count, blocks * self._heads_again),
-            "mean": self._zeros(self.logit_blocks * bool(mean_k), block_keys),
-            "mean_maxima": self._zeros(blocks * bool(mean_k)),
+        self._mean_again = has_mean and self.logit_blocks < blocks
+        has_queries = bool(k) or self._mean_again
+        own: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
+            "fours": ((self.four_blocks, groups.count, fours), torch.float32),
+            "maxima": ((groups.count, blocks * self._heads_again), torch.float32),
+            "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
+            "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
+            "kept_query": ((max_rows * has_queries, groups.count, head_dim), torch.float32),
         }
-        # For the heads and for their mean, which may be looked for at once.
-        self._heads_shares = self._shares(max_rows * groups.count * power(k) * self._heads_again)
-        self._mean_shares = self._shares(max_rows * power(mean_k) * self._mean_again)
-
+        # Chosen blocks, and the top k of each share of them, of the heads and of their mean.
+        for name, size in (
+            ("heads", max_rows * groups.count * power(k) * self._heads_again),
+            ("mean", max_rows * power(mean_k) * self._mean_again),
+        ):
+            own[f"looked_at {name}"] = ((size,), torch.int32)
+            own[f"lists {name}"] = ((size * SPLITS,), torch.int64)
+        bytes_a_layer = partial_bytes + sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in own.values()
+        )
+        self.at_once = max(1, min(layers, scratch_bytes // bytes_a_layer))
+        self._kept = {
+            name: torch.zeros((self.at_once, *shape), dtype=dtype, device=self._device)
+            for name, (shape, dtype) in own.items()
+        }
+        self.answers = TopK(
+            self._answers(layers, max_rows, groups.count, k, dtype=torch.int32),
+            self._answers(layers, max_rows, groups.count, k),
+            self._answers(layers, max_rows, groups.count * bool(k)),
+            self._answers(layers, max_rows, mean_k, dtype=torch.int32),
+            self._answers(layers, max_rows, mean_k),
+        )
         self._row_blocks = row_blocks
-        self.arguments = {
-            **NO_TOP,
-            **self._kept,
-            **self._asked(k, self._answer[:3], self._heads_shares),
+        self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
+        sizes = {
             "logit_blocks": self.logit_blocks,
             "four_blocks": self.four_blocks,
             "max_blocks": blocks,
+        }
+        flags = {
             "LOGITS": self.logit_blocks > 0,
             "FOURS": self.four_blocks > 0,
             "MAXIMA": self._heads_again,
+            "QUERIES": has_queries,
         }
+        written = ("logits", "fours", "maxima", "kept_query")
+        self.slots = [
+            {**sizes, **flags, **{name: self._kept[name][slot] for name in written}}
+            for slot in range(self.at_once)
+        ]
+        self.arguments = {**NO_TOP, **self._kept, **sizes, **flags, **self._asked("heads", k)}
         if k:
-            fours = min(row_blocks * block_keys, WITH_FOURS.value) // NEIGHBOURS.value
-            count, span = spans(fours, power(k))
+            values = min(row_blocks * block_keys, WITH_FOURS.value) // NEIGHBOURS.value
+            count, span = spans(values, power(k))
             self.arguments |= {"FOUR_GROUPS": count, "FOUR_SPAN": span}
-        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
 
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+    def _answers(
+        self, layers: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        return torch.zeros((layers, rows, *shape), dtype=dtype, device=self._device)
 
-    def _shares(self, size: int) -> dict[str, Tensor]:
-        """Chosen blocks, and the top k of each share of them."""
-        return {
-            "looked_at": self._zeros(size, dtype=torch.int32),
-            "lists": self._zeros(size * SPLITS, dtype=torch.int64),
+    def _asked(self, whose: str, k: int) -> dict[str, Any]:
+        """What kernels are launched with that look for a top k, of the "heads" or of their
+        "mean"."""
+        answers = self.answers[:3] if whose == "heads" else self.answers[3:]
+        found = {
+            "positions": answers[0],
+            "tops": answers[1],
+            "masses": answers[-1],
+            "looked_at": self._kept[f"looked_at {whose}"],
+            "lists": self._kept[f"lists {whose}"],
         }
-
-    def _asked(self, k: int, answer: Sequence[Tensor], shares: dict[str, Tensor]) -> dict[str, Any]:
-        """What kernels that look for a top k are launched with, of the heads or of the mean."""
         if not k:
-            return {}
-        size = power(k)
-        blocks, span = spans(self._row_blocks, size)
-        found = {"positions": answer[0], "tops": answer[1], "masses": answer[-1]}
-        search = {"K": k, "SIZE": size, "BLOCKS": blocks, "SPAN": span}
-        return {**found, **shares, **search}
+            return found
+        blocks, span = spans(self._row_blocks, power(k))
+        return {**found, "K": k, "SIZE": power(k), "BLOCKS": blocks, "SPAN": span}
 
     @property
     def bytes(self) -> int:
         """What all buffers take on the device."""
-        kept = (self._kept, self._heads_shares, self._mean_shares)
-        buffers = [each for some in kept for each in some.values()]
-        return sum(each.nbytes for each in (*buffers, *self._answer))
+        return sum(each.nbytes for each in (*self._kept.values(), *self.answers))
 
-    def answer(self, rows: int) -> TopK:
-        """What was found of the first rows: views."""
-        return TopK(*(each[:rows] for each in self._answer))
+    def answer(self, layer: int, rows: int) -> TopK | None:
+        """What was found of the first rows in a layer: views; None where nothing is looked for."""
+        if not (self.k or self.mean_k or self.hubs):
+            return None
+        return TopK(*(each[layer, :rows] for each in self.answers))
 
-    @contextmanager
-    def means_meanwhile(self, step: dict[str, Any], hubs: Tensor | None) -> Iterator[None]:
-        """Make the head mean, where it is asked for, and its top k, while the heads are looked at.
+    def look(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
+        """Launch what follows `finish`, for so many layers: the top k of rows of which it has
+        chosen blocks, and the head mean with its top k.
 
         Args:
-            step: what the pass was launched with.
+            step: what `finish` was launched with.
+            layers: how many layers were finished.
             hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
                 by position; what lies beyond `longest` is left out. None for none.
         """
+        if self._heads_again:
+            self._read_again(step, layers, self._heads, mean=False)
         if not self.mean_k and hubs is None:
-            yield
-        elif self._side is None:
-            yield
-            self._means(step, hubs)
-        else:
-            # The two have nothing to do with each other.
-            main = torch.cuda.current_stream(self._device)
-            self._side.wait_stream(main)
-            try:
-                with torch.cuda.stream(self._side):
-                    self._means(step, hubs)
-                yield
-            finally:
-                # A capture must not be left with a stream that never came back.
-                main.wait_stream(self._side)
-
-    def _means(self, step: dict[str, Any], hubs: Tensor | None) -> None:
-        rows, k = step["count_rows"], self.mean_k
-        asked = self._asked(k, self._answer[3:], self._mean_shares)
-        step = {**step, **asked, "AGAIN": self._mean_again}
+            return
+        step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
         launch(
             head_mean,
             (self._mean_programs,),
@@ -231,25 +241,22 @@ class TopKPlan:
             hubs=step["partial"] if hubs is None else hubs,
             stride_hubs=0 if hubs is None else hubs.stride(0),
             longest=0 if hubs is None else hubs.shape[1],
-            KEEP=k > 0,
+            layers=layers,
+            KEEP=self.mean_k > 0,
             HUBS=hubs is not None,
             num_warps=4 if self._heads <= 64 else 8,
         )
-        if k:
-            launch(top_mean, (rows,), step, num_warps=1 if step["SIZE"] <= 16 else 4)
+        if self.mean_k:
+            warps = 1 if step["SIZE"] <= 16 else 4
+            launch(top_mean, (step["count_rows"], layers), step, num_warps=warps)
             if self._mean_again:
-                self._read_again(step, heads=1, mean=True)
+                self._read_again(step, layers, 1, mean=True)
 
-    def read_again(self, step: dict[str, Any]) -> None:
-        """Find the top k of the heads of rows of which `finish` has chosen blocks."""
-        if self._heads_again:
-            self._read_again(step, heads=self._heads, mean=False)
-
-    def _read_again(self, step: dict[str, Any], *, heads: int, mean: bool) -> None:
+    def _read_again(self, step: dict[str, Any], layers: int, heads: int, *, mean: bool) -> None:
         rows = step["count_rows"]
-        step = {**step, "MEAN": mean}
-        launch(select_again, (rows, heads, SPLITS), step, num_warps=4)
-        launch(merge_shares, (rows, heads), step, SHARES=SPLITS, num_warps=4)
+        own = {"MEAN": mean, "SHARES": SPLITS, "num_warps": 4}
+        launch(select_again, (rows, heads, SPLITS * layers), step, **own)
+        launch(merge_shares, (rows, heads, layers), step, **own)
 
 
 def power(k: int) -> int:

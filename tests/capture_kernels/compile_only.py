@@ -126,6 +126,7 @@ def beside(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
     plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
     plan.run(query, keys)
+    plan.finish()
 
 
 def fused(emit: bool, **changes: Any) -> None:
@@ -133,6 +134,7 @@ def fused(emit: bool, **changes: Any) -> None:
     plan.schedule(table())
     query, keys = tensors()
     plan.decode(query, keys, keys, torch.zeros_like(query))
+    plan.finish()
 
 
 def scores() -> None:
@@ -159,6 +161,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside head_dim 256": lambda: beside(head_dim=256),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
+    "heads 16": lambda: beside(top_k=16),
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(
         top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0

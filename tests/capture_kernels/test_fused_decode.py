@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 UNTOUCHED = 7.0
 
 
-def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, mean=None, **options):
+def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, **options):
     """Statistics and output of a case's rows by the kernels."""
     depth = case.v_cache.shape[2]
     plan = plan_for(case, FusedDecodePlan, value_dim=depth, statistics=statistics, **options)
@@ -41,7 +41,7 @@ def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, mean
     if output is None:
         output = torch.full_like(case.queries[..., :1].expand(-1, -1, depth), UNTOUCHED)
     plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
-    found = plan.decode(
+    plan.decode(
         case.queries,
         case.k_cache,
         case.v_cache,
@@ -49,11 +49,10 @@ def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, mean
         descale=case.descale,
         value_descale=case.descale,
         sinks=sinks,
-        mean=mean,
     )
     if not statistics:
-        assert found is None and plan.per_head.isnan().all() and plan.mean.isnan().all()
-    return found, output
+        assert plan.per_head.isnan().all() and plan.mean.isnan().all()
+    return plan.answer() if statistics else None, output
 
 
 def exact_outputs(case, *, scale=None, sinks=None, visibility=None, **options):
@@ -253,12 +252,11 @@ def test_caches_and_outputs_may_lie_as_engines_have_them():
     joint = torch.stack([case.k_cache, case.v_cache], dim=1)
     assert joint.shape[1:] == (2, 2, 32)
     around = torch.full((5, 6, 40), UNTOUCHED, dtype=torch.float16, device=DEVICE)
-    output, mean = around[1:4, 2:, 8:], torch.full((3, 32), torch.nan, device=DEVICE)
+    output = around[1:4, 2:, 8:]
     apart = replace(case, k_cache=joint[:, 0], v_cache=joint[:, 1])
-    found, _ = decode(apart, output=output, mean=mean)
+    found, _ = decode(apart, output=output)
     assert_outputs(output, exact_outputs(case))
     assert_statistics(found, reference(case))
-    assert found.mean.data_ptr() == mean.data_ptr()
     outside = torch.ones_like(around, dtype=torch.bool)
     outside[1:3, 2:, 8:] = False
     assert (around[outside] == UNTOUCHED).all()
@@ -304,12 +302,11 @@ def test_plans_that_cannot_be_made_are_refused(change, message):
         {"value_descale": zeros(2)},
         {"sinks": zeros(2, dtype=torch.float32)},
         {"descale": zeros(1, dtype=torch.float32)},
-        {"mean": zeros(2, 32, dtype=torch.float32)},
     ],
     ids=[
         "value heads", "value dims", "flat values", "other values", "strided values",
         "output rows", "output dims", "other output", "strided output", "query dims", "other keys",
-        "long value_descale", "float16 value_descale", "few sinks", "short descale", "few means",
+        "long value_descale", "float16 value_descale", "few sinks", "short descale",
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_a_plan_are_refused_before_anything_is_written(change):
@@ -347,7 +344,8 @@ def test_a_run_neither_waits_nor_allocates():
 
     def step():
         plan.schedule(table, enabled=enabled, live=live)
-        return plan.decode(case.queries, case.k_cache, case.v_cache, output)
+        plan.decode(case.queries, case.k_cache, case.v_cache, output)
+        return plan.answer()
 
     step()
     torch.cuda.synchronize()
@@ -379,7 +377,8 @@ def test_a_graph_follows_the_lengths_of_each_step():
 
     def step(plan, output):
         plan.schedule(table, enabled=enabled, live=live)
-        return plan.decode(case.queries, case.k_cache, case.v_cache, output)
+        plan.decode(case.queries, case.k_cache, case.v_cache, output)
+        return plan.answer()
 
     # Compiled and loaded before a capture begins.
     step(captured, outputs[0])

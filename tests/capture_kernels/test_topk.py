@@ -28,18 +28,14 @@ def find(case, *, k, mean_k, hubs=None, enabled=None, sinks=None, **options):
     """The top k of a case's rows, in buffers that are poisoned before."""
     plan = plan_for(case, top_k=k, mean_top_k=mean_k, hubs=hubs is not None, **options)
     poison(plan)
-    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
-    found = plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks, hubs=hubs)
-    return found.top
+    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case), hubs=hubs)
+    plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
+    return plan.answer().top
 
 
 def poison(plan):
-    for buffer in plan.top._kept.values():
-        buffer.fill_(torch.nan)
-    for buffer in (
-        *plan.top._answer, *plan.top._heads_shares.values(), *plan.top._mean_shares.values()
-    ):  # fmt: skip
-        buffer.fill_(-7)
+    for buffer in (*plan.top._kept.values(), *plan.top.answers):
+        buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
 
 
 def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch=None, **options):
@@ -212,7 +208,8 @@ def test_fused_decode_finds_the_same_top_k():
     poison(plan)
     plan.schedule(page_table(case), live=live_rows(case))
     output = torch.zeros(case.rows, 4, 16, dtype=case.queries.dtype, device=DEVICE)
-    fused = plan.decode(case.queries, case.k_cache, case.v_cache, output).top
+    plan.decode(case.queries, case.k_cache, case.v_cache, output)
+    fused = plan.answer().top
     beside = find(case, k=6, mean_k=4, visibility=Visibility(1, 20))
     assert fused.positions.tolist() == beside.positions.tolist()
     assert fused.mean_positions.tolist() == beside.mean_positions.tolist()
@@ -238,18 +235,15 @@ def test_a_top_k_that_is_too_large_is_refused(options):
 
 def test_hubs_need_a_plan_with_hubs():
     case = paged_case([5], 2, 1, 16)
-    plan = plan_for(case)
-    plan.schedule(page_table(case))
     with pytest.raises(OptionError, match="without hubs"):
-        plan.run(case.queries, case.k_cache, hubs=torch.zeros(1, 9, device=DEVICE))
+        plan_for(case).schedule(page_table(case), hubs=torch.zeros(1, 9, device=DEVICE))
 
 
 def test_hubs_whose_rows_share_memory_are_refused():
     case = paged_case([5, 6], 2, 1, 16)
     plan = plan_for(case, hubs=True)
-    plan.schedule(page_table(case))
     with pytest.raises(OptionError, match="memory of its own"):
-        plan.run(case.queries, case.k_cache, hubs=torch.zeros(9, device=DEVICE).expand(2, 9))
+        plan.schedule(page_table(case), hubs=torch.zeros(9, device=DEVICE).expand(2, 9))
 
 
 def test_masked_keys_that_dwarf_all_others_leave_finite_numbers():
@@ -260,9 +254,10 @@ def test_masked_keys_that_dwarf_all_others_leave_finite_numbers():
     case.k_cache[slots[:3]] = 30.0
     options = {"top_k": 4, "mean_top_k": 4, "hubs": True, "visibility": Visibility(1, 3)}
     plan = plan_for(case, FusedDecodePlan, value_dim=16, scale=1.0, **options)
-    plan.schedule(page_table(case))
     output, hubs = torch.zeros_like(case.queries), torch.zeros(1, 150, device=DEVICE)
-    found = plan.decode(case.queries, case.k_cache, case.v_cache, output, hubs=hubs)
+    plan.schedule(page_table(case), hubs=hubs)
+    plan.decode(case.queries, case.k_cache, case.v_cache, output)
+    found = plan.answer()
     assert not found.valid[0]
     for numbers in (found.mean, found.top.mass, found.top.mean_masses, hubs, output):
         assert torch.isfinite(numbers).all()

@@ -1,0 +1,184 @@
+"""Steps of several layers, of which some are finished at once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+from paged import DEVICE, assert_close, paged_case  # noqa: E402
+from test_statistics import live_rows, on_device, page_table, plan_for  # noqa: E402
+from test_topk import MASS, ON_GPU, poison  # noqa: E402
+
+from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
+from capture_kernels.buffers import Ring  # noqa: E402
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+LOOKED_FOR = {"top_k": 5, "mean_top_k": 3, "hubs": True}
+LENGTHS = [70, 0, 3]
+
+
+def layers_of(count, *, differ=None):
+    """One case, and `count` layers of it: keys and queries, and what `run` takes beside."""
+    case = paged_case(LENGTHS, 2, 1, 16, padding_rows=1, value_dim=16)
+    made = []
+    for number in range(count):
+        other = paged_case(LENGTHS, 2, 1, 16, padding_rows=1, seed=number)
+        inputs = {"sinks": on_device(0.5 * number, number - 3.0)}
+        keys = other.k_cache[torch.randperm(len(other.k_cache), device=DEVICE)]
+        # Slots lie alike in all layers.
+        keys = torch.where(case.k_cache.isnan(), torch.nan, keys.nan_to_num(0.25))
+        if differ == "float8" and number == 1:
+            keys = keys.to(torch.float8_e5m2)
+            inputs["descale"] = on_device(2.0 + number)
+        if differ == "sinks" and number == 1:
+            del inputs["sinks"]
+        made.append((other.queries, keys, inputs))
+    return case, made
+
+
+def bytes_a_layer(case, **options):
+    one = plan_for(case, scratch_bytes=1 << 30, **options)
+    return one.partial.nbytes + sum(each.nbytes for each in one.top._kept.values())
+
+
+def run_steps(plan, case, layers, hubs=None, enabled=None):
+    """A step whose queries are gone as soon as they have been taken."""
+    plan.schedule(page_table(case), live=live_rows(case), enabled=enabled, hubs=hubs)
+    for query, keys, inputs in layers:
+        gone = query.clone()
+        plan.run(gone, keys, **inputs)
+        gone.fill_(torch.nan)
+
+
+def tensors_of(statistics):
+    return [statistics.per_head, statistics.mean, *(statistics.top or ())]
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "again", "differ"),
+    [
+        pytest.param(1, False, None, id="one by one"),
+        pytest.param(2, False, None, id="two at once"),
+        pytest.param(3, False, None, id="all at once"),
+        pytest.param(1, True, None, id="computed again"),
+        pytest.param(3, False, "float8", id="some are float8"),
+        pytest.param(3, False, "sinks", id="some have learned sinks"),
+    ],
+)
+def test_layers_are_what_each_is_alone(at_once, again, differ):
+    case, layers = layers_of(3, differ=differ)
+    enabled = on_device(1, 1, 1, 1, dtype=torch.uint8)
+    scratch = 0 if again else at_once * bytes_a_layer(case, **LOOKED_FOR)
+    hubs, summed = (torch.zeros(case.rows, 60, device=DEVICE) for _ in range(2))
+    plan = plan_for(case, layers=3, scratch_bytes=scratch, **LOOKED_FOR)
+    assert plan.top.at_once == at_once
+    poison(plan)
+    run_steps(plan, case, layers, hubs, enabled)
+    for number, layer in enumerate(layers):
+        alone = plan_for(case, scratch_bytes=0 if again else 1 << 30, **LOOKED_FOR)
+        poison(alone)
+        run_steps(alone, case, [layer], summed, enabled)
+        assert_same(plan.answer(number), alone.answer())
+        assert plan.per_head[number, case.rows :].isnan().all()
+    assert_close(hubs, summed, largest=MASS, rms=MASS)
+    assert not plan.arrived.any()
+
+
+@settings(max_examples=5, deadline=None)
+@given(count=st.integers(1, 4), at_once=st.integers(1, 4), asked=st.integers(0, 3))
+def test_layers_may_be_asked_for_at_any_time(count, at_once, asked):
+    case, layers = layers_of(count)
+    scratch = at_once * bytes_a_layer(case, top_k=4)
+    plans = [plan_for(case, layers=count, scratch_bytes=scratch, top_k=4) for _ in range(2)]
+    for plan in plans:
+        plan.schedule(page_table(case), live=live_rows(case))
+    for number, (query, keys, inputs) in enumerate(layers):
+        for plan in plans:
+            plan.run(query, keys, **inputs)
+        if number == asked:
+            early = [each.clone() for each in tensors_of(plans[1].answer(number // 2))]
+            late = tensors_of(plans[1].answer(number // 2))
+            assert all(map(torch.equal, early, late))
+    for number in range(count):
+        assert_same(plans[1].answer(number), plans[0].answer(number))
+
+
+def test_fused_decode_has_its_output_at_once():
+    case, layers = layers_of(3)
+    together, alone = (
+        plan_for(case, FusedDecodePlan, value_dim=16, layers=count, top_k=4) for count in (3, 1)
+    )
+    together.schedule(page_table(case), live=live_rows(case))
+    outputs, expected = torch.zeros(2, case.rows, 2, 16, dtype=case.queries.dtype, device=DEVICE)
+    found = []
+    for query, keys, inputs in layers:
+        together.decode(query, keys, case.v_cache, outputs, **inputs)
+        alone.schedule(page_table(case), live=live_rows(case))
+        alone.decode(query, keys, case.v_cache, expected, **inputs)
+        assert torch.equal(outputs, expected) and outputs.any()
+        found.append([each.clone() for each in tensors_of(alone.answer())])
+    for number, answer in enumerate(found):
+        assert all(map(torch.equal, tensors_of(together.answer(number)), answer))
+
+
+def test_all_layers_go_to_the_ring_as_one_record():
+    case, layers = layers_of(3)
+    plan = plan_for(case, layers=3)
+    run_steps(plan, case, layers)
+    ring = Ring(64, DEVICE)
+    append = AppendPlan(ring, max_rows=case.rows + 1, layers=[0, 5, 9])
+    flags = torch.ones(case.rows, dtype=torch.uint8, device=DEVICE)
+    position, handle = case.seq_lens.int() - 1, torch.arange(case.rows, device=DEVICE)
+    append.run(plan.mean[:, : case.rows], StepRows(position, handle, flags, flags, live_rows(case)))
+    # A row of a single key, the sink, and one of none have no record.
+    assert int(ring.state[0]) == sum(length > 1 for length in LENGTHS)
+
+
+def test_a_step_without_rows_has_layers_all_the_same():
+    case = paged_case([], 2, 1, 16)
+    plan = plan_for(case, layers=2)
+    run_steps(plan, case, [(case.queries, case.k_cache, {})] * 2)
+    assert plan.answer(1).mean.shape == (0, 32)
+
+
+def test_layers_of_a_step_that_was_given_up_are_forgotten():
+    case, layers = layers_of(3)
+    plan, other = (plan_for(case, layers=3, top_k=3) for _ in range(2))
+    run_steps(plan, case, layers[:2])
+    run_steps(plan, case, layers[::-1])
+    run_steps(other, case, layers[::-1])
+    for number in range(3):
+        assert_same(plan.answer(number), other.answer(number))
+
+
+def test_more_layers_than_planned_are_refused():
+    case, layers = layers_of(3)
+    plan = plan_for(case, layers=2)
+    run_steps(plan, case, layers[:2])
+    before = plan.per_head.clone()
+    with pytest.raises(OptionError, match="layer 3 of a plan for 2"):
+        plan.run(layers[2][0], layers[2][1])
+    assert torch.equal(plan.per_head.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("layer", [-1, 1, 2])
+def test_a_layer_that_has_not_run_has_no_answer(layer):
+    case, layers = layers_of(1)
+    plan = plan_for(case, layers=2)
+    run_steps(plan, case, layers)
+    with pytest.raises(OptionError, match="in which 1 layers have run"):
+        plan.answer(layer)
+    assert plan.answer(0).valid.tolist() == [True, False, True, False]
+
+
+def test_a_plan_without_layers_is_refused():
+    with pytest.raises(OptionError, match="layers must be 1 or more, got 0"):
+        plan_for(paged_case([5], 2, 1, 16), layers=0)
