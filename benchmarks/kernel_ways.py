@@ -20,7 +20,7 @@ from benchmarks.kernel_cases import (
 )
 from capture_kernels.fused_decode import FusedDecodePlan
 from capture_kernels.schedule import PageTable
-from capture_kernels.statistics import StatisticsPlan
+from capture_kernels.statistics import Statistics, StatisticsPlan
 
 LONGEST = Shape(batch=1, context=1 << 20)
 
@@ -30,34 +30,36 @@ class Beside:
 
     def __init__(self, batch: Batch, variant: str, **tuning: Any) -> None:
         self._batch, self._asked = batch, VARIANTS[variant]
-        self._out: Any = None
         self._plan = StatisticsPlan(
-            **plan_arguments(batch.shape), **top_arguments(*self._asked), **tuning
+            layers=batch.layers,
+            **plan_arguments(batch.shape),
+            **top_arguments(*self._asked),
+            **tuning,
         )
 
     def schedule(self, **asked: Tensor) -> None:
         self._plan.schedule(page_table(self._batch), **asked)
 
     def layer(self, number: int) -> None:
-        self._out = self._plan.run(self._batch.queries[number], self._batch.keys[number])
+        self._plan.run(self._batch.queries[number], self._batch.keys[number])
 
     def answer(self) -> Answer:
-        """Of the last layer that ran: views of the plan's buffers."""
-        return answer_of(self._out, *self._asked)
+        """Of the last layer: views of the plan's buffers."""
+        return answer_of(self._plan.answer(self._batch.layers - 1), *self._asked)
 
 
 class Fused:
     """Our decode attention over a batch: top_k None without statistics, 0 without a top k."""
 
     def __init__(self, batch: Batch, top_k: int | None) -> None:
-        self._batch, self._top_k = batch, top_k or 0
-        self._out: Any = None
+        self._batch, self._top_k = batch, top_k
         shape = batch.shape
         self._plan = FusedDecodePlan(
+            layers=batch.layers,
             value_dim=shape.head_dim,
             statistics=top_k is not None,
             **plan_arguments(shape),
-            **top_arguments(self._top_k, 0),
+            **top_arguments(top_k or 0, 0),
         )
         self.output = torch.empty_like(batch.queries[0])
 
@@ -66,12 +68,14 @@ class Fused:
 
     def layer(self, number: int) -> None:
         batch = self._batch
-        self._out = self._plan.decode(
+        self._plan.decode(
             batch.queries[number], batch.keys[number], batch.values[number], self.output
         )
 
     def answer(self) -> Answer | None:
-        return None if self._out is None else answer_of(self._out, self._top_k, 0)
+        if self._top_k is None:
+            return None
+        return answer_of(self._plan.answer(self._batch.layers - 1), self._top_k, 0)
 
 
 def plan_arguments(shape: Shape) -> dict[str, Any]:
@@ -97,12 +101,11 @@ def page_table(batch: Batch) -> PageTable:
     return PageTable.of_requests(batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
 
 
-def answer_of(out: Any, top_k: int, mean_top_k: int) -> Answer:
-    answer = Answer(out.logsumexp, out.entropy, out.hist)
-    if top_k:
-        answer = answer._replace(top_positions=out.top.positions, top_logits=out.top.logits)
-    if mean_top_k:
-        top = out.top
+def answer_of(out: Statistics, top_k: int, mean_top_k: int) -> Answer:
+    answer, top = Answer(out.logsumexp, out.entropy, out.hist), out.top
+    if top and top_k:
+        answer = answer._replace(top_positions=top.positions, top_logits=top.logits)
+    if top and mean_top_k:
         answer = answer._replace(
             mean_top_positions=top.mean_positions, mean_top_mass=top.mean_masses
         )

@@ -164,11 +164,12 @@ def decode_pass(
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TO_HALF: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     program, programs = tl.program_id(1), tl.num_programs(1)
-    if STATISTICS:
+    if QUERIES or HAS_SINKS:
         if (program == 0) & (tl.program_id(0) == 0):
             tl.store(addresses, keys.to(tl.int64))
             tl.store(addresses + 1, descale.to(tl.int64))

@@ -177,14 +177,16 @@ def key_logits(
     STRIDE_KS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COUNT: tl.constexpr,
-    STEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Natural logits of keys int32[COUNT] of one head: float32[COUNT], -inf where none is real.
 
-    Made STEP numbers of a key at a time, without a tensor core: one query is too few for that.
+    Made without a tensor core: one query is too few for that.
     """
+    # 32 bytes of a key at a time, what memory gives at least; more would fill the registers.
+    AT_ONCE: tl.constexpr = 256 // keys.dtype.element_ty.primitive_bitwidth
+    STEP: tl.constexpr = AT_ONCE if AT_ONCE < BLOCK_D else BLOCK_D
     there = (distance >= 0) & (distance < real)
     slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
     lane = tl.arange(0, STEP)
@@ -256,7 +258,7 @@ def top_head(
             x = key_logits(
                 distance, real, slots + tl.load(base + row) + position, query + place * HEAD_DIM,
                 keys + key_head.to(tl.int64) * stride_kh, factor, soft_cap, STRIDE_KS, HEAD_DIM,
-                COUNT, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
+                COUNT, BLOCK_D, SOFT_CAP,
             )  # fmt: skip
             packed = tl.reshape(pack(x, tl.maximum(distance, 0)), [COUNT], can_reorder=True)
             best = tl.topk(packed, SIZE)

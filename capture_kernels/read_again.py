@@ -92,7 +92,7 @@ def select_again(
                     else:
                         x = key_logits(
                             distance, real, newest, of_query, of_keys, factor, soft_cap, STRIDE_KS,
-                            HEAD_DIM, TILE, BLOCK_D if BLOCK_D < 32 else 32, BLOCK_D, SOFT_CAP,
+                            HEAD_DIM, TILE, BLOCK_D, SOFT_CAP,
                         )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (place * SHARES + split) * SIZE + tl.arange(0, SIZE)
