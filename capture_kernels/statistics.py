@@ -308,6 +308,8 @@ class StatisticsPlan:
     def answer(self, layer: int = 0) -> Statistics:
         """What was found in a layer of this step: views. Finishes what has run.
 
+        Taken while a CUDA graph is captured, the views show what each of its replays finds.
+
         Raises:
             OptionError: the layer has not run.
         """

@@ -161,7 +161,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside head_dim 256": lambda: beside(head_dim=256),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
-    "heads 16": lambda: beside(top_k=16),
+    "heads, top 16": lambda: beside(top_k=16),
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(
         top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0

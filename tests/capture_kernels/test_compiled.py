@@ -20,6 +20,7 @@ LOOP_BUDGET = {
     "beside head_dim 80": 700,
     "beside head_dim 256": 800,
     "top 16": 750,
+    "heads, top 16": 750,
     "float8, top 16": 850,
     "fused": 900,
     "fused, top 16": 950,

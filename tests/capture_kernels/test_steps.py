@@ -1,5 +1,6 @@
 """Steps of several layers, of which some are finished at once."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, assert_close, paged_case  # noqa: E402
-from test_statistics import live_rows, on_device, page_table, plan_for  # noqa: E402
+from test_statistics import (  # noqa: E402
+    live_rows,
+    needs_gpu,
+    on_device,
+    page_table,
+    plan_for,
+    random_step,
+)
 from test_topk import MASS, ON_GPU, poison  # noqa: E402
 
 from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
@@ -182,3 +190,46 @@ def test_a_layer_that_has_not_run_has_no_answer(layer):
 def test_a_plan_without_layers_is_refused():
     with pytest.raises(OptionError, match="layers must be 1 or more, got 0"):
         plan_for(paged_case([5], 2, 1, 16), layers=0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_of_several_layers_follows_the_lengths_of_each_step():
+    case = paged_case([1500, 64, 700, 2000, 1, 90], 8, 2, 64, dtype=torch.bfloat16, padding_rows=2)
+    queries = [torch.randn_like(case.queries) for _ in range(5)]
+    keys = [case.k_cache, *(torch.randn_like(case.k_cache) for _ in range(4))]
+    options = {"top_k": 16, "mean_top_k": 16, "hubs": True, "max_length": 2000, "programs": None}
+    scratch = 2 * bytes_a_layer(case, **options)
+    plans = [plan_for(case, layers=5, scratch_bytes=scratch, **options) for _ in range(2)]
+    captured, eager = plans
+    assert captured.top.at_once == 2
+    hubs = torch.zeros(2, case.rows, 1000, device=DEVICE)
+    enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
+
+    def step(plan, hubs):
+        plan.schedule(page_table(case), live=live, enabled=enabled, hubs=hubs)
+        for query, layer_keys in zip(queries, keys, strict=True):
+            plan.run(query, layer_keys)
+        return [tensor for layer in range(5) for tensor in tensors_of(plan.answer(layer))]
+
+    live = live_rows(case)
+    # Compiled and loaded before a capture begins.
+    step(captured, hubs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(captured, hubs[0])
+    random = np.random.default_rng(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for _ in range(30):
+        random_step(case, random, case.seq_lens)
+        enabled[: case.live].copy_(torch.tensor(random.integers(0, 2, case.live), device=DEVICE))
+        hubs.zero_()
+        graph.replay()
+        again = step(eager, hubs[1])
+        assert all(map(torch.equal, found, again))
+        assert torch.equal(hubs[0], hubs[1])
