@@ -1,8 +1,7 @@
 """What is left of some layers after their passes: their stretches merged, and the top k of heads.
 
-One launch for all of these layers, in which each row and head of each has a program for its
-statistics and one for its top k, as far as this is asked for: there are enough of them that none
-has to be fast.
+One launch for all of these layers, in which each row and head of each has a program: there are
+enough of them that none has to be fast.
 
 Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
 
@@ -24,7 +23,7 @@ import triton.language as tl
 
 from .constants import ADDRESSES, LN_2, LOWEST, NEIGHBOURS, PARTIAL, WITH_FOURS
 from .groups import first_groups
-from .packed import NOTHING, number_of, pack, value_of, write_top
+from .packed import number_of, pack, value_of, write_nothing, write_top
 
 
 @triton.jit
@@ -46,35 +45,12 @@ def is_stretch(program, begin, end, total, last, programs):
 
 
 @triton.jit
-def row_totals(
-    partial, block_ptr, heads, sinks, row, head, count_rows, programs,
-    HEADS: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
+def natural_logsumexp(
+    m, all_keys, heads, sinks, head, is_head,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of some heads: the natural logsumexp over all real keys, -inf where nothing was found; and in
-    units of ln 2 m, L over the visible keys, and that of the sink tokens."""
-    PARTS: tl.constexpr = 128 if SOME_HEADS < 8 else 1024 // SOME_HEADS
-    # A head that is asked for alone is there, which the compiler cannot know.
-    is_head = head < HEADS if SOME_HEADS > 1 else head >= 0
-    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
-    m = tl.full([SOME_HEADS], LOWEST, tl.float32)
-    visible = tl.zeros([SOME_HEADS], tl.float32)
-    sink = tl.zeros([SOME_HEADS], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
-        there = is_stretch(program, begin, end, total, last, programs)[:, None] & is_head[None, :]
-        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * PARTIAL
-        sink_i = tl.load(part + 26, mask=there, other=0.0)
-        m_i = tl.load(part + 32, mask=there, other=LOWEST)
-        visible_i = tl.load(part + 33, mask=there, other=0.0)
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        old = tl.exp2(m - m_new)
-        new = tl.exp2(m_i - m_new[None, :])
-        visible = visible * old + tl.sum(visible_i * new, 0)
-        sink = sink * old + tl.sum(sink_i * new, 0)
-        m = m_new
-    all_keys = visible + sink
+    """Of some heads, from m and the sum over all real keys in units of ln 2, with learned sinks;
+    -inf where nothing was found."""
     logsumexp = (m + tl.log2(all_keys)) * LN_2
     if HAS_SINKS:
         query_head = tl.load(heads + head, mask=is_head, other=0)
@@ -83,7 +59,35 @@ def row_totals(
         smaller = tl.minimum(logsumexp, learned)
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
-    return logsumexp, m, visible, sink
+    return logsumexp
+
+
+@triton.jit
+def row_logsumexp(
+    partial, block_ptr, heads, sinks, row, head, count_rows, programs,
+    HEADS: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The natural logsumexp of some heads over all real keys: float32[SOME_HEADS]."""
+    PARTS: tl.constexpr = 32 if SOME_HEADS < 32 else 1024 // SOME_HEADS
+    # A head that is asked for alone is there, which the compiler cannot know.
+    is_head = head < HEADS if SOME_HEADS > 1 else head >= 0
+    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    m = tl.full([SOME_HEADS], LOWEST, tl.float32)
+    all_keys = tl.zeros([SOME_HEADS], tl.float32)
+    for p in range(first, last + 1, PARTS):
+        program = p + tl.arange(0, PARTS)
+        there = is_stretch(program, begin, end, total, last, programs)[:, None] & is_head[None, :]
+        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * PARTIAL
+        real_i = tl.load(part + 26, mask=there, other=0.0)
+        m_i = tl.load(part + 32, mask=there, other=LOWEST)
+        real_i += tl.load(part + 33, mask=there, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        all_keys = all_keys * tl.exp2(m - m_new)
+        all_keys += tl.sum(real_i * tl.exp2(m_i - m_new[None, :]), 0)
+        m = m_new
+    return natural_logsumexp(m, all_keys, heads, sinks, head, is_head, HAS_SINKS)
 
 
 @triton.jit
@@ -106,23 +110,15 @@ def merge_head(
     HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one head; the last head of a row to be merged brings the means."""
+    """The statistics of one head; the last head of a row to be merged brings the means. Returns its
+    logsumexp: float32[1]."""
     PARTS: tl.constexpr = 32
     c = tl.arange(0, 32)
-    at = per_head + (row.to(tl.int64) * HEADS + number) * 32 + c
-    if tl.load(block_ptr + row) == tl.load(block_ptr + row + 1):
-        # Not asked for: there is nothing to wait for.
-        tl.store(at, tl.where(c == 29, float("-inf"), 0.0))
-        if number == 0:
-            tl.store(mean + row * 32 + c, tl.zeros([32], tl.float32))
-        return
-    logsumexp, m, visible, sink = row_totals(
-        partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows, programs,
-        HEADS, 1, HAS_SINKS,
-    )  # fmt: skip
     begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
-    masses = tl.zeros([32], tl.float32)
+    m = tl.full([1], LOWEST, tl.float32)
+    visible = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
+    masses = tl.zeros([32], tl.float32)
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
         there = is_stretch(program, begin, end, total, last, programs)
@@ -131,10 +127,18 @@ def merge_head(
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
         l_i = tl.load(part + 33, mask=there, other=0.0)
         s_i = tl.load(part + 34, mask=there, other=0.0)
-        weight = tl.exp2(m_i - m)
-        masses += tl.sum(masses_i * weight[:, None], 0)
-        weighted += tl.sum((s_i + l_i * (m_i - m)) * weight, 0)
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        old = tl.exp2(m - m_new)
+        new = tl.exp2(m_i - m_new)
+        weighted = (weighted + visible * (m - m_new)) * old
+        weighted += tl.sum((s_i + l_i * (m_i - m_new)) * new, 0)
+        visible = visible * old + tl.sum(l_i * new, 0)
+        masses = masses * old + tl.sum(masses_i * new[:, None], 0)
+        m = m_new
 
+    sink = tl.sum(tl.where(c == 26, masses, 0.0), 0)
+    head = number + tl.arange(0, 1)
+    logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, head, head >= 0, HAS_SINKS)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
     count = tl.load(rows + 4 * count_rows + row)
     # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.
@@ -151,7 +155,7 @@ def merge_head(
     out = tl.where(c == 28, tl.where(valid, 1.0, 0.0), out)
     out = tl.where(c == 29, logsumexp, out)
     out = tl.where(c > 29, 0.0, out)
-    tl.store(at, out)
+    tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, out)
 
     # All threads have written before one of them counts.
     tl.debug_barrier()
@@ -169,6 +173,7 @@ def merge_head(
         # Column 28 is 1 for each head that is valid.
         out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
         tl.store(mean + row * 32 + c, tl.where(c > 28, 0.0, out))
+    return logsumexp
 
 
 @triton.jit
@@ -191,7 +196,7 @@ def key_logits(
     slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
     lane = tl.arange(0, STEP)
     products = tl.zeros([COUNT, STEP], tl.float32)
-    for first in tl.static_range(0, BLOCK_D, STEP):
+    for first in tl.range(0, BLOCK_D, STEP, num_stages=1):
         is_dim = first + lane < HEAD_DIM
         q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
         k = tl.load(
@@ -208,9 +213,9 @@ def key_logits(
 
 @triton.jit
 def top_head(
-    partial, rows, block_ptr, base, slots, heads, sinks, query, keys, descale, fours, maxima,
-    looked_at, positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows,
-    programs, four_blocks, max_blocks,
+    logsumexp, rows, block_ptr, base, slots, heads, query, keys, descale, fours, maxima, looked_at,
+    positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows, four_blocks,
+    max_blocks,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -227,19 +232,11 @@ def top_head(
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The top k of one head, or its first blocks where the row has no maxima of four keys."""
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     place = row.to(tl.int64) * HEADS + number
-    best = tl.full([SIZE], NOTHING, tl.int64)
-    # A row that is longer than planned has pushed the ones behind it out of the buffers.
-    found = (real > 0) & (end <= max_blocks)
-    if found == 0:
-        nothing = tl.full([1], float("-inf"), tl.float32)
-        write_top(best, place, position, nothing, positions, tops, masses, K, SIZE, False)
-        return
     has_fours = (end <= four_blocks) & (real <= WITH_FOURS)
     if FOURS:
         if has_fours:
@@ -262,6 +259,7 @@ def top_head(
             )  # fmt: skip
             packed = tl.reshape(pack(x, tl.maximum(distance, 0)), [COUNT], can_reorder=True)
             best = tl.topk(packed, SIZE)
+            write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
     if MAXIMA:
         if has_fours == 0:
             best = first_groups(
@@ -271,12 +269,6 @@ def top_head(
             there = value_of(best) > float("-inf")
             at = looked_at + place * SIZE + tl.arange(0, SIZE)
             tl.store(at, tl.where(there, number_of(best), -1))
-            return
-    logsumexp, _, _, _ = row_totals(
-        partial, block_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows, programs,
-        HEADS, 1, HAS_SINKS,
-    )  # fmt: skip
-    write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
@@ -302,32 +294,45 @@ def finish(
     DESCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    row, number = tl.program_id(0), tl.program_id(1)
-    ROLES: tl.constexpr = 2 if K else 1
-    slot = tl.program_id(2) // ROLES
-    keys, descale, sinks = layer_inputs(addresses, slot, keys)
-    partial += slot.to(tl.int64) * ((programs + max_rows) * HEADS * PARTIAL)
+    row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Of all rows and heads, as they lie in the slots and in the answers.
     in_slot = slot.to(tl.int64) * max_rows
     in_answer = (first_layer + slot).to(tl.int64) * max_rows
-    if K:
-        # The longest first.
-        if tl.program_id(2) % ROLES == 0:
-            FOURS_A_BLOCK: tl.constexpr = TILE * TILES // NEIGHBOURS
-            top_head(
-                partial, rows, block_ptr, base, slots, heads, sinks,
-                kept_query + in_slot * (HEADS * HEAD_DIM), keys, descale,
-                fours + slot.to(tl.int64) * four_blocks * (HEADS * FOURS_A_BLOCK),
-                maxima + slot.to(tl.int64) * max_blocks * HEADS,
-                looked_at + in_slot * (HEADS * SIZE), positions + in_answer * (HEADS * K),
-                tops + in_answer * (HEADS * K), masses + in_answer * HEADS, factor, soft_cap,
-                stride_kh, row, number, count_rows, programs, four_blocks, max_blocks, STRIDE_KS,
-                HEADS, HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS, SPAN, K,
-                SIZE, FOURS, MAXIMA, SOFT_CAP, DESCALE, HAS_SINKS,
-            )  # fmt: skip
-            return
-    merge_head(
-        partial, rows, block_ptr, heads, sinks, per_head + in_answer * (HEADS * 32),
-        mean + in_answer * 32, arrived + in_slot, row, number, count_rows, programs, HEADS,
+    per_head += in_answer * (HEADS * 32)
+    mean += in_answer * 32
+    positions += in_answer * (HEADS * K)
+    tops += in_answer * (HEADS * K)
+    masses += in_answer * HEADS
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    if begin == end:
+        # Not asked for: there is nothing to merge or to wait for.
+        c = tl.arange(0, 32)
+        nothing = tl.where(c == 29, float("-inf"), 0.0)
+        tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, nothing)
+        if number == 0:
+            tl.store(mean + row * 32 + c, tl.zeros([32], tl.float32))
+        if K:
+            write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)
+        return
+    layer_keys, descale, sinks = layer_inputs(addresses, slot, keys)
+    logsumexp = merge_head(
+        partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
+        heads, sinks, per_head, mean, arrived + in_slot, row, number, count_rows, programs, HEADS,
         HAS_SINKS,
     )  # fmt: skip
+    if K:
+        # A row that is longer than planned has pushed the ones behind it out of the buffers.
+        if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
+            FOURS_A_BLOCK: tl.constexpr = TILE * TILES // NEIGHBOURS
+            top_head(
+                logsumexp, rows, block_ptr, base, slots, heads,
+                kept_query + in_slot * (HEADS * HEAD_DIM), layer_keys, descale,
+                fours + slot.to(tl.int64) * four_blocks * (HEADS * FOURS_A_BLOCK),
+                maxima + slot.to(tl.int64) * max_blocks * HEADS,
+                looked_at + in_slot * (HEADS * SIZE), positions, tops, masses, factor, soft_cap,
+                stride_kh, row, number, count_rows, four_blocks, max_blocks, STRIDE_KS, HEADS,
+                HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS, SPAN, K, SIZE,
+                FOURS, MAXIMA, SOFT_CAP, DESCALE,
+            )  # fmt: skip
+        else:
+            write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .constants import LOG2_E, PARTIAL
 from .decode_pass import tile_logits
-from .finish import layer_inputs, row_totals
+from .finish import layer_inputs, row_logsumexp
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
@@ -32,7 +32,7 @@ def shares(
     """By head, what a logit in units of ln 2 is lessened by to be that of a probability; +inf for a
     head of which no mass was found (`decode_pass`), as it has nothing to share out."""
     head = tl.arange(0, ALL_HEADS)
-    logsumexp, _, _, _ = row_totals(
+    logsumexp = row_logsumexp(
         partial, block_ptr, heads, sinks, row, head, count_rows, programs, HEADS, ALL_HEADS,
         HAS_SINKS,
     )  # fmt: skip

@@ -54,3 +54,15 @@ def write_top(
         # Where no mass was found for the head (`decode_pass`) there is none to share.
         mass = tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0)
         tl.store(masses + place + tl.arange(0, 1), mass)
+
+
+@triton.jit
+def write_nothing(
+    place, positions, tops, masses, K: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """The top k of one row and head where none is asked for or no key is real."""
+    lane = tl.arange(0, SIZE)
+    tl.store(positions + place * K + lane, tl.full([SIZE], -1, tl.int32), mask=lane < K)
+    nothing = tl.full([SIZE], float("-inf"), tl.float32)
+    tl.store(tops + place * K + lane, nothing, mask=lane < K)
+    tl.store(masses + place, 0.0)

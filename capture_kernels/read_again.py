@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .constants import PARTIAL, WITH_FOURS
-from .finish import key_logits, layer_inputs, row_totals
+from .finish import key_logits, layer_inputs, row_logsumexp
 from .head_mean import mean_again, shares
 from .packed import NOTHING, pack, write_top
 
@@ -121,7 +121,7 @@ def merge_shares(
         logsumexp = tl.zeros([1], tl.float32)
         if not MEAN:
             _, _, sinks = layer_inputs(addresses, slot, keys)
-            logsumexp, _, _, _ = row_totals(
+            logsumexp = row_logsumexp(
                 partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), block_ptr,
                 heads, sinks, row, number + tl.arange(0, 1), count_rows, programs, HEADS, 1,
                 HAS_SINKS,

@@ -300,8 +300,7 @@ class StatisticsPlan:
             "first_layer": first,
             "max_rows": self.steps.max_rows,
         }
-        roles = 2 if step["K"] else 1
-        grid = (self.steps.rows, self.groups.count, roles * layers)
+        grid = (self.steps.rows, self.groups.count, layers)
         launch(finish, grid, step, num_warps=1 if step["SIZE"] <= 16 else 4)
         self.top.look(step, layers, self._hubs)
 
