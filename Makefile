@@ -7,7 +7,7 @@ DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test lint bench sample test-gpu bench-gpu clean
+.PHONY: discover test lint bench sample test-gpu sanitize-gpu bench-gpu clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,13 @@ sample: $(VENV)/.dev
 # On a machine with an NVIDIA GPU, with the Python that has its packages: make test-gpu PYTHON=...
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# The kernels under NVIDIA's memory checker, each tensor an allocation of its own.
+sanitize-gpu:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) -m pytest -m gpu -k 'not graph and not allocates and not 64_bits and not 100K' \
+		tests/capture_kernels/test_statistics.py tests/capture_kernels/test_fused_decode.py \
+		tests/capture_kernels/test_topk.py tests/capture_kernels/test_steps.py
 
 bench-gpu:
 	$(PYTHON) benchmarks/run.py --gpu --out benchmarks/results

@@ -92,6 +92,8 @@ class Ring:
 
         On a GPU, CuPy takes it by DLPack under torch's current stream: what CuPy does under that
         stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it.
+        cuDF takes a field as well (`cudf.Series(views.position)`), with a copy on the device: its
+        columns are contiguous, and a record's fields lie together.
 
         Raises:
             MissingExtraError: the ring is on a GPU and CuPy is not installed.

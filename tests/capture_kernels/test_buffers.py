@@ -439,6 +439,18 @@ def test_views_share_the_memory_of_the_ring():
     assert ring.slots.view(torch.float32)[3, 6] == 0.125
 
 
+@pytest.mark.gpu
+def test_cudf_takes_the_fields_of_the_views():
+    cudf = pytest.importorskip("cudf")
+    ring = Ring(16, DEVICE)
+    append(ring, make_statistics(2, 7), make_rows(7), per_layer=True, layers=[3, 9])
+    views, records = ring.views(), Drain(ring).flush()
+    names = ("seq", "handle", "position", "layer", "sink_mass")
+    frame = cudf.DataFrame({name: getattr(views, name)[:14] for name in names})
+    for name in names:
+        np.testing.assert_array_equal(frame[name].to_numpy(), records[name])
+
+
 def test_views_on_a_gpu_say_when_cupy_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'attn\[gpu\]'"):
