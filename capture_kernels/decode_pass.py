@@ -126,6 +126,7 @@ def decode_pass(
     base,
     rows,
     block_ptr,
+    program_ptr,
     head_table,
     descale,
     sinks,
@@ -168,7 +169,7 @@ def decode_pass(
     TO_HALF: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    program, programs = tl.program_id(1), tl.num_programs(1)
+    program = tl.program_id(1)
     if QUERIES or HAS_SINKS:
         if (program == 0) & (tl.program_id(0) == 0):
             tl.store(addresses, keys.to(tl.int64))
@@ -180,9 +181,8 @@ def decode_pass(
     head = tl.load(group + 2 + lane_h)
     chosen = head >= 0
     out_head = first_head + lane_h
-    total = tl.load(block_ptr + count_rows)
-    block = total * program // programs
-    end = total * (program + 1) // programs
+    block = tl.load(program_ptr + program)
+    end = tl.load(program_ptr + program + 1)
     if block >= end:
         return
 

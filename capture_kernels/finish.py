@@ -27,21 +27,20 @@ from .packed import number_of, pack, value_of, write_nothing, write_top
 
 
 @triton.jit
-def stretches(block_ptr, row, count_rows, programs):
-    """The programs from and to which a row's stretches are, and the row's blocks and all blocks."""
+def stretches(block_ptr, rows, row, count_rows):
+    """A row's blocks, and the programs of its first and last stretch."""
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    total = tl.maximum(tl.load(block_ptr + count_rows), 1)
-    first = ((begin + 1) * programs - 1) // total
-    last = (end * programs - 1) // total
-    return begin, end, total, first, tl.where(begin < end, last, first - 1)
+    first, last = tl.load(rows + 5 * count_rows + row), tl.load(rows + 6 * count_rows + row)
+    return begin, end, first, last
 
 
 @triton.jit
-def is_stretch(program, begin, end, total, last, programs):
+def is_stretch(program_ptr, program, begin, end, last):
     # A program may lie between and have had nothing to do.
-    starts = tl.maximum(total * program // programs, begin)
-    stops = tl.minimum(total * (program + 1) // programs, end)
-    return (program <= last) & (starts < stops)
+    there = program <= last
+    starts = tl.maximum(tl.load(program_ptr + program, mask=there, other=0), begin)
+    stops = tl.minimum(tl.load(program_ptr + program + 1, mask=there, other=0), end)
+    return starts < stops
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def natural_logsumexp(
 
 @triton.jit
 def row_logsumexp(
-    partial, block_ptr, heads, sinks, row, head, count_rows, programs,
+    partial, rows, block_ptr, program_ptr, heads, sinks, row, head, count_rows,
     HEADS: tl.constexpr,
     SOME_HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -73,12 +72,12 @@ def row_logsumexp(
     PARTS: tl.constexpr = 32 if SOME_HEADS < 32 else 1024 // SOME_HEADS
     # A head that is asked for alone is there, which the compiler cannot know.
     is_head = head < HEADS if SOME_HEADS > 1 else head >= 0
-    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     m = tl.full([SOME_HEADS], LOWEST, tl.float32)
     all_keys = tl.zeros([SOME_HEADS], tl.float32)
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
-        there = is_stretch(program, begin, end, total, last, programs)[:, None] & is_head[None, :]
+        there = is_stretch(program_ptr, program, begin, end, last)[:, None] & is_head[None, :]
         part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * PARTIAL
         real_i = tl.load(part + 26, mask=there, other=0.0)
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
@@ -105,8 +104,8 @@ def layer_inputs(addresses, slot, keys):
 
 @triton.jit
 def merge_head(
-    partial, rows, block_ptr, heads, sinks, per_head, mean, arrived, row, number, count_rows,
-    programs,
+    partial, rows, block_ptr, program_ptr, heads, sinks, per_head, mean, arrived, row, number,
+    count_rows,
     HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -114,14 +113,14 @@ def merge_head(
     logsumexp: float32[1]."""
     PARTS: tl.constexpr = 32
     c = tl.arange(0, 32)
-    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     m = tl.full([1], LOWEST, tl.float32)
     visible = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
     masses = tl.zeros([32], tl.float32)
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
-        there = is_stretch(program, begin, end, total, last, programs)
+        there = is_stretch(program_ptr, program, begin, end, last)
         part = partial + ((program + row).to(tl.int64) * HEADS + number) * PARTIAL
         masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
@@ -273,9 +272,9 @@ def top_head(
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def finish(
-    partial, rows, block_ptr, base, slots, heads, keys, addresses, kept_query, per_head, mean,
-    arrived, fours, maxima, looked_at, positions, tops, masses, factor, soft_cap, stride_kh,
-    count_rows, programs, four_blocks, max_blocks, first_layer, max_rows,
+    partial, rows, block_ptr, program_ptr, base, slots, heads, keys, addresses, kept_query,
+    per_head, mean, arrived, fours, maxima, looked_at, positions, tops, masses, factor, soft_cap,
+    stride_kh, count_rows, programs, four_blocks, max_blocks, first_layer, max_rows,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -317,8 +316,8 @@ def finish(
     layer_keys, descale, sinks = layer_inputs(addresses, slot, keys)
     logsumexp = merge_head(
         partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
-        heads, sinks, per_head, mean, arrived + in_slot, row, number, count_rows, programs, HEADS,
-        HAS_SINKS,
+        program_ptr, heads, sinks, per_head, mean, arrived + in_slot, row, number, count_rows,
+        HEADS, HAS_SINKS,
     )  # fmt: skip
     if K:
         # A row that is longer than planned has pushed the ones behind it out of the buffers.

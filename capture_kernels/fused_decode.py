@@ -32,8 +32,8 @@ TUNING_TOP = TUNING._replace(warps=4)
 
 @triton.jit(do_not_specialize=["count_rows"])
 def merge_values(
-    partial, partial_values, block_ptr, sinks, value_descale, output, stride_or, stride_oh,
-    count_rows, programs,
+    partial, partial_values, rows, block_ptr, program_ptr, sinks, value_descale, output, stride_or,
+    stride_oh, count_rows,
     HEADS: tl.constexpr,
     QUERIES_A_KEY: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -45,7 +45,7 @@ def merge_values(
     """The output of one head; a row without keys keeps what it holds."""
     PARTS: tl.constexpr = 16
     row, number = tl.program_id(0), tl.program_id(1)
-    begin, end, total, first, last = stretches(block_ptr, row, count_rows, programs)
+    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     if begin == end:
         return
     dims = tl.arange(0, BLOCK_V)
@@ -57,7 +57,7 @@ def merge_values(
     o = tl.zeros([BLOCK_V], tl.float32)
     for p in range(first, last + 1, PARTS):
         program = p + tl.arange(0, PARTS)
-        there = is_stretch(program, begin, end, total, last, programs)
+        there = is_stretch(program_ptr, program, begin, end, last)
         place = (program + row).to(tl.int64) * HEADS + number
         m_i = tl.load(partial + place * PARTIAL + 32, mask=there, other=LOWEST)
         l_i = tl.load(partial + place * PARTIAL + 33, mask=there, other=0.0)

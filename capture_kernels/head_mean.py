@@ -24,7 +24,7 @@ from .packed import NOTHING, number_of, value_of, write_top
 
 @triton.jit
 def shares(
-    partial, block_ptr, row, heads, sinks, count_rows, programs,
+    partial, rows, block_ptr, program_ptr, row, heads, sinks, count_rows,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -33,8 +33,8 @@ def shares(
     head of which no mass was found (`decode_pass`), as it has nothing to share out."""
     head = tl.arange(0, ALL_HEADS)
     logsumexp = row_logsumexp(
-        partial, block_ptr, heads, sinks, row, head, count_rows, programs, HEADS, ALL_HEADS,
-        HAS_SINKS,
+        partial, rows, block_ptr, program_ptr, heads, sinks, row, head, count_rows, HEADS,
+        ALL_HEADS, HAS_SINKS,
     )  # fmt: skip
     found = (head < HEADS) & (logsumexp > float("-inf"))
     return tl.where(found, logsumexp * LOG2_E, float("inf"))
@@ -115,9 +115,9 @@ def told(
 
 @triton.jit(do_not_specialize=["count_rows", "layers"])
 def head_mean(
-    logits, mean_keys, mean_maxima, hubs, partial, rows, block_ptr, base, slots, heads, query,
-    keys, addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs, longest,
-    count_rows, programs, logit_blocks, max_blocks, max_rows, layers,
+    logits, mean_keys, mean_maxima, hubs, partial, rows, block_ptr, program_ptr, base, slots,
+    heads, query, keys, addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs,
+    longest, count_rows, programs, logit_blocks, max_blocks, max_rows, layers,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -161,8 +161,8 @@ def head_mean(
             _, _, sinks = layer_inputs(addresses, layer, keys)
             of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
             lse = shares(
-                partial + of_layer, block_ptr, row, heads, sinks, count_rows, programs, HEADS,
-                ALL_HEADS, HAS_SINKS,
+                partial + of_layer, rows, block_ptr, program_ptr, row, heads, sinks, count_rows,
+                HEADS, ALL_HEADS, HAS_SINKS,
             )  # fmt: skip
             of_logits = layer * logit_blocks
             of_maxima = mean_maxima + layer * max_blocks
@@ -197,8 +197,8 @@ def head_mean(
                     layer_keys, descale, sinks = layer_inputs(addresses, layer, keys)
                     of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
                     lse = shares(
-                        partial + of_layer, block_ptr, row, heads, sinks, count_rows, programs,
-                        HEADS, ALL_HEADS, HAS_SINKS,
+                        partial + of_layer, rows, block_ptr, program_ptr, row, heads, sinks,
+                        count_rows, HEADS, ALL_HEADS, HAS_SINKS,
                     )  # fmt: skip
                     queries = kept_query + layer * max_rows * (HEADS * HEAD_DIM)
                     largest = tl.full([TILE], float("-inf"), tl.float32)

@@ -34,9 +34,9 @@ def is_read_again(
 
 @triton.jit(do_not_specialize=["count_rows"])
 def select_again(
-    looked_at, lists, partial, rows, block_ptr, base, slots, heads, query, keys, addresses,
-    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, programs, logit_blocks,
-    four_blocks, max_blocks, max_rows,
+    looked_at, lists, partial, rows, block_ptr, program_ptr, base, slots, heads, query, keys,
+    addresses, kept_query, head_table, factor, soft_cap, stride_kh, count_rows, programs,
+    logit_blocks, four_blocks, max_blocks, max_rows,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -67,8 +67,8 @@ def select_again(
         partial += slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL)
         if MEAN:
             lse = shares(
-                partial, block_ptr, row, heads, sinks, count_rows, programs, HEADS, ALL_HEADS,
-                HAS_SINKS,
+                partial, rows, block_ptr, program_ptr, row, heads, sinks, count_rows, HEADS,
+                ALL_HEADS, HAS_SINKS,
             )  # fmt: skip
         else:
             key_head = tl.load(heads + HEADS + number)
@@ -101,8 +101,8 @@ def select_again(
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def merge_shares(
-    lists, positions, tops, masses, partial, rows, block_ptr, heads, keys, addresses, count_rows,
-    programs, logit_blocks, four_blocks, max_blocks, first_layer, max_rows,
+    lists, positions, tops, masses, partial, rows, block_ptr, program_ptr, heads, keys, addresses,
+    count_rows, programs, logit_blocks, four_blocks, max_blocks, first_layer, max_rows,
     HEADS: tl.constexpr,
     SHARES: tl.constexpr,
     K: tl.constexpr,
@@ -122,9 +122,9 @@ def merge_shares(
         if not MEAN:
             _, _, sinks = layer_inputs(addresses, slot, keys)
             logsumexp = row_logsumexp(
-                partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), block_ptr,
-                heads, sinks, row, number + tl.arange(0, 1), count_rows, programs, HEADS, 1,
-                HAS_SINKS,
+                partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows,
+                block_ptr, program_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows,
+                HEADS, 1, HAS_SINKS,
             )  # fmt: skip
         place = in_slot + first_layer.to(tl.int64) * max_rows * tl.num_programs(1)
         write_top(

@@ -10,14 +10,18 @@ quantity of a fingerprint is a range of distances:
                            where the attention's output is asked for (fused decode)
 
 Rows are cut into blocks of `block_keys` keys; blocks of all rows, one after another, are shared out
-evenly over a fixed number of programs ("stream-K"), whatever the lengths are. A row that is not
-asked for has no block. Program p and row r that meet do so in one stretch of blocks, and p + r is a
-different number for each such stretch: that is where its partial result goes.
+evenly over a fixed number of programs P ("stream-K"), whatever the lengths are. A row that is not
+asked for has no block. To begin a row costs a program as much as some blocks do, `ROW_BLOCKS`: a
+program in whose share a row begins has so many fewer. Program p and row r that meet do so in one
+stretch of blocks, and p + r is a different number for each such stretch: that is where its partial
+result goes.
 
 Tensors (R rows; all written by `Schedule.run` without allocation or synchronisation):
     block_ptr  int32[R + 1]  row r has the blocks from block_ptr[r] to block_ptr[r + 1]
-    rows       int32[5, R]   position, seen, real, visible, and count: the visible keys, those that
-                             a model's own sliding window hides included
+    program_ptr  int32[P + 1]  program p has the blocks from program_ptr[p] to program_ptr[p + 1]
+    rows       int32[7, R]   position, seen, real, visible, count: the visible keys, those that a
+                             model's own sliding window hides included; first, last: the programs
+                             of the row's first and last stretch
     base       int64[R]      where a row's slots begin: key j lies in slot table[base + j]
 """
 
@@ -33,8 +37,9 @@ from torch import Tensor
 from .errors import OptionError
 from .fingerprint import Visibility
 
-POSITION, SEEN, REAL, VISIBLE, COUNT = range(5)
-ROW_FIELDS = 5
+ROW_FIELDS = 7
+# What a program loses between two rows is the time of about two tiles of 64 keys.
+ROW_BLOCKS = 2
 
 
 # How many rows a step has must not make a kernel compile anew, while a model is served.
@@ -45,10 +50,12 @@ def _schedule_rows(
     enabled,
     live,
     block_ptr,
+    program_ptr,
     rows,
     base,
     table_stride,
     count_rows,
+    programs,
     max_length,
     model_window,
     visible_window,
@@ -59,6 +66,7 @@ def _schedule_rows(
     HAS_LIVE: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    ROW_COST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
@@ -99,6 +107,27 @@ def _schedule_rows(
     tl.store(rows + 3 * count_rows + row, tl.where(wanted, visible, 0), mask=here)
     tl.store(rows + 4 * count_rows + row, tl.where(wanted, count, 0), mask=here)
     tl.store(base + row, begin, mask=here)
+
+    # Of the work of all rows each program has as much; a row's work begins with what that costs.
+    work = blocks + tl.where(blocks > 0, ROW_COST, 0)
+    work_after = tl.cumsum(work, 0)
+    total = tl.sum(work, 0)
+    first = tl.zeros([ROWS], tl.int32)
+    last = tl.zeros([ROWS], tl.int32)
+    PROGRAMS: tl.constexpr = 32 if ROWS <= 128 else (4096 // ROWS if ROWS <= 4096 else 1)
+    for p in range(0, programs + 1, PROGRAMS):
+        program = p + tl.arange(0, PROGRAMS)
+        work_before = total.to(tl.int64) * program // programs
+        done = work_after[None, :] <= work_before[:, None]
+        begun = work_before - tl.sum(tl.where(done, work[None, :], 0), 1)
+        start = tl.sum(tl.where(done, blocks[None, :], 0), 1)
+        start += tl.maximum(begun - ROW_COST, 0).to(tl.int32)
+        tl.store(program_ptr + program, start, mask=program <= programs)
+        counts = ((program > 0) & (program <= programs))[:, None]
+        first += tl.sum((counts & (start[:, None] <= (after - blocks)[None, :])).to(tl.int32), 0)
+        last += tl.sum((counts & (start[:, None] < after[None, :])).to(tl.int32), 0)
+    tl.store(rows + 5 * count_rows + row, first, mask=here)
+    tl.store(rows + 6 * count_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
 
 
 class PageTable(NamedTuple):
@@ -155,6 +184,7 @@ class Schedule:
     Args:
         max_rows: the most rows of a step.
         block_keys: keys in a block.
+        programs: how many programs share the blocks.
         device: where all tensors are.
         max_length: the most keys of a row; a longer one is treated as not asked for.
         visibility: which keys a fingerprint describes.
@@ -168,6 +198,7 @@ class Schedule:
         block_keys: int,
         device: torch.device,
         *,
+        programs: int,
         max_length: int,
         visibility: Visibility,
         window: int = 0,
@@ -175,7 +206,9 @@ class Schedule:
     ) -> None:
         self.max_rows, self.block_keys, self._max_length = max_rows, block_keys, max_length
         self._visibility, self._window, self._all_keys = visibility, window, all_keys
+        self.programs = programs
         self.block_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.program_ptr = torch.zeros(programs + 1, dtype=torch.int32, device=device)
         self.fields = torch.zeros(ROW_FIELDS * max_rows, dtype=torch.int32, device=device)
         self.base = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.rows = 0
@@ -211,10 +244,12 @@ class Schedule:
             absent if enabled is None else enabled.view(torch.uint8),
             absent if live is None else live,
             self.block_ptr,
+            self.program_ptr,
             self.fields,
             self.base,
             table.slots.stride(0),
             self.rows,
+            self.programs,
             self._max_length,
             self._window,
             self._visibility.window,
@@ -225,6 +260,7 @@ class Schedule:
             HAS_LIVE=live is not None,
             ALL_KEYS=self._all_keys,
             BLOCK_KEYS=self.block_keys,
+            ROW_COST=ROW_BLOCKS if self.block_keys <= 64 else 1,
             ROWS=triton.next_power_of_2(self.max_rows),
             num_warps=4,
         )

@@ -173,12 +173,13 @@ class StatisticsPlan:
         tiles = triton.cdiv(max_length, tile * MOST_BLOCKS)
         self.block_keys = tile * triton.next_power_of_2(tiles)
         blocks = max_rows * triton.cdiv(max_length, self.block_keys)
-        if blocks * self.programs >= 1 << 31:
+        if blocks >= 1 << 31:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.steps = Schedule(
             max_rows,
             self.block_keys,
             self.device,
+            programs=self.programs,
             max_length=max_length,
             visibility=visibility or Visibility(),
             window=window,
@@ -359,6 +360,7 @@ class StatisticsPlan:
             "base": steps.base,
             "rows": steps.fields,
             "block_ptr": steps.block_ptr,
+            "program_ptr": steps.program_ptr,
             "head_table": groups.table,
             "heads": groups.heads,
             "descale": absent if descale is None else descale,

@@ -11,7 +11,7 @@ from paged import DEVICE, HUGE, HUGE_REQUEST, paged_case  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint import Visibility  # noqa: E402
-from capture_kernels.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
+from capture_kernels.schedule import ROW_BLOCKS, ROW_FIELDS, PageTable, Schedule  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -31,9 +31,9 @@ def page_table(case):
 def make(max_rows, block_keys=64, visibility=None, **options):
     """A schedule that has never run, so that nothing in it is right by chance."""
     visibility = visibility or Visibility()
-    options = {"max_length": 1 << 20, **options}
+    options = {"max_length": 1 << 20, "programs": 5, **options}
     steps = Schedule(max_rows, block_keys, DEVICE, visibility=visibility, **options)
-    for tensor in (steps.block_ptr, steps.fields, steps.base):
+    for tensor in (steps.block_ptr, steps.program_ptr, steps.fields, steps.base):
         tensor.fill_(-77)
     return steps
 
@@ -55,12 +55,34 @@ def assert_rows(steps, fields):
     rows = len(fields)
     assert steps.rows == rows
     found = steps.fields[: ROW_FIELDS * rows].view(ROW_FIELDS, rows).T
-    assert found.tolist() == fields
+    assert found[:, :5].tolist() == fields
     blocks = [-(-seen // steps.block_keys) for _, seen, *_ in fields]
     assert steps.block_ptr[: rows + 1].tolist() == [0, *np.cumsum(blocks, dtype=int).tolist()]
+    assert_shares(steps, blocks, found[:, 5:].tolist())
     # What has no row keeps what it held.
     assert (steps.block_ptr[rows + 1 :] == -77).all() and (steps.base[rows:] == -77).all()
     assert (steps.fields[ROW_FIELDS * rows :] == -77).all()
+
+
+def assert_shares(steps, blocks, first_and_last):
+    """All blocks are shared out, in order, to programs that have as much to do; and each row knows
+    its first and last program."""
+    cost = ROW_BLOCKS if steps.block_keys <= 64 else 1
+    starts = steps.program_ptr.tolist()
+    assert starts[0] == 0 and starts[-1] == sum(blocks) and starts == sorted(starts)
+    owner = np.repeat(np.arange(steps.programs), np.diff(starts))
+    ends = np.cumsum(blocks, dtype=int)
+    work = np.diff(starts).astype(float)
+    for row, (count, end) in enumerate(zip(blocks, ends, strict=True)):
+        first, last = first_and_last[row]
+        if count:
+            assert (first, last) == (owner[end - count], owner[end - 1])
+            work[first] += cost
+        else:
+            assert last < first
+    most = (sum(blocks) + cost * sum(map(bool, blocks))) / steps.programs
+    # What a row's beginning costs is paid by one program, though the next may begin within it.
+    assert (work < most + cost + 1).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -183,12 +205,13 @@ def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, a
     window=st.one_of(st.just(0), st.integers(1, 300)),
     block_keys=st.sampled_from([64, 128, 1024]),
     all_keys=st.booleans(),
+    programs=st.sampled_from([1, 2, 32, 66]),
     form=st.sampled_from(FORMS),
     live=st.integers(0, 16),
     flags=st.lists(st.booleans(), min_size=16, max_size=16),
 )
 def test_any_rows_agree_with_a_walk_over_their_keys(
-    lengths, visibility, window, block_keys, all_keys, form, live, flags
+    lengths, visibility, window, block_keys, all_keys, programs, form, live, flags
 ):
     rows = len(lengths)
     indptr = np.cumsum([0, *lengths])
@@ -197,7 +220,8 @@ def test_any_rows_agree_with_a_walk_over_their_keys(
     else:
         places = numbers(list(range(rows)), torch.int64)
         table = PageTable.of_requests(numbers([[0] * 9] * rows), places, numbers(lengths))
-    steps = make(17, block_keys, visibility, window=window, all_keys=all_keys)
+    options = {"window": window, "all_keys": all_keys, "programs": programs}
+    steps = make(17, block_keys, visibility, **options)
     steps.run(table, enabled=numbers(flags[:rows], torch.bool), live=numbers([live]))
     fields = [
         row_fields(length, visibility, window, asked=asked, live=row < live, all_keys=all_keys)
