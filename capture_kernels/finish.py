@@ -194,7 +194,7 @@ def key_logits(
     there = (distance >= 0) & (distance < real)
     slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
     lane = tl.arange(0, STEP)
-    products = tl.zeros([COUNT, STEP], tl.float32)
+    x = tl.zeros([COUNT], tl.float32)
     for first in tl.range(0, BLOCK_D, STEP, num_stages=1):
         is_dim = first + lane < HEAD_DIM
         q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
@@ -203,8 +203,8 @@ def key_logits(
             mask=there[:, None] & is_dim[None, :],
             other=0.0,
         )
-        products += k.to(tl.float32) * q[None, :]
-    x = tl.sum(products, 1) * factor * LN_2
+        x += tl.sum(k.to(tl.float32) * q[None, :], 1)
+    x *= factor * LN_2
     if SOFT_CAP:
         x = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / soft_cap))))
     return tl.where(there, x, float("-inf"))
