@@ -36,6 +36,19 @@ def number_of(packed):
 
 
 @triton.jit
+def total(values, SIZE: tl.constexpr):
+    """The sum of float32[SIZE], a power of two, as `tl.topk` leaves them: float32[1].
+
+    Halved again and again. Of so few values several threads have a copy, and in whichever threads
+    the compiler has left them it adds up neighbouring ones: Triton 3.6 counts some twice.
+    """
+    for level in tl.static_range(0, 6):
+        if SIZE >> (level + 1):
+            values = tl.sum(tl.reshape(values, [2, SIZE >> (level + 1)]), 0)
+    return values
+
+
+@triton.jit
 def write_top(
     best, place, position, logsumexp, positions, tops, masses, K: tl.constexpr, SIZE: tl.constexpr,
     MEAN: tl.constexpr,
@@ -52,7 +65,7 @@ def write_top(
         tl.store(tops + at, value, mask=lane < K)
         mass = tl.where(there & (lane < K), tl.exp2((value - logsumexp) * LOG2_E), 0.0)
         # Where no mass was found for the head (`decode_pass`) there is none to share.
-        mass = tl.where(logsumexp > float("-inf"), tl.sum(mass, 0), 0.0)
+        mass = tl.where(logsumexp > float("-inf"), total(mass, SIZE), 0.0)
         tl.store(masses + place + tl.arange(0, 1), mass)
 
 
