@@ -8,11 +8,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Below every logit, but finite: 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
-# Neighbouring keys that share a maximum.
+# Neighbouring keys that a thread of the pass has: the smallest group that shares a maximum.
 NEIGHBOURS = tl.constexpr(4)
-# The longest row of which the maxima of neighbours are kept.
-WITH_FOURS = tl.constexpr(32768)
+# The most groups of a row of which the maxima are kept.
+MOST_GROUPS = tl.constexpr(8192)
 # Numbers of a stretch and head: 28 range masses in 32 columns, then m, L and S.
 PARTIAL = tl.constexpr(36)
+# Where, of the 32 numbers of a row and head, the logsumexp is.
+LOGSUMEXP = tl.constexpr(29)
 # Addresses of a layer: keys, their scales, learned sinks; 16 bytes are a step of aligned access.
 ADDRESSES = tl.constexpr(4)

@@ -11,8 +11,8 @@ distances, 28 of them, that is a product of e with a matrix of zeros and ones, o
 e is given to it as the sum of two bfloat16, good to 17 bits. With values the same pass is an
 ordinary attention: o = sum e_d v_d.
 
-For a top k it writes the largest logits of four neighbouring keys each, and those of blocks where a
-row has no room for that; for the head mean it writes the logits themselves (`topk`). A layer may be
+For a top k it writes the largest logits of small groups of neighbouring keys, and those of blocks
+where a row has no room for that; for the head mean it writes the logits themselves (`topk`). A layer may be
 finished after the passes of others (`statistics`), so this one keeps the queries, which an engine
 does not, and notes where keys, their scales and learned sinks are.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LN_2, LOG2_E, LOWEST, NEIGHBOURS, PARTIAL, WITH_FOURS
+from .constants import LN_2, LOG2_E, LOWEST, MOST_GROUPS, NEIGHBOURS, PARTIAL
 
 # Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
 COLUMNS = 32
@@ -48,6 +48,17 @@ def in_order(y, TILE: tl.constexpr, HEADS: tl.constexpr):
     """Rows of a product, one for each of `tile_distances`: [TILE // 32, 8, 4, HEADS]."""
     y = tl.permute(tl.reshape(y, [2, TILE // 32, 2, 8, HEADS]), [1, 3, 0, 2, 4])
     return tl.reshape(y, [TILE // 32, 8, NEIGHBOURS, HEADS])
+
+
+@triton.jit
+def group_maxima(y, TILE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """The largest logits of groups of 4, 8, 16 or 32 neighbouring keys, of rows of a product:
+    [TILE // 32, 32 // GROUP, HEADS]."""
+    FOURS: tl.constexpr = GROUP // NEIGHBOURS
+    largest = tl.max(in_order(y, TILE, HEADS), 2)
+    if FOURS > 1:
+        largest = tl.max(tl.reshape(largest, [TILE // 32, 8 // FOURS, FOURS, HEADS]), 2)
+    return largest
 
 
 @triton.jit
@@ -135,7 +146,7 @@ def decode_pass(
     addresses,
     kept_query,
     logits,
-    fours,
+    groups,
     maxima,
     factor,
     soft_cap,
@@ -145,7 +156,7 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
-    four_blocks,
+    group_blocks,
     max_blocks,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
@@ -161,7 +172,7 @@ def decode_pass(
     STATISTICS: tl.constexpr,
     QUERIES: tl.constexpr,
     LOGITS: tl.constexpr,
-    FOURS: tl.constexpr,
+    GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
@@ -183,13 +194,19 @@ def decode_pass(
     out_head = first_head + lane_h
     block = tl.load(program_ptr + program)
     end = tl.load(program_ptr + program + 1)
+    row_lane = tl.arange(0, ROWS)
+    row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     if block >= end:
         return
 
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, 32)
-    four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
+    if LOGITS:
+        four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
+    if GROUP:
+        A_32: tl.constexpr = 32 // GROUP
+        group_lane = tl.arange(0, TILE // 32)[:, None] * A_32 + tl.arange(0, A_32)[None, :]
     lane = tile_distances(TILE)
     if DESCALE:
         factor *= tl.load(descale + key_head)
@@ -199,8 +216,6 @@ def decode_pass(
         value_type = query.dtype.element_ty
         values += key_head.to(tl.int64) * stride_vh
 
-    row_lane = tl.arange(0, ROWS)
-    row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     while block < end:
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
         row_block = tl.load(block_ptr + row)
@@ -247,11 +262,11 @@ def decode_pass(
         block_max = tl.full([TILE, BLOCK_H], float("-inf"), tl.float32)
         if VALUE_DIM:
             o = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
-        if FOURS:
+        if GROUP:
             # Wholly in the scratch, or not at all.
-            has_fours = tl.load(block_ptr + row + 1) <= four_blocks
-            has_fours &= real <= WITH_FOURS
-            has_maxima = has_fours == 0
+            has_groups = tl.load(block_ptr + row + 1) <= group_blocks
+            has_groups &= real <= MOST_GROUPS * GROUP
+            has_maxima = has_groups == 0
         else:
             has_maxima = True
 
@@ -300,7 +315,7 @@ def decode_pass(
             else:
                 sums = sums * alpha + e
 
-            if (LOGITS or FOURS) or MAXIMA:
+            if (LOGITS or GROUP) or MAXIMA:
                 if VALUE_DIM:
                     y = tl.where((distance < real)[:, None], y, float("-inf"))
                 this = row_block + tile // TILES
@@ -314,12 +329,12 @@ def decode_pass(
                         in_order(y, TILE, BLOCK_H) * LN_2,
                         mask=chosen[None, None, None, :],
                     )
-            if FOURS:
-                if has_fours:
+            if GROUP:
+                if has_groups:
                     # What a program writes lies together.
                     at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
-                    at = fours + at[None, None, :] * (TILE // NEIGHBOURS) + four[:, :, None]
-                    largest = tl.max(in_order(y, TILE, BLOCK_H), 2)
+                    at = groups + at[None, None, :] * (TILE // GROUP) + group_lane[:, :, None]
+                    largest = group_maxima(y, TILE, BLOCK_H, GROUP)
                     tl.store(at, largest * LN_2, mask=chosen[None, None, :])
             if MAXIMA:
                 if has_maxima:

@@ -8,8 +8,9 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches 
     m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m);
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
-Of a head's keys, the first K groups of four are found by the maxima that the pass has written
-(`topk` says why these hold the top k), and the logits of their keys are made once more.
+Of a head's keys, the first K groups are found by the maxima that the pass has written (`topk` says
+why these hold the top k); of these the keys, whose logits the pass has kept as well, or which are
+made once more.
 
 Tensors (A layers, R rows, H chosen query heads): those of `statistics` and `topk`, and
     heads    int32[2, H]  the query head, and the key head that it reads
@@ -21,8 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import ADDRESSES, LN_2, LOWEST, NEIGHBOURS, PARTIAL, WITH_FOURS
-from .groups import first_groups
+from .constants import ADDRESSES, LN_2, LOGSUMEXP, LOWEST, MOST_GROUPS, PARTIAL
+from .groups import all_parts, first_groups
 from .packed import number_of, pack, value_of, write_nothing, write_top
 
 
@@ -59,34 +60,6 @@ def natural_logsumexp(
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     return logsumexp
-
-
-@triton.jit
-def row_logsumexp(
-    partial, rows, block_ptr, program_ptr, heads, sinks, row, head, count_rows,
-    HEADS: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """The natural logsumexp of some heads over all real keys: float32[SOME_HEADS]."""
-    PARTS: tl.constexpr = 32 if SOME_HEADS < 32 else 1024 // SOME_HEADS
-    # A head that is asked for alone is there, which the compiler cannot know.
-    is_head = head < HEADS if SOME_HEADS > 1 else head >= 0
-    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
-    m = tl.full([SOME_HEADS], LOWEST, tl.float32)
-    all_keys = tl.zeros([SOME_HEADS], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
-        there = is_stretch(program_ptr, program, begin, end, last)[:, None] & is_head[None, :]
-        part = partial + ((program + row).to(tl.int64)[:, None] * HEADS + head[None, :]) * PARTIAL
-        real_i = tl.load(part + 26, mask=there, other=0.0)
-        m_i = tl.load(part + 32, mask=there, other=LOWEST)
-        real_i += tl.load(part + 33, mask=there, other=0.0)
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        all_keys = all_keys * tl.exp2(m - m_new)
-        all_keys += tl.sum(real_i * tl.exp2(m_i - m_new[None, :]), 0)
-        m = m_new
-    return natural_logsumexp(m, all_keys, heads, sinks, head, is_head, HAS_SINKS)
 
 
 @triton.jit
@@ -152,7 +125,7 @@ def merge_head(
     out = tl.where(valid, out, 0.0)
     out = tl.where(c == 26, sink_mass, out)
     out = tl.where(c == 28, tl.where(valid, 1.0, 0.0), out)
-    out = tl.where(c == 29, logsumexp, out)
+    out = tl.where(c == LOGSUMEXP, logsumexp, out)
     out = tl.where(c > 29, 0.0, out)
     tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, out)
 
@@ -195,7 +168,7 @@ def key_logits(
     slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
     lane = tl.arange(0, STEP)
     x = tl.zeros([COUNT], tl.float32)
-    for first in tl.range(0, BLOCK_D, STEP, num_stages=1):
+    for first in tl.range(0, BLOCK_D, STEP, num_stages=4):
         is_dim = first + lane < HEAD_DIM
         q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
         k = tl.load(
@@ -212,55 +185,65 @@ def key_logits(
 
 @triton.jit
 def top_head(
-    logsumexp, rows, block_ptr, base, slots, heads, query, keys, descale, fours, maxima, looked_at,
-    positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows, four_blocks,
-    max_blocks,
+    logsumexp, rows, block_ptr, base, slots, heads, query, keys, descale, logits, groups, maxima,
+    looked_at, positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows,
+    group_blocks, max_blocks,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    FOUR_GROUPS: tl.constexpr,
-    FOUR_SPAN: tl.constexpr,
+    GROUPS_OF_ROW: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    FOURS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
 ):  # fmt: skip
-    """The top k of one head, or its first blocks where the row has no maxima of four keys."""
+    """The top k of one head, or its first blocks where the row has no maxima of groups."""
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     place = row.to(tl.int64) * HEADS + number
-    has_fours = (end <= four_blocks) & (real <= WITH_FOURS)
-    if FOURS:
-        if has_fours:
-            RUN: tl.constexpr = TILE // NEIGHBOURS
+    has_groups = end <= group_blocks
+    if GROUP:
+        has_groups &= real <= MOST_GROUPS * GROUP
+        if has_groups:
+            A_TILE: tl.constexpr = TILE // GROUP
             best = first_groups(
-                fours + (begin.to(tl.int64) * TILES * HEADS + number) * RUN,
-                (end - begin) * TILES * RUN, HEADS * RUN, RUN, FOUR_GROUPS, FOUR_SPAN, SIZE,
+                groups + (begin.to(tl.int64) * TILES * HEADS + number) * A_TILE,
+                (end - begin) * TILES * A_TILE, HEADS * A_TILE, A_TILE, GROUPS_OF_ROW, GROUP_SPAN,
+                SIZE,
             )  # fmt: skip
-            first = tl.where(value_of(best) > float("-inf"), number_of(best) * NEIGHBOURS, -8)
-            COUNT: tl.constexpr = SIZE * NEIGHBOURS
-            distance = first[:, None] + tl.arange(0, NEIGHBOURS)[None, :]
-            distance = tl.reshape(distance, [COUNT])
-            key_head = tl.load(heads + HEADS + number)
-            if DESCALE:
-                factor *= tl.load(descale + key_head)
-            x = key_logits(
-                distance, real, slots + tl.load(base + row) + position, query + place * HEAD_DIM,
-                keys + key_head.to(tl.int64) * stride_kh, factor, soft_cap, STRIDE_KS, HEAD_DIM,
-                COUNT, BLOCK_D, SOFT_CAP,
-            )  # fmt: skip
-            packed = tl.reshape(pack(x, tl.maximum(distance, 0)), [COUNT], can_reorder=True)
-            best = tl.topk(packed, SIZE)
+            if LOGITS:
+                A_BLOCK: tl.constexpr = TILE * TILES
+                best = all_parts(
+                    best, logits + (begin.to(tl.int64) * HEADS + number) * A_BLOCK,
+                    (end - begin) * A_BLOCK, HEADS * A_BLOCK, A_BLOCK, GROUP, SIZE,
+                )  # fmt: skip
+            else:
+                first = tl.where(value_of(best) > float("-inf"), number_of(best) * GROUP, -GROUP)
+                COUNT: tl.constexpr = SIZE * GROUP
+                distance = first[:, None] + tl.arange(0, GROUP)[None, :]
+                distance = tl.reshape(distance, [COUNT])
+                key_head = tl.load(heads + HEADS + number)
+                if DESCALE:
+                    factor *= tl.load(descale + key_head)
+                x = key_logits(
+                    distance, real, slots + tl.load(base + row) + position,
+                    query + place * HEAD_DIM, keys + key_head.to(tl.int64) * stride_kh, factor,
+                    soft_cap, STRIDE_KS, HEAD_DIM, COUNT, BLOCK_D, SOFT_CAP,
+                )  # fmt: skip
+                packed = pack(x, tl.maximum(distance, 0))
+                best = tl.topk(tl.reshape(packed, [COUNT], can_reorder=True), SIZE)
             write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
     if MAXIMA:
-        if has_fours == 0:
+        if has_groups == 0:
             best = first_groups(
                 maxima + number.to(tl.int64) * max_blocks + begin, end - begin, 1, 1, BLOCKS, SPAN,
                 SIZE,
@@ -273,21 +256,23 @@ def top_head(
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def finish(
     partial, rows, block_ptr, program_ptr, base, slots, heads, keys, addresses, kept_query,
-    per_head, mean, arrived, fours, maxima, looked_at, positions, tops, masses, factor, soft_cap,
-    stride_kh, count_rows, programs, four_blocks, max_blocks, first_layer, max_rows,
+    per_head, mean, arrived, logits, groups, maxima, looked_at, positions, tops, masses, factor,
+    soft_cap, stride_kh, count_rows, programs, logit_blocks, group_blocks, max_blocks, first_layer,
+    max_rows,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    FOUR_GROUPS: tl.constexpr,
-    FOUR_SPAN: tl.constexpr,
+    GROUPS_OF_ROW: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    FOURS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
@@ -306,7 +291,7 @@ def finish(
     if begin == end:
         # Not asked for: there is nothing to merge or to wait for.
         c = tl.arange(0, 32)
-        nothing = tl.where(c == 29, float("-inf"), 0.0)
+        nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
         tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, nothing)
         if number == 0:
             tl.store(mean + row * 32 + c, tl.zeros([32], tl.float32))
@@ -322,16 +307,18 @@ def finish(
     if K:
         # A row that is longer than planned has pushed the ones behind it out of the buffers.
         if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
-            FOURS_A_BLOCK: tl.constexpr = TILE * TILES // NEIGHBOURS
+            A_BLOCK: tl.constexpr = TILE * TILES
+            GROUPS_A_BLOCK: tl.constexpr = A_BLOCK // GROUP if GROUP else 0
             top_head(
                 logsumexp, rows, block_ptr, base, slots, heads,
                 kept_query + in_slot * (HEADS * HEAD_DIM), layer_keys, descale,
-                fours + slot.to(tl.int64) * four_blocks * (HEADS * FOURS_A_BLOCK),
+                logits + slot.to(tl.int64) * logit_blocks * (HEADS * A_BLOCK),
+                groups + slot.to(tl.int64) * group_blocks * (HEADS * GROUPS_A_BLOCK),
                 maxima + slot.to(tl.int64) * max_blocks * HEADS,
                 looked_at + in_slot * (HEADS * SIZE), positions, tops, masses, factor, soft_cap,
-                stride_kh, row, number, count_rows, four_blocks, max_blocks, STRIDE_KS, HEADS,
-                HEAD_DIM, BLOCK_D, TILE, TILES, FOUR_GROUPS, FOUR_SPAN, BLOCKS, SPAN, K, SIZE,
-                FOURS, MAXIMA, SOFT_CAP, DESCALE,
+                stride_kh, row, number, count_rows, group_blocks, max_blocks, STRIDE_KS, HEADS,
+                HEAD_DIM, BLOCK_D, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN, BLOCKS, SPAN, K, SIZE,
+                LOGITS, GROUP, MAXIMA, SOFT_CAP, DESCALE,
             )  # fmt: skip
         else:
             write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)

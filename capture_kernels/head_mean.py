@@ -5,7 +5,7 @@ Mathematics, with the logits x_hd of `decode_pass` by head h and distance d, and
     p_d = (1/H) sum_h exp(x_hd - lse_h)
 
 Where the pass has kept a row's logits, p is made from these; otherwise its keys are read again.
-lse_h is made from the stretches of the pass.
+lse_h stands in what `finish` has written.
 
 Tensors: those of `topk`, which launches this for some layers at once.
 """
@@ -15,29 +15,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LOG2_E, PARTIAL
+from .constants import LOG2_E, LOGSUMEXP
 from .decode_pass import tile_logits
-from .finish import layer_inputs, row_logsumexp
+from .finish import layer_inputs
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
 
 @triton.jit
-def shares(
-    partial, rows, block_ptr, program_ptr, row, heads, sinks, count_rows,
-    HEADS: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
+def shares(per_head, row, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr):
     """By head, what a logit in units of ln 2 is lessened by to be that of a probability; +inf for a
     head of which no mass was found (`decode_pass`), as it has nothing to share out."""
     head = tl.arange(0, ALL_HEADS)
-    logsumexp = row_logsumexp(
-        partial, rows, block_ptr, program_ptr, heads, sinks, row, head, count_rows, HEADS,
-        ALL_HEADS, HAS_SINKS,
-    )  # fmt: skip
-    found = (head < HEADS) & (logsumexp > float("-inf"))
-    return tl.where(found, logsumexp * LOG2_E, float("inf"))
+    at = per_head + (row * HEADS + head) * 32 + LOGSUMEXP
+    logsumexp = tl.load(at, mask=head < HEADS, other=float("-inf"))
+    return tl.where(logsumexp > float("-inf"), logsumexp * LOG2_E, float("inf"))
 
 
 @triton.jit
@@ -113,11 +105,11 @@ def told(
     return largest
 
 
-@triton.jit(do_not_specialize=["count_rows", "layers"])
+@triton.jit(do_not_specialize=["count_rows", "layers", "first_layer"])
 def head_mean(
-    logits, mean_keys, mean_maxima, hubs, partial, rows, block_ptr, program_ptr, base, slots,
-    heads, query, keys, addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs,
-    longest, count_rows, programs, logit_blocks, max_blocks, max_rows, layers,
+    logits, mean_keys, mean_maxima, hubs, per_head, rows, block_ptr, base, slots, query, keys,
+    addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs, longest,
+    count_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -133,17 +125,20 @@ def head_mean(
     AGAIN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Mean probabilities of blocks of keys, and the largest of each block.
 
     Rows with logits come first: their blocks are shared out in stretches. Those of the others cost
-    far more, and are taken in turns. A program adds to the hubs layer after layer, and no other
-    program to the same ones, so that the sums are the same every time.
+    far more, and are taken in turns. Layers are shared out as well, but where there are hubs: to
+    these a program adds layer after layer, and no other program to the same ones, so that the sums
+    are the same every time.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
+    slot = tl.program_id(1)
+    after_slot = layers if HUBS else slot + 1
+    per_head += first_layer.to(tl.int64) * max_rows * (HEADS * 32)
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     kept = tl.max(tl.where(row_ends <= logit_blocks, row_ends, 0), 0)
@@ -156,14 +151,9 @@ def head_mean(
         row_block = tl.load(block_ptr + row)
         stop = tl.minimum(end, tl.load(block_ptr + row + 1))
         position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-        for number in range(0, layers):
+        for number in range(slot, after_slot):
             layer = tl.full([], 0, tl.int64) + number
-            _, _, sinks = layer_inputs(addresses, layer, keys)
-            of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
-            lse = shares(
-                partial + of_layer, rows, block_ptr, program_ptr, row, heads, sinks, count_rows,
-                HEADS, ALL_HEADS, HAS_SINKS,
-            )  # fmt: skip
+            lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
             of_logits = layer * logit_blocks
             of_maxima = mean_maxima + layer * max_blocks
             largest = tl.full([TILE], float("-inf"), tl.float32)
@@ -192,14 +182,10 @@ def head_mean(
             if real > 0:
                 newest = slots + tl.load(base + row) + position
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
-                for number in range(0, layers):
+                for number in range(slot, after_slot):
                     layer = tl.full([], 0, tl.int64) + number
-                    layer_keys, descale, sinks = layer_inputs(addresses, layer, keys)
-                    of_layer = layer * (programs + max_rows) * (HEADS * PARTIAL)
-                    lse = shares(
-                        partial + of_layer, rows, block_ptr, program_ptr, row, heads, sinks,
-                        count_rows, HEADS, ALL_HEADS, HAS_SINKS,
-                    )  # fmt: skip
+                    layer_keys, descale, _ = layer_inputs(addresses, layer, keys)
+                    lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
                     queries = kept_query + layer * max_rows * (HEADS * HEAD_DIM)
                     largest = tl.full([TILE], float("-inf"), tl.float32)
                     for tile in range(first_tile, first_tile + TILES):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import PARTIAL, WITH_FOURS
-from .finish import key_logits, layer_inputs, row_logsumexp
+from .constants import LOGSUMEXP, MOST_GROUPS
+from .finish import key_logits, layer_inputs
 from .head_mean import mean_again, shares
 from .packed import NOTHING, pack, write_top
 
@@ -24,19 +24,23 @@ def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def is_read_again(
-    rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN: tl.constexpr
-):
+    rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP: tl.constexpr,
+    MEAN: tl.constexpr,
+):  # fmt: skip
     """Whether `finish`, or `top_mean`, has chosen blocks of this row."""
     end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    kept = end <= logit_blocks if MEAN else (end <= four_blocks) & (real <= WITH_FOURS)
+    if MEAN:
+        kept = end <= logit_blocks
+    else:
+        kept = (end <= group_blocks) & (real <= MOST_GROUPS * GROUP)
     return (real > 0) & (end <= max_blocks) & (kept == 0)
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def select_again(
-    looked_at, lists, partial, rows, block_ptr, program_ptr, base, slots, heads, query, keys,
-    addresses, kept_query, head_table, factor, soft_cap, stride_kh, count_rows, programs,
-    logit_blocks, four_blocks, max_blocks, max_rows,
+    looked_at, lists, per_head, rows, block_ptr, base, slots, heads, query, keys, addresses,
+    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, group_blocks,
+    max_blocks, max_rows, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -48,28 +52,25 @@ def select_again(
     TILES: tl.constexpr,
     SIZE: tl.constexpr,
     SHARES: tl.constexpr,
+    GROUP: tl.constexpr,
     MEAN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The top k of a share of the chosen blocks of a row and head, or of its head mean."""
     row, number = tl.program_id(0), tl.program_id(1)
     split, slot = tl.program_id(2) % SHARES, tl.program_id(2) // SHARES
     if is_read_again(
-        rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
+        rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP, MEAN
     ):  # fmt: skip
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
-        layer_keys, descale, sinks = layer_inputs(addresses, slot, keys)
+        layer_keys, descale, _ = layer_inputs(addresses, slot, keys)
         queries = kept_query + slot.to(tl.int64) * max_rows * (HEADS * HEAD_DIM)
-        partial += slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL)
         if MEAN:
-            lse = shares(
-                partial, rows, block_ptr, program_ptr, row, heads, sinks, count_rows, HEADS,
-                ALL_HEADS, HAS_SINKS,
-            )  # fmt: skip
+            in_answer = (first_layer + slot).to(tl.int64) * max_rows + row
+            lse = shares(per_head, in_answer, HEADS, ALL_HEADS)
         else:
             key_head = tl.load(heads + HEADS + number)
             of_query = queries + (row.to(tl.int64) * HEADS + number) * HEAD_DIM
@@ -101,32 +102,26 @@ def select_again(
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def merge_shares(
-    lists, positions, tops, masses, partial, rows, block_ptr, program_ptr, heads, keys, addresses,
-    count_rows, programs, logit_blocks, four_blocks, max_blocks, first_layer, max_rows,
-    HEADS: tl.constexpr,
+    lists, positions, tops, masses, per_head, rows, block_ptr, count_rows, logit_blocks,
+    group_blocks, max_blocks, first_layer, max_rows,
     SHARES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     MEAN: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row that was read again, from those of its shares."""
     row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if is_read_again(
-        rows, block_ptr, row, count_rows, logit_blocks, four_blocks, max_blocks, MEAN
+        rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP, MEAN
     ):  # fmt: skip
         in_slot = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
         lane = tl.arange(0, SHARES * SIZE)
         best = tl.topk(tl.load(lists + in_slot * SHARES * SIZE + lane), SIZE)
+        place = in_slot + first_layer.to(tl.int64) * max_rows * tl.num_programs(1)
         logsumexp = tl.zeros([1], tl.float32)
         if not MEAN:
-            _, _, sinks = layer_inputs(addresses, slot, keys)
-            logsumexp = row_logsumexp(
-                partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows,
-                block_ptr, program_ptr, heads, sinks, row, number + tl.arange(0, 1), count_rows,
-                HEADS, 1, HAS_SINKS,
-            )  # fmt: skip
-        place = in_slot + first_layer.to(tl.int64) * max_rows * tl.num_programs(1)
+            logsumexp += tl.load(per_head + place * 32 + LOGSUMEXP)
         write_top(
             best, place, tl.load(rows + row), logsumexp, positions, tops, masses, K, SIZE, MEAN
         )

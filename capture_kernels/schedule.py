@@ -42,6 +42,12 @@ ROW_FIELDS = 7
 ROW_BLOCKS = 2
 
 
+@triton.jit
+def begun_by(work, total, programs):
+    """The last program before which no more than so much work lies: floor(total p / programs)."""
+    return ((work.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)
+
+
 # How many rows a step has must not make a kernel compile anew, while a model is served.
 @triton.jit(do_not_specialize=["count_rows"])
 def _schedule_rows(
@@ -112,9 +118,7 @@ def _schedule_rows(
     work = blocks + tl.where(blocks > 0, ROW_COST, 0)
     work_after = tl.cumsum(work, 0)
     total = tl.sum(work, 0)
-    first = tl.zeros([ROWS], tl.int32)
-    last = tl.zeros([ROWS], tl.int32)
-    PROGRAMS: tl.constexpr = 32 if ROWS <= 128 else (4096 // ROWS if ROWS <= 4096 else 1)
+    PROGRAMS: tl.constexpr = 128 if ROWS <= 32 else (4096 // ROWS if ROWS <= 4096 else 1)
     for p in range(0, programs + 1, PROGRAMS):
         program = p + tl.arange(0, PROGRAMS)
         work_before = total.to(tl.int64) * program // programs
@@ -123,9 +127,8 @@ def _schedule_rows(
         start = tl.sum(tl.where(done, blocks[None, :], 0), 1)
         start += tl.maximum(begun - ROW_COST, 0).to(tl.int32)
         tl.store(program_ptr + program, start, mask=program <= programs)
-        counts = ((program > 0) & (program <= programs))[:, None]
-        first += tl.sum((counts & (start[:, None] <= (after - blocks)[None, :])).to(tl.int32), 0)
-        last += tl.sum((counts & (start[:, None] < after[None, :])).to(tl.int32), 0)
+    first = begun_by(work_after - work + ROW_COST, total, programs)
+    last = begun_by(work_after - 1, total, programs)
     tl.store(rows + 5 * count_rows + row, first, mask=here)
     tl.store(rows + 6 * count_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
 

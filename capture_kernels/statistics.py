@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .constants import ADDRESSES, LOG2_E, PARTIAL
+from .constants import ADDRESSES, LOG2_E, LOGSUMEXP, PARTIAL
 from .decode_pass import COLUMNS, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
@@ -40,7 +40,7 @@ from .launch import (
 from .schedule import PageTable, Schedule
 from .topk import TopK, TopKPlan
 
-ENTROPY, VALID, LOGSUMEXP = 27, 28, 29
+ENTROPY, VALID = 27, 28
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
@@ -67,7 +67,7 @@ class Statistics(NamedTuple):
     @property
     def logsumexp(self) -> Tensor:
         """Natural, over the real keys and learned sinks: float32[R, H]; -inf without any."""
-        return self.per_head[..., LOGSUMEXP]
+        return self.per_head[..., LOGSUMEXP.value]
 
     @property
     def entropy(self) -> Tensor:

@@ -16,15 +16,17 @@ four parts each, the first k parts of these found, and so on (`groups`): 256 num
 time at most, whatever the values are.
 
 Of each head the pass writes the largest logit of every four keys; `finish` finds the first k fours
-and makes the logits of their keys once more. Rows that are too long for that, or are beyond the
-scratch, have the largest logits of their blocks only, and chosen blocks are read again
-(`read_again`). For the head mean the pass writes all logits; rows beyond the scratch have all keys
-read a second time (`head_mean`). A row is in a scratch with all of its blocks, or with none.
+and makes the logits of their keys once more. For the head mean the pass writes all logits, and for
+the heads the largest of every 16, of which `finish` then looks at the logits. Rows that are too
+long for that, or are beyond the scratch, have the largest logits of their blocks only, and chosen
+blocks are read again (`read_again`), for the head mean all keys (`head_mean`). A row is in a scratch
+with all of its blocks, or with none.
 
 Tensors (L layers, A of them in the scratch at once, R rows, H chosen query heads, N keys in a
 block; K rounded up to a power of two):
-    fours        float32[A, four_blocks, N / tile, H, tile / 4]  largest logits of four keys
-    maxima       float32[A, H, max_blocks]       largest logits of blocks without fours
+    groups       float32[A, group_blocks, N / tile, H, tile / GROUP]  largest logits of groups of
+                                                 keys, of 4 or 16
+    maxima       float32[A, H, max_blocks]       largest logits of blocks without groups
     logits       float32[A, logit_blocks, H, N]  -inf where a key is not real
     mean_keys    float32[A, logit_blocks, N]     p_d, -inf where a key is not real
     mean_maxima  float32[A, max_blocks]          of p_d of each block
@@ -42,7 +44,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .constants import NEIGHBOURS, WITH_FOURS
+from .constants import MOST_GROUPS, NEIGHBOURS
 from .errors import OptionError
 from .head_mean import head_mean, top_mean
 from .launch import HeadGroups, launch, processors
@@ -53,8 +55,10 @@ LARGEST_K = 64
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 4
+# Keys that share a maximum where their logits are kept: as few are looked at again as maxima are.
+KEPT_GROUP = 16
 # What kernels are launched with where no top k is asked for.
-NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "FOUR_GROUPS": 2, "FOUR_SPAN": 1}
+NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "GROUPS_OF_ROW": 2, "GROUP_SPAN": 1}
 
 
 class TopK(NamedTuple):
@@ -90,7 +94,7 @@ class TopKPlan:
 
     Attributes:
         at_once: how many layers the scratch has room for, which are finished together.
-        four_blocks, logit_blocks: for how many blocks of a layer maxima of fours and logits have
+        group_blocks, logit_blocks: for how many blocks of a layer maxima of groups and logits have
             room.
         arguments: what `finish` is launched with.
         slots: for each of the `at_once` layers, what its pass is launched with.
@@ -124,18 +128,21 @@ class TopKPlan:
         self._device = groups.table.device
         row_blocks = triton.cdiv(max_length, block_keys)
         blocks = max_rows * row_blocks
-        fours = block_keys // NEIGHBOURS.value
         has_mean = bool(mean_k) or hubs
-        self.four_blocks = min(blocks, scratch_bytes // (fours * groups.count * 4)) if k else 0
+        group = KEPT_GROUP if has_mean else NEIGHBOURS.value
+        in_block = block_keys // group
         logit_bytes = block_keys * (groups.count + 1) * 4
         self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
-        too_long = max_length > WITH_FOURS.value
-        self._heads_again = bool(k) and (self.four_blocks < blocks or too_long)
+        self.group_blocks = self.logit_blocks if k else 0
+        if k and not has_mean:
+            self.group_blocks = min(blocks, scratch_bytes // (in_block * groups.count * 4))
+        too_long = max_length > MOST_GROUPS.value * group
+        self._heads_again = bool(k) and (self.group_blocks < blocks or too_long)
         self._mean_again = has_mean and self.logit_blocks < blocks
-        has_queries = bool(k) or self._mean_again
+        has_queries = bool(k and not has_mean) or self._heads_again or self._mean_again
         own: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
-            "fours": ((self.four_blocks, groups.count, fours), torch.float32),
+            "groups": ((self.group_blocks, groups.count, in_block), torch.float32),
             "maxima": ((groups.count, blocks * self._heads_again), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
@@ -167,25 +174,25 @@ class TopKPlan:
         self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
         sizes = {
             "logit_blocks": self.logit_blocks,
-            "four_blocks": self.four_blocks,
+            "group_blocks": self.group_blocks,
             "max_blocks": blocks,
         }
         flags = {
             "LOGITS": self.logit_blocks > 0,
-            "FOURS": self.four_blocks > 0,
+            "GROUP": group if self.group_blocks else 0,
             "MAXIMA": self._heads_again,
             "QUERIES": has_queries,
         }
-        written = ("logits", "fours", "maxima", "kept_query")
+        written = ("logits", "groups", "maxima", "kept_query")
         self.slots = [
             {**sizes, **flags, **{name: self._kept[name][slot] for name in written}}
             for slot in range(self.at_once)
         ]
         self.arguments = {**NO_TOP, **self._kept, **sizes, **flags, **self._asked("heads", k)}
         if k:
-            values = min(row_blocks * block_keys, WITH_FOURS.value) // NEIGHBOURS.value
-            count, span = spans(values, power(k))
-            self.arguments |= {"FOUR_GROUPS": count, "FOUR_SPAN": span}
+            maxima = min(row_blocks * in_block, MOST_GROUPS.value)
+            count, span = spans(maxima, power(k))
+            self.arguments |= {"GROUPS_OF_ROW": count, "GROUP_SPAN": span}
 
     def _answers(
         self, layers: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32
@@ -236,7 +243,7 @@ class TopKPlan:
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
         launch(
             head_mean,
-            (self._mean_programs,),
+            (self._mean_programs, layers if hubs is None else 1),
             step,
             hubs=step["partial"] if hubs is None else hubs,
             stride_hubs=0 if hubs is None else hubs.stride(0),

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
 
+from capture_kernels.constants import LOGSUMEXP  # noqa: E402
 from capture_kernels.decode_pass import column_ranges, next_due  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint import (  # noqa: E402
@@ -25,7 +26,7 @@ from capture_kernels.fingerprint import (  # noqa: E402
 )
 from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.schedule import PageTable  # noqa: E402
-from capture_kernels.statistics import LOGSUMEXP, StatisticsPlan, Tuning  # noqa: E402
+from capture_kernels.statistics import StatisticsPlan, Tuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
@@ -136,10 +137,10 @@ def assert_statistics(found, truth):
     assert found.valid.tolist() == [*truth.valid.tolist(), *[False] * (len(found.mean) - live)]
     assert not found.mean[live:].any() and not found.mean[:, 29:].any()
     assert (found.logsumexp[live:] == -torch.inf).all()
-    assert not found.per_head[live:, :, :LOGSUMEXP].any() and not found.per_head[..., 30:].any()
+    assert not found.per_head[live:, :, :LOGSUMEXP.value].any() and not found.per_head[..., 30:].any()
 
     ours = found.per_head[:live].double().cpu().numpy()
-    assert_close(ours[..., LOGSUMEXP], truth.logsumexp, **NATS)
+    assert_close(ours[..., LOGSUMEXP.value], truth.logsumexp, **NATS)
     assert_close(ours[..., :28], truth.columns[..., :28], **MASSES)
     assert (ours[..., 28] == truth.columns[..., 28]).all()
     assert_close(found.mean[:live, :29], truth.columns.mean(axis=1), **MASSES)
