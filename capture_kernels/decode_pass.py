@@ -11,8 +11,8 @@ distances, 28 of them, that is a product of e with a matrix of zeros and ones, o
 e is given to it as the sum of two bfloat16, good to 17 bits. With values the same pass is an
 ordinary attention: o = sum e_d v_d.
 
-For a top k it writes the largest logits of small groups of neighbouring keys, and those of blocks
-where a row has no room for that; for the head mean it writes the logits themselves (`topk`). A layer may be
+For a top k it writes the logits, and the largest ones of groups of neighbouring keys, or of blocks
+where a row has no room for that (`topk`). A layer may be
 finished after the passes of others (`statistics`), so this one keeps the queries, which an engine
 does not, and notes where keys, their scales and learned sinks are.
 
@@ -25,10 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LN_2, LOG2_E, LOWEST, MOST_GROUPS, NEIGHBOURS, PARTIAL
+from .constants import GROUP, LN_2, LOG2_E, LONGEST_IN_GROUPS, LOWEST, PARTIAL
 
 # Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
 COLUMNS = 32
+# Neighbouring keys that a thread has.
+NEIGHBOURS = tl.constexpr(4)
 
 
 @triton.jit
@@ -51,14 +53,12 @@ def in_order(y, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def group_maxima(y, TILE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """The largest logits of groups of 4, 8, 16 or 32 neighbouring keys, of rows of a product:
-    [TILE // 32, 32 // GROUP, HEADS]."""
-    FOURS: tl.constexpr = GROUP // NEIGHBOURS
-    largest = tl.max(in_order(y, TILE, HEADS), 2)
-    if FOURS > 1:
-        largest = tl.max(tl.reshape(largest, [TILE // 32, 8 // FOURS, FOURS, HEADS]), 2)
-    return largest
+def group_maxima(x, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """The largest of each group, of what `in_order` has returned: [TILE // GROUP, HEADS]."""
+    largest = tl.max(x, 2)
+    THREADS: tl.constexpr = GROUP // NEIGHBOURS
+    largest = tl.max(tl.reshape(largest, [TILE // 32, 8 // THREADS, THREADS, HEADS]), 2)
+    return tl.reshape(largest, [TILE // GROUP, HEADS])
 
 
 @triton.jit
@@ -156,7 +156,6 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
-    group_blocks,
     max_blocks,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
@@ -172,7 +171,8 @@ def decode_pass(
     STATISTICS: tl.constexpr,
     QUERIES: tl.constexpr,
     LOGITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    ALL_LOGITS: tl.constexpr,
+    GROUPS_TOO: tl.constexpr,
     MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
@@ -186,10 +186,10 @@ def decode_pass(
             tl.store(addresses, keys.to(tl.int64))
             tl.store(addresses + 1, descale.to(tl.int64))
             tl.store(addresses + 2, sinks.to(tl.int64))
-    group = head_table + tl.program_id(0) * (BLOCK_H + 2)
-    key_head, first_head = tl.load(group), tl.load(group + 1)
+    of_key_head = head_table + tl.program_id(0) * (BLOCK_H + 2)
+    key_head, first_head = tl.load(of_key_head), tl.load(of_key_head + 1)
     lane_h = tl.arange(0, BLOCK_H)
-    head = tl.load(group + 2 + lane_h)
+    head = tl.load(of_key_head + 2 + lane_h)
     chosen = head >= 0
     out_head = first_head + lane_h
     block = tl.load(program_ptr + program)
@@ -204,9 +204,7 @@ def decode_pass(
     if LOGITS:
         four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
         in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
-    if GROUP:
-        A_32: tl.constexpr = 32 // GROUP
-        group_lane = tl.arange(0, TILE // 32)[:, None] * A_32 + tl.arange(0, A_32)[None, :]
+        group = tl.arange(0, TILE // GROUP)
     lane = tile_distances(TILE)
     if DESCALE:
         factor *= tl.load(descale + key_head)
@@ -262,13 +260,14 @@ def decode_pass(
         block_max = tl.full([TILE, BLOCK_H], float("-inf"), tl.float32)
         if VALUE_DIM:
             o = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
-        if GROUP:
+        has_maxima = True
+        if LOGITS:
             # Wholly in the scratch, or not at all.
-            has_groups = tl.load(block_ptr + row + 1) <= group_blocks
-            has_groups &= real <= MOST_GROUPS * GROUP
+            has_logits = tl.load(block_ptr + row + 1) <= logit_blocks
+            has_groups = has_logits & (real <= LONGEST_IN_GROUPS)
+            if not ALL_LOGITS:
+                has_logits = has_groups
             has_maxima = has_groups == 0
-        else:
-            has_maxima = True
 
         for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
             distance = tile * TILE + lane
@@ -315,27 +314,22 @@ def decode_pass(
             else:
                 sums = sums * alpha + e
 
-            if (LOGITS or GROUP) or MAXIMA:
+            if LOGITS or MAXIMA:
                 if VALUE_DIM:
                     y = tl.where((distance < real)[:, None], y, float("-inf"))
                 this = row_block + tile // TILES
             if LOGITS:
-                if this < logit_blocks:
+                if has_logits:
+                    x = in_order(y, TILE, BLOCK_H) * LN_2
                     at = (this.to(tl.int64) * HEADS + out_head) * (TILE * TILES)
                     at = logits + at[None, None, None, :] + (tile % TILES) * TILE
                     at += in_tile[:, :, :, None]
-                    tl.store(
-                        at,
-                        in_order(y, TILE, BLOCK_H) * LN_2,
-                        mask=chosen[None, None, None, :],
-                    )
-            if GROUP:
-                if has_groups:
-                    # What a program writes lies together.
-                    at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
-                    at = groups + at[None, None, :] * (TILE // GROUP) + group_lane[:, :, None]
-                    largest = group_maxima(y, TILE, BLOCK_H, GROUP)
-                    tl.store(at, largest * LN_2, mask=chosen[None, None, :])
+                    tl.store(at, x, mask=chosen[None, None, None, :])
+                    if GROUPS_TOO:
+                        # What a program writes lies together.
+                        at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
+                        at = groups + at[None, :] * (TILE // GROUP) + group[:, None]
+                        tl.store(at, group_maxima(x, TILE, BLOCK_H), mask=chosen[None, :])
             if MAXIMA:
                 if has_maxima:
                     fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)

@@ -8,9 +8,8 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches 
     m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m);
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
-Of a head's keys, the first K groups are found by the maxima that the pass has written (`topk` says
-why these hold the top k); of these the keys, whose logits the pass has kept as well, or which are
-made once more.
+Of a head's keys, the first K groups are found by the maxima that the pass has written, and in these
+the top k by their logits (`topk` says why they hold it).
 
 Tensors (A layers, R rows, H chosen query heads): those of `statistics` and `topk`, and
     heads    int32[2, H]  the query head, and the key head that it reads
@@ -22,9 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import ADDRESSES, LN_2, LOGSUMEXP, LOWEST, MOST_GROUPS, PARTIAL
+from .constants import ADDRESSES, GROUP, LN_2, LOGSUMEXP, LONGEST_IN_GROUPS, LOWEST, PARTIAL
 from .groups import all_parts, first_groups
-from .packed import number_of, pack, value_of, write_nothing, write_top
+from .packed import number_of, value_of, write_nothing, write_top
 
 
 @triton.jit
@@ -60,19 +59,6 @@ def natural_logsumexp(
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     return logsumexp
-
-
-@triton.jit
-def layer_inputs(addresses, slot, keys):
-    """Where a layer's keys, their scales and learned sinks are, as its pass has noted; `keys` are
-    those of another layer, of the same type, a multiple of 16 bytes apart."""
-    at = addresses + slot * ADDRESSES
-    # From a pointer that is known to be aligned: what is made of a number alone is not.
-    bytes_apart = tl.multiple_of(tl.load(at) - keys.to(tl.int64), 16)
-    layer_keys = (keys.to(tl.pointer_type(tl.int8)) + bytes_apart).to(keys.dtype)
-    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
-    sinks = tl.load(at + 2).to(tl.pointer_type(tl.float32))
-    return layer_keys, descale, sinks
 
 
 @triton.jit
@@ -149,49 +135,10 @@ def merge_head(
 
 
 @triton.jit
-def key_logits(
-    distance, real, newest, query, keys, factor, soft_cap,
-    STRIDE_KS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-):  # fmt: skip
-    """Natural logits of keys int32[COUNT] of one head: float32[COUNT], -inf where none is real.
-
-    Made without a tensor core: one query is too few for that.
-    """
-    # 32 bytes of a key at a time, what memory gives at least; more would fill the registers.
-    AT_ONCE: tl.constexpr = 256 // keys.dtype.element_ty.primitive_bitwidth
-    STEP: tl.constexpr = AT_ONCE if AT_ONCE < BLOCK_D else BLOCK_D
-    there = (distance >= 0) & (distance < real)
-    slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
-    lane = tl.arange(0, STEP)
-    x = tl.zeros([COUNT], tl.float32)
-    for first in tl.range(0, BLOCK_D, STEP, num_stages=4):
-        is_dim = first + lane < HEAD_DIM
-        q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
-        k = tl.load(
-            keys + slot[:, None] * STRIDE_KS + first + lane[None, :],
-            mask=there[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        x += tl.sum(k.to(tl.float32) * q[None, :], 1)
-    x *= factor * LN_2
-    if SOFT_CAP:
-        x = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / soft_cap))))
-    return tl.where(there, x, float("-inf"))
-
-
-@triton.jit
 def top_head(
-    logsumexp, rows, block_ptr, base, slots, heads, query, keys, descale, logits, groups, maxima,
-    looked_at, positions, tops, masses, factor, soft_cap, stride_kh, row, number, count_rows,
-    group_blocks, max_blocks,
-    STRIDE_KS: tl.constexpr,
+    logsumexp, rows, block_ptr, logits, groups, maxima, looked_at, positions, tops, masses, row,
+    number, count_rows, logit_blocks, max_blocks,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     GROUPS_OF_ROW: tl.constexpr,
@@ -201,18 +148,14 @@ def top_head(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     LOGITS: tl.constexpr,
-    GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
 ):  # fmt: skip
-    """The top k of one head, or its first blocks where the row has no maxima of groups."""
+    """The top k of one head, or its first blocks where the row has no groups."""
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
     place = row.to(tl.int64) * HEADS + number
-    has_groups = end <= group_blocks
-    if GROUP:
-        has_groups &= real <= MOST_GROUPS * GROUP
+    has_groups = (end <= logit_blocks) & (real <= LONGEST_IN_GROUPS)
+    if LOGITS:
         if has_groups:
             A_TILE: tl.constexpr = TILE // GROUP
             best = first_groups(
@@ -220,27 +163,11 @@ def top_head(
                 (end - begin) * TILES * A_TILE, HEADS * A_TILE, A_TILE, GROUPS_OF_ROW, GROUP_SPAN,
                 SIZE,
             )  # fmt: skip
-            if LOGITS:
-                A_BLOCK: tl.constexpr = TILE * TILES
-                best = all_parts(
-                    best, logits + (begin.to(tl.int64) * HEADS + number) * A_BLOCK,
-                    (end - begin) * A_BLOCK, HEADS * A_BLOCK, A_BLOCK, GROUP, SIZE,
-                )  # fmt: skip
-            else:
-                first = tl.where(value_of(best) > float("-inf"), number_of(best) * GROUP, -GROUP)
-                COUNT: tl.constexpr = SIZE * GROUP
-                distance = first[:, None] + tl.arange(0, GROUP)[None, :]
-                distance = tl.reshape(distance, [COUNT])
-                key_head = tl.load(heads + HEADS + number)
-                if DESCALE:
-                    factor *= tl.load(descale + key_head)
-                x = key_logits(
-                    distance, real, slots + tl.load(base + row) + position,
-                    query + place * HEAD_DIM, keys + key_head.to(tl.int64) * stride_kh, factor,
-                    soft_cap, STRIDE_KS, HEAD_DIM, COUNT, BLOCK_D, SOFT_CAP,
-                )  # fmt: skip
-                packed = pack(x, tl.maximum(distance, 0))
-                best = tl.topk(tl.reshape(packed, [COUNT], can_reorder=True), SIZE)
+            A_BLOCK: tl.constexpr = TILE * TILES
+            best = all_parts(
+                best, logits + (begin.to(tl.int64) * HEADS + number) * A_BLOCK,
+                (end - begin) * A_BLOCK, HEADS * A_BLOCK, A_BLOCK, GROUP, SIZE,
+            )  # fmt: skip
             write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
     if MAXIMA:
         if has_groups == 0:
@@ -255,14 +182,10 @@ def top_head(
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def finish(
-    partial, rows, block_ptr, program_ptr, base, slots, heads, keys, addresses, kept_query,
-    per_head, mean, arrived, logits, groups, maxima, looked_at, positions, tops, masses, factor,
-    soft_cap, stride_kh, count_rows, programs, logit_blocks, group_blocks, max_blocks, first_layer,
-    max_rows,
-    STRIDE_KS: tl.constexpr,
+    partial, rows, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived, logits,
+    groups, maxima, looked_at, positions, tops, masses, count_rows, programs, logit_blocks,
+    max_blocks, first_layer, max_rows,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     GROUPS_OF_ROW: tl.constexpr,
@@ -272,10 +195,7 @@ def finish(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     LOGITS: tl.constexpr,
-    GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -298,7 +218,9 @@ def finish(
         if K:
             write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)
         return
-    layer_keys, descale, sinks = layer_inputs(addresses, slot, keys)
+    sinks = partial
+    if HAS_SINKS:
+        sinks = tl.load(addresses + slot * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
     logsumexp = merge_head(
         partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
         program_ptr, heads, sinks, per_head, mean, arrived + in_slot, row, number, count_rows,
@@ -307,18 +229,14 @@ def finish(
     if K:
         # A row that is longer than planned has pushed the ones behind it out of the buffers.
         if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
-            A_BLOCK: tl.constexpr = TILE * TILES
-            GROUPS_A_BLOCK: tl.constexpr = A_BLOCK // GROUP if GROUP else 0
+            BLOCK: tl.constexpr = TILE * TILES
             top_head(
-                logsumexp, rows, block_ptr, base, slots, heads,
-                kept_query + in_slot * (HEADS * HEAD_DIM), layer_keys, descale,
-                logits + slot.to(tl.int64) * logit_blocks * (HEADS * A_BLOCK),
-                groups + slot.to(tl.int64) * group_blocks * (HEADS * GROUPS_A_BLOCK),
+                logsumexp, rows, block_ptr, logits + slot.to(tl.int64) * logit_blocks * (HEADS * BLOCK),
+                groups + slot.to(tl.int64) * logit_blocks * (HEADS * BLOCK // GROUP),
                 maxima + slot.to(tl.int64) * max_blocks * HEADS,
-                looked_at + in_slot * (HEADS * SIZE), positions, tops, masses, factor, soft_cap,
-                stride_kh, row, number, count_rows, group_blocks, max_blocks, STRIDE_KS, HEADS,
-                HEAD_DIM, BLOCK_D, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN, BLOCKS, SPAN, K, SIZE,
-                LOGITS, GROUP, MAXIMA, SOFT_CAP, DESCALE,
+                looked_at + in_slot * (HEADS * SIZE), positions, tops, masses, row, number,
+                count_rows, logit_blocks, max_blocks, HEADS, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN,
+                BLOCKS, SPAN, K, SIZE, LOGITS, MAXIMA,
             )  # fmt: skip
         else:
             write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)

@@ -15,11 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LOG2_E, LOGSUMEXP
+from .constants import ADDRESSES, LOG2_E, LOGSUMEXP
 from .decode_pass import tile_logits
-from .finish import layer_inputs
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
+
+
+@triton.jit
+def layer_inputs(addresses, slot, keys):
+    """Where a layer's keys, their scales and learned sinks are, as its pass has noted; `keys` are
+    those of another layer, of the same type, a multiple of 16 bytes apart."""
+    at = addresses + slot * ADDRESSES
+    # From a pointer that is known to be aligned: what is made of a number alone is not.
+    bytes_apart = tl.multiple_of(tl.load(at) - keys.to(tl.int64), 16)
+    layer_keys = (keys.to(tl.pointer_type(tl.int8)) + bytes_apart).to(keys.dtype)
+    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    sinks = tl.load(at + 2).to(tl.pointer_type(tl.float32))
+    return layer_keys, descale, sinks
 
 
 @triton.jit

@@ -9,10 +9,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LOGSUMEXP, MOST_GROUPS
-from .finish import key_logits, layer_inputs
-from .head_mean import mean_again, shares
+from .constants import LN_2, LOGSUMEXP, LONGEST_IN_GROUPS
+from .head_mean import layer_inputs, mean_again, shares
 from .packed import NOTHING, pack, write_top
+
+
+@triton.jit
+def key_logits(
+    distance, real, newest, query, keys, factor, soft_cap,
+    STRIDE_KS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Natural logits of keys int32[COUNT] of one head: float32[COUNT], -inf where none is real.
+
+    Made without a tensor core: one query is too few for that.
+    """
+    # 32 bytes of a key at a time, what memory gives at least; more would fill the registers.
+    AT_ONCE: tl.constexpr = 256 // keys.dtype.element_ty.primitive_bitwidth
+    STEP: tl.constexpr = AT_ONCE if AT_ONCE < BLOCK_D else BLOCK_D
+    there = (distance >= 0) & (distance < real)
+    slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
+    lane = tl.arange(0, STEP)
+    x = tl.zeros([COUNT], tl.float32)
+    for first in tl.range(0, BLOCK_D, STEP, num_stages=4):
+        is_dim = first + lane < HEAD_DIM
+        q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
+        k = tl.load(
+            keys + slot[:, None] * STRIDE_KS + first + lane[None, :],
+            mask=there[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        x += tl.sum(k.to(tl.float32) * q[None, :], 1)
+    x *= factor * LN_2
+    if SOFT_CAP:
+        x = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / soft_cap))))
+    return tl.where(there, x, float("-inf"))
 
 
 @triton.jit
@@ -24,23 +58,21 @@ def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def is_read_again(
-    rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP: tl.constexpr,
-    MEAN: tl.constexpr,
-):  # fmt: skip
+    rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN: tl.constexpr
+):
     """Whether `finish`, or `top_mean`, has chosen blocks of this row."""
     end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    if MEAN:
-        kept = end <= logit_blocks
-    else:
-        kept = (end <= group_blocks) & (real <= MOST_GROUPS * GROUP)
+    kept = end <= logit_blocks
+    if not MEAN:
+        kept &= real <= LONGEST_IN_GROUPS
     return (real > 0) & (end <= max_blocks) & (kept == 0)
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def select_again(
     looked_at, lists, per_head, rows, block_ptr, base, slots, heads, query, keys, addresses,
-    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, group_blocks,
-    max_blocks, max_rows, first_layer,
+    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, max_blocks,
+    max_rows, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -52,7 +84,6 @@ def select_again(
     TILES: tl.constexpr,
     SIZE: tl.constexpr,
     SHARES: tl.constexpr,
-    GROUP: tl.constexpr,
     MEAN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
@@ -61,9 +92,7 @@ def select_again(
     """The top k of a share of the chosen blocks of a row and head, or of its head mean."""
     row, number = tl.program_id(0), tl.program_id(1)
     split, slot = tl.program_id(2) % SHARES, tl.program_id(2) // SHARES
-    if is_read_again(
-        rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP, MEAN
-    ):  # fmt: skip
+    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN):
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
         layer_keys, descale, _ = layer_inputs(addresses, slot, keys)
@@ -103,18 +132,15 @@ def select_again(
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def merge_shares(
     lists, positions, tops, masses, per_head, rows, block_ptr, count_rows, logit_blocks,
-    group_blocks, max_blocks, first_layer, max_rows,
+    max_blocks, first_layer, max_rows,
     SHARES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row that was read again, from those of its shares."""
     row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if is_read_again(
-        rows, block_ptr, row, count_rows, logit_blocks, group_blocks, max_blocks, GROUP, MEAN
-    ):  # fmt: skip
+    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN):
         in_slot = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
         lane = tl.arange(0, SHARES * SIZE)
         best = tl.topk(tl.load(lists + in_slot * SHARES * SIZE + lane), SIZE)

@@ -43,9 +43,12 @@ ROW_BLOCKS = 2
 
 
 @triton.jit
-def begun_by(work, total, programs):
-    """The last program before which no more than so much work lies: floor(total p / programs)."""
-    return ((work.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)
+def begun_by(work, share, larger):
+    """The last program before which no more than so much work lies; the first ones, so many as are
+    `larger`, have one more than a share."""
+    with_larger = larger * (share + 1)
+    after = larger + (work - with_larger) // tl.maximum(share, 1)
+    return tl.where(work < with_larger, work // (share + 1), after)
 
 
 # How many rows a step has must not make a kernel compile anew, while a model is served.
@@ -118,17 +121,18 @@ def _schedule_rows(
     work = blocks + tl.where(blocks > 0, ROW_COST, 0)
     work_after = tl.cumsum(work, 0)
     total = tl.sum(work, 0)
+    share, larger = total // programs, total % programs
     PROGRAMS: tl.constexpr = 128 if ROWS <= 32 else (4096 // ROWS if ROWS <= 4096 else 1)
     for p in range(0, programs + 1, PROGRAMS):
         program = p + tl.arange(0, PROGRAMS)
-        work_before = total.to(tl.int64) * program // programs
+        work_before = share * program + tl.minimum(program, larger)
         done = work_after[None, :] <= work_before[:, None]
         begun = work_before - tl.sum(tl.where(done, work[None, :], 0), 1)
         start = tl.sum(tl.where(done, blocks[None, :], 0), 1)
-        start += tl.maximum(begun - ROW_COST, 0).to(tl.int32)
+        start += tl.maximum(begun - ROW_COST, 0)
         tl.store(program_ptr + program, start, mask=program <= programs)
-    first = begun_by(work_after - work + ROW_COST, total, programs)
-    last = begun_by(work_after - 1, total, programs)
+    first = begun_by(work_after - work + ROW_COST, share, larger)
+    last = begun_by(work_after - 1, share, larger)
     tl.store(rows + 5 * count_rows + row, first, mask=here)
     tl.store(rows + 6 * count_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
 
@@ -265,5 +269,5 @@ class Schedule:
             BLOCK_KEYS=self.block_keys,
             ROW_COST=ROW_BLOCKS if self.block_keys <= 64 else 1,
             ROWS=triton.next_power_of_2(self.max_rows),
-            num_warps=4,
+            num_warps=16,
         )

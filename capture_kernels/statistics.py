@@ -173,7 +173,7 @@ class StatisticsPlan:
         tiles = triton.cdiv(max_length, tile * MOST_BLOCKS)
         self.block_keys = tile * triton.next_power_of_2(tiles)
         blocks = max_rows * triton.cdiv(max_length, self.block_keys)
-        if blocks >= 1 << 31:
+        if blocks >= 1 << 30:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.steps = Schedule(
             max_rows,

@@ -15,19 +15,17 @@ and older; so a key further behind has k keys before it. So the first k groups a
 four parts each, the first k parts of these found, and so on (`groups`): 256 numbers are sorted at a
 time at most, whatever the values are.
 
-Of each head the pass writes the largest logit of every four keys; `finish` finds the first k fours
-and makes the logits of their keys once more. For the head mean the pass writes all logits, and for
-the heads the largest of every 16, of which `finish` then looks at the logits. Rows that are too
-long for that, or are beyond the scratch, have the largest logits of their blocks only, and chosen
-blocks are read again (`read_again`), for the head mean all keys (`head_mean`). A row is in a scratch
-with all of its blocks, or with none.
+The pass writes all logits of a row, and of each head the largest of every 16 keys, by which
+`finish` finds the groups to look into. Rows that are too long for that, or are beyond the scratch,
+have the largest logits of their blocks only, and chosen blocks are read again (`read_again`); for
+the head mean all of their keys (`head_mean`). A row is in the scratch with all of its blocks, or
+with none.
 
 Tensors (L layers, A of them in the scratch at once, R rows, H chosen query heads, N keys in a
 block; K rounded up to a power of two):
-    groups       float32[A, group_blocks, N / tile, H, tile / GROUP]  largest logits of groups of
-                                                 keys, of 4 or 16
-    maxima       float32[A, H, max_blocks]       largest logits of blocks without groups
     logits       float32[A, logit_blocks, H, N]  -inf where a key is not real
+    groups       float32[A, logit_blocks, N / tile, H, tile / 16]  largest logits of 16 keys
+    maxima       float32[A, H, max_blocks]       largest logits of blocks that have none of these
     mean_keys    float32[A, logit_blocks, N]     p_d, -inf where a key is not real
     mean_maxima  float32[A, max_blocks]          of p_d of each block
     kept_query   float32[A, R, H, head_dim]      queries of the chosen heads
@@ -44,7 +42,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .constants import MOST_GROUPS, NEIGHBOURS
+from .constants import GROUP, LONGEST_IN_GROUPS
 from .errors import OptionError
 from .head_mean import head_mean, top_mean
 from .launch import HeadGroups, launch, processors
@@ -55,8 +53,6 @@ LARGEST_K = 64
 SPLITS = 8
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 4
-# Keys that share a maximum where their logits are kept: as few are looked at again as maxima are.
-KEPT_GROUP = 16
 # What kernels are launched with where no top k is asked for.
 NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "GROUPS_OF_ROW": 2, "GROUP_SPAN": 1}
 
@@ -94,8 +90,7 @@ class TopKPlan:
 
     Attributes:
         at_once: how many layers the scratch has room for, which are finished together.
-        group_blocks, logit_blocks: for how many blocks of a layer maxima of groups and logits have
-            room.
+        logit_blocks: for how many blocks of a layer logits have room.
         arguments: what `finish` is launched with.
         slots: for each of the `at_once` layers, what its pass is launched with.
 
@@ -129,20 +124,16 @@ class TopKPlan:
         row_blocks = triton.cdiv(max_length, block_keys)
         blocks = max_rows * row_blocks
         has_mean = bool(mean_k) or hubs
-        group = KEPT_GROUP if has_mean else NEIGHBOURS.value
-        in_block = block_keys // group
+        in_groups = min(max_length, LONGEST_IN_GROUPS.value)
         logit_bytes = block_keys * (groups.count + 1) * 4
-        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
-        self.group_blocks = self.logit_blocks if k else 0
-        if k and not has_mean:
-            self.group_blocks = min(blocks, scratch_bytes // (in_block * groups.count * 4))
-        too_long = max_length > MOST_GROUPS.value * group
-        self._heads_again = bool(k) and (self.group_blocks < blocks or too_long)
+        useful = blocks if has_mean else max_rows * triton.cdiv(in_groups, block_keys) * bool(k)
+        self.logit_blocks = min(useful, scratch_bytes // logit_bytes)
+        self._heads_again = bool(k) and (self.logit_blocks < blocks or max_length > in_groups)
         self._mean_again = has_mean and self.logit_blocks < blocks
-        has_queries = bool(k and not has_mean) or self._heads_again or self._mean_again
+        has_queries = self._heads_again or self._mean_again
         own: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
-            "groups": ((self.group_blocks, groups.count, in_block), torch.float32),
+            "groups": ((self.logit_blocks * bool(k), groups.count, block_keys // GROUP.value), torch.float32),
             "maxima": ((groups.count, blocks * self._heads_again), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
@@ -174,12 +165,12 @@ class TopKPlan:
         self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
         sizes = {
             "logit_blocks": self.logit_blocks,
-            "group_blocks": self.group_blocks,
             "max_blocks": blocks,
         }
         flags = {
             "LOGITS": self.logit_blocks > 0,
-            "GROUP": group if self.group_blocks else 0,
+            "ALL_LOGITS": has_mean,
+            "GROUPS_TOO": k > 0,
             "MAXIMA": self._heads_again,
             "QUERIES": has_queries,
         }
@@ -190,8 +181,7 @@ class TopKPlan:
         ]
         self.arguments = {**NO_TOP, **self._kept, **sizes, **flags, **self._asked("heads", k)}
         if k:
-            maxima = min(row_blocks * in_block, MOST_GROUPS.value)
-            count, span = spans(maxima, power(k))
+            count, span = spans(triton.cdiv(in_groups, GROUP.value), power(k))
             self.arguments |= {"GROUPS_OF_ROW": count, "GROUP_SPAN": span}
 
     def _answers(
