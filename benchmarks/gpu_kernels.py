@@ -165,7 +165,9 @@ def measure(asked: argparse.Namespace, kept: Kept) -> None:
             found = kept.add("fused", measures.measure_fused(asked, batch, read, sglang))
             telling.print_ways(found, telling.ON)
         if "asking" in asked.parts:
-            telling.print_asking(kept.add("asking", measures.measure_asking(batch, main_variant)))
+            asking = {name: measures.measure_asking(batch, name) for name in asked.variants[:2]}
+            for found in kept.add("asking", asking).values():
+                telling.print_asking(found)
         del batch
     if "memory" in asked.parts:
         telling.print_memory(kept.add("memory", measures.measure_memory(asked.variants)))

@@ -41,6 +41,8 @@ PEER_LAYERS = 8
 # Keys of all layers of a batch in the sweep: many times the L2 cache, but for the smallest.
 SWEEP_BYTES, MOST_SWEEP_LAYERS = 2 << 30, 128
 ASKING = (0, 1, 2, 4, 8, 16, 32)
+# In one graph: a step in which nobody asks is over before a host has launched the next one.
+ASKING_STEPS = 8
 
 # What --tune tries: keys of a tile, warps, pipeline stages, programs of a multiprocessor.
 TUNED = ("tile", "warps", "stages", "programs")
@@ -153,7 +155,12 @@ def measure_asking(batch: Batch, variant: str) -> dict[str, Any]:
     """A step's time a layer as more rows ask."""
     enabled = torch.zeros(batch.shape.batch, dtype=torch.uint8, device=DEVICE)
     plan = Beside(batch, variant)
-    graph = captured(partial(step, plan, batch.layers, enabled=enabled))
+
+    def steps() -> None:
+        for _ in range(ASKING_STEPS):
+            step(plan, batch.layers, enabled=enabled)
+
+    graph = captured(steps)
 
     def schedules() -> None:
         for _ in range(batch.layers):
@@ -164,7 +171,7 @@ def measure_asking(batch: Batch, variant: str) -> dict[str, Any]:
     for count in ASKING:
         enabled.zero_()
         enabled[:count] = 1
-        took = timed({"": graph.replay}, batch.layers)[""]
+        took = timed({"": graph.replay}, batch.layers * ASKING_STEPS)[""]
         # The row that asked last: of the others an answer may be left from before.
         latest = [count - 1] if count else []
         errors = errors_of(batch, plan.answer(), batch.layers - 1, latest)

@@ -271,8 +271,9 @@ def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
     for case in found.get("sweep", []):
         for name, way in case.get("ways", {}).items():
             yield f"{case['name']}: {name}", f"{way['us']:.0f} us a layer ({way['share']:.0%})"
-    for count, way in found.get("asking", {}).get("rows", {}).items():
-        yield f"{count} rows ask", f"{way['us']:.1f} us a layer"
+    for variant, asking in found.get("asking", {}).items():
+        for count, way in asking["rows"].items():
+            yield f"{count} rows ask: {variant}", f"{way['us']:.1f} us a layer"
     for name, plan in found.get("memory", {}).get("plans", {}).items():
         yield f"a plan for 1,048,576 keys: {name}", f"{plan['bytes'] / 1e6:.2f} MB"
 

@@ -1,7 +1,7 @@
 """What is left of some layers after their passes: their stretches merged, and the top k of heads.
 
-One launch for all of these layers, in which each row and head of each has a program: there are
-enough of them that none has to be fast.
+One launch for all of these layers: programs of one warp take the rows and heads of each in turns.
+They are so many that none has to be fast.
 
 Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
 
@@ -70,7 +70,7 @@ def merge_head(
 ):  # fmt: skip
     """The statistics of one head; the last head of a row to be merged brings the means. Returns its
     logsumexp: float32[1]."""
-    PARTS: tl.constexpr = 32
+    PARTS: tl.constexpr = 8
     c = tl.arange(0, 32)
     begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     m = tl.full([1], LOWEST, tl.float32)
@@ -180,11 +180,11 @@ def top_head(
             tl.store(at, tl.where(there, number_of(best), -1))
 
 
-@triton.jit(do_not_specialize=["count_rows", "first_layer"])
+@triton.jit(do_not_specialize=["count_rows", "first_layer", "layers"])
 def finish(
     partial, rows, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived, logits,
     groups, maxima, looked_at, positions, tops, masses, count_rows, programs, logit_blocks,
-    max_blocks, first_layer, max_rows,
+    max_blocks, first_layer, max_rows, layers,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -198,45 +198,45 @@ def finish(
     MAXIMA: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Of all rows and heads, as they lie in the slots and in the answers.
-    in_slot = slot.to(tl.int64) * max_rows
-    in_answer = (first_layer + slot).to(tl.int64) * max_rows
-    per_head += in_answer * (HEADS * 32)
-    mean += in_answer * 32
-    positions += in_answer * (HEADS * K)
-    tops += in_answer * (HEADS * K)
-    masses += in_answer * HEADS
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    if begin == end:
-        # Not asked for: there is nothing to merge or to wait for.
-        c = tl.arange(0, 32)
-        nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
-        tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, nothing)
-        if number == 0:
-            tl.store(mean + row * 32 + c, tl.zeros([32], tl.float32))
-        if K:
-            write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)
-        return
-    sinks = partial
-    if HAS_SINKS:
-        sinks = tl.load(addresses + slot * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
-    logsumexp = merge_head(
-        partial + slot.to(tl.int64) * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
-        program_ptr, heads, sinks, per_head, mean, arrived + in_slot, row, number, count_rows,
-        HEADS, HAS_SINKS,
-    )  # fmt: skip
-    if K:
-        # A row that is longer than planned has pushed the ones behind it out of the buffers.
-        if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
-            BLOCK: tl.constexpr = TILE * TILES
-            top_head(
-                logsumexp, rows, block_ptr, logits + slot.to(tl.int64) * logit_blocks * (HEADS * BLOCK),
-                groups + slot.to(tl.int64) * logit_blocks * (HEADS * BLOCK // GROUP),
-                maxima + slot.to(tl.int64) * max_blocks * HEADS,
-                looked_at + in_slot * (HEADS * SIZE), positions, tops, masses, row, number,
-                count_rows, logit_blocks, max_blocks, HEADS, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN,
-                BLOCKS, SPAN, K, SIZE, LOGITS, MAXIMA,
-            )  # fmt: skip
+    c = tl.arange(0, 32)
+    BLOCK: tl.constexpr = TILE * TILES
+    for turn in range(tl.program_id(0), layers * count_rows * HEADS, tl.num_programs(0)):
+        # A tensor, which the interpreter does not make of it.
+        item = tl.full([], 0, tl.int32) + turn
+        number, row = item % HEADS, item // HEADS % count_rows
+        slot = (item // HEADS // count_rows).to(tl.int64)
+        # Of all rows and heads, as they lie in the slots and in the answers.
+        in_slot, in_answer = slot * max_rows, (first_layer + slot) * max_rows
+        place = (in_answer + row) * HEADS + number
+        begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+        if begin == end:
+            # Not asked for: there is nothing to merge or to wait for.
+            nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
+            tl.store(per_head + place * 32 + c, nothing)
+            if number == 0:
+                tl.store(mean + (in_answer + row) * 32 + c, tl.zeros([32], tl.float32))
+            if K:
+                write_nothing(place, positions, tops, masses, K, SIZE)
         else:
-            write_nothing(row.to(tl.int64) * HEADS + number, positions, tops, masses, K, SIZE)
+            sinks = partial
+            if HAS_SINKS:
+                sinks = tl.load(addresses + slot * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
+            logsumexp = merge_head(
+                partial + slot * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
+                program_ptr, heads, sinks, per_head + in_answer * (HEADS * 32),
+                mean + in_answer * 32, arrived + in_slot, row, number, count_rows, HEADS, HAS_SINKS,
+            )  # fmt: skip
+            if K:
+                # A row that is longer than planned has pushed those behind it out of the buffers.
+                if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
+                    top_head(
+                        logsumexp, rows, block_ptr, logits + slot * logit_blocks * (HEADS * BLOCK),
+                        groups + slot * logit_blocks * (HEADS * BLOCK // GROUP),
+                        maxima + slot * max_blocks * HEADS, looked_at + in_slot * (HEADS * SIZE),
+                        positions + in_answer * (HEADS * K), tops + in_answer * (HEADS * K),
+                        masses + in_answer * HEADS, row, number, count_rows, logit_blocks,
+                        max_blocks, HEADS, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN, BLOCKS, SPAN, K,
+                        SIZE, LOGITS, MAXIMA,
+                    )  # fmt: skip
+                else:
+                    write_nothing(place, positions, tops, masses, K, SIZE)

@@ -45,6 +45,8 @@ ENTROPY, VALID = 27, 28
 MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 20
+# Warps of `finish` a processor of the GPU, and what lets as many be there at once.
+FINISH_WARPS, FINISH_REGISTERS = 24, 64
 
 
 class Tuning(NamedTuple):
@@ -54,6 +56,10 @@ class Tuning(NamedTuple):
     warps: int = 2
     stages: int = 5
     programs_a_processor: int = 4
+
+
+# Without a top k: nothing has to be merged for it, and smaller programs begin sooner.
+ALONE = Tuning(tile=32, warps=1, programs_a_processor=8)
 
 
 class Statistics(NamedTuple):
@@ -164,7 +170,7 @@ class StatisticsPlan:
         self.query_heads, self.head_dim, self.scale, self.soft_cap = (
             heads, head_dim, scale, soft_cap
         )  # fmt: skip
-        self.tuning = tuning or Tuning()
+        self.tuning = tuning or (Tuning() if top_k or mean_top_k or hubs else ALONE)
         spread = processors(self.device) * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
         tile = self.tuning.tile
@@ -301,8 +307,18 @@ class StatisticsPlan:
             "first_layer": first,
             "max_rows": self.steps.max_rows,
         }
-        grid = (self.steps.rows, self.groups.count, layers)
-        launch(finish, grid, step, num_warps=1 if step["SIZE"] <= 16 else 4)
+        # A larger top k is more than the registers of one warp hold.
+        warps = 1 if step["SIZE"] <= 16 else 4
+        items = layers * self.steps.rows * self.groups.count
+        grid = (min(items, processors(self.device) * FINISH_WARPS // warps),)
+        launch(
+            finish,
+            grid,
+            step,
+            layers=layers,
+            num_warps=warps,
+            maxnreg=FINISH_REGISTERS if warps == 1 else None,
+        )
         self.top.look(step, layers, self._hubs)
 
     def answer(self, layer: int = 0) -> Statistics:
