@@ -57,9 +57,7 @@ def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def is_read_again(
-    rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN: tl.constexpr
-):
+def is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN: tl.constexpr):
     """Whether `finish`, or `top_mean`, has chosen blocks of this row."""
     end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
     kept = end <= logit_blocks

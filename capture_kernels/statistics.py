@@ -45,8 +45,9 @@ ENTROPY, VALID = 27, 28
 MOST_BLOCKS = 4096
 LARGEST_TILE_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 20
-# Warps of `finish` a processor of the GPU, and what lets as many be there at once.
-FINISH_WARPS, FINISH_REGISTERS = 24, 64
+# Warps of `finish` a processor of the GPU, and registers of a thread with which as many are there
+# at once; a search in more numbers than these needs more.
+FINISH_WARPS, FINISH_REGISTERS, FEW_NUMBERS = 24, 80, 1024
 
 
 class Tuning(NamedTuple):
@@ -124,9 +125,9 @@ class StatisticsPlan:
         top_k: how many keys of each chosen head to name, the largest first, 0..64.
         mean_top_k: the same of the mean of the chosen heads' probabilities.
         hubs: whether steps may add up that mean by position.
-        scratch_bytes: what may be kept of layers until they are finished. With less, fewer are
-            finished at once, and rows without room cost a second look at some keys (`topk`).
-            Without it a plan for one row of a million keys takes less than a megabyte.
+        scratch_bytes: what may be kept of layers until they are finished, or a tenth more. With
+            less, fewer are finished at once, and rows without room cost a second look at some keys
+            (`topk`). Without it a plan for one row of a million keys takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Attributes:
@@ -309,6 +310,7 @@ class StatisticsPlan:
         }
         # A larger top k is more than the registers of one warp hold.
         warps = 1 if step["SIZE"] <= 16 else 4
+        few = warps == 1 and max(step["GROUPS_OF_ROW"], step["BLOCKS"]) <= FEW_NUMBERS
         items = layers * self.steps.rows * self.groups.count
         grid = (min(items, processors(self.device) * FINISH_WARPS // warps),)
         launch(
@@ -317,7 +319,7 @@ class StatisticsPlan:
             step,
             layers=layers,
             num_warps=warps,
-            maxnreg=FINISH_REGISTERS if warps == 1 else None,
+            maxnreg=FINISH_REGISTERS if few else None,
         )
         self.top.look(step, layers, self._hubs)
 

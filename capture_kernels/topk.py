@@ -85,8 +85,9 @@ class TopKPlan:
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
         hubs: whether that mean may be added up by position.
         partial_bytes: what the pass keeps of a layer whether or not a top k is asked for.
-        scratch_bytes: what all that is kept until layers are finished may take. Rows beyond it cost
-            a second look at some keys, and with `mean_k` or hubs at all.
+        scratch_bytes: what logits may take that are kept until layers are finished; what belongs to
+            them takes a tenth of that. Rows beyond it cost a second look at some keys, and with
+            `mean_k` or hubs at all.
 
     Attributes:
         at_once: how many layers the scratch has room for, which are finished together.
@@ -125,15 +126,16 @@ class TopKPlan:
         blocks = max_rows * row_blocks
         has_mean = bool(mean_k) or hubs
         in_groups = min(max_length, LONGEST_IN_GROUPS.value)
-        logit_bytes = block_keys * (groups.count + 1) * 4
+        logit_bytes = block_keys * groups.count * 4
         useful = blocks if has_mean else max_rows * triton.cdiv(in_groups, block_keys) * bool(k)
         self.logit_blocks = min(useful, scratch_bytes // logit_bytes)
+        group_blocks = self.logit_blocks * bool(k)
         self._heads_again = bool(k) and (self.logit_blocks < blocks or max_length > in_groups)
         self._mean_again = has_mean and self.logit_blocks < blocks
         has_queries = self._heads_again or self._mean_again
         own: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
-            "groups": ((self.logit_blocks * bool(k), groups.count, block_keys // GROUP.value), torch.float32),
+            "groups": ((group_blocks, groups.count, block_keys // GROUP.value), torch.float32),
             "maxima": ((groups.count, blocks * self._heads_again), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),

@@ -137,7 +137,9 @@ def assert_statistics(found, truth):
     assert found.valid.tolist() == [*truth.valid.tolist(), *[False] * (len(found.mean) - live)]
     assert not found.mean[live:].any() and not found.mean[:, 29:].any()
     assert (found.logsumexp[live:] == -torch.inf).all()
-    assert not found.per_head[live:, :, :LOGSUMEXP.value].any() and not found.per_head[..., 30:].any()
+    assert (
+        not found.per_head[live:, :, : LOGSUMEXP.value].any() and not found.per_head[..., 30:].any()
+    )
 
     ours = found.per_head[:live].double().cpu().numpy()
     assert_close(ours[..., LOGSUMEXP.value], truth.logsumexp, **NATS)
