@@ -156,17 +156,16 @@ def measure_asking(batch: Batch, variant: str) -> dict[str, Any]:
     enabled = torch.zeros(batch.shape.batch, dtype=torch.uint8, device=DEVICE)
     plan = Beside(batch, variant)
 
-    def steps() -> None:
-        for _ in range(ASKING_STEPS):
-            step(plan, batch.layers, enabled=enabled)
-
-    graph = captured(steps)
-
     def schedules() -> None:
         for _ in range(batch.layers):
             plan.schedule(enabled=enabled)
 
+    def steps() -> None:
+        for _ in range(ASKING_STEPS):
+            step(plan, batch.layers, enabled=enabled)
+
     scheduling = timed({"": captured(schedules).replay}, batch.layers)[""]
+    graph = captured(steps)
     rows = {}
     for count in ASKING:
         enabled.zero_()
