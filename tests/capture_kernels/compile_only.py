@@ -54,7 +54,7 @@ class NoDevice:
 def figures(kernel: Any) -> dict[str, int]:
     """What the compiler made of a kernel: registers and spilled bytes of a thread, bytes of shared
     memory, instructions in all, in the shortest loop that multiplies matrices, and in that loop
-    those that spill."""
+    those that spill; and `scattered_reductions`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -70,7 +70,24 @@ def figures(kernel: Any) -> dict[str, int]:
         "instructions": len([line for line in lines if instruction(line)]),
         "loop": len(loop),
         "loop_spills": len([each for each in loop if re.search(r"\b(LDL|STL)\b", each)]),
+        "scattered_reductions": scattered_reductions(kernel.asm["ttgir"]),
     }
+
+
+def scattered_reductions(code: str) -> int:
+    """How many reductions go over threads of a warp that are no neighbours, as after a sort of few
+    values: Triton 3.6 takes neighbours all the same, so some values twice and others never."""
+    layouts = {
+        name: json.loads(lanes)
+        for name, lanes in re.findall(r"^(#linear\d*) = .*?lane = (\[.*?\]), warp", code, re.M)
+    }
+    scattered = 0
+    reduction = r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32\}>.*?\}\) : \((.*?)\) ->'
+    for axis, types in re.findall(reduction, code, re.S):
+        for layout in re.findall(r"tensor<[^>]*, (#linear\d*)>", types):
+            moves = [number for number, lane in enumerate(layouts[layout]) if lane[int(axis)]]
+            scattered += bool(moves) and moves[-1] - moves[0] >= len(moves)
+    return scattered
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -161,6 +178,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside head_dim 256": lambda: beside(head_dim=256),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
+    "heads, top 3": lambda: beside(top_k=3),
     "heads, top 16": lambda: beside(top_k=16),
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(

@@ -42,7 +42,7 @@ def compiled(capability: int, plans: list[str]) -> dict[str, dict[str, dict[str,
     return report
 
 
-OTHER_PLANS = ["top 64", "top 16 of a million keys", "scores", "records"]
+OTHER_PLANS = ["heads, top 3", "top 64", "top 16 of a million keys", "scores", "records"]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,11 @@ def test_no_kernel_spills_in_its_loop_on_hopper(for_hopper, plan):
     for name, kernel in kernels.items():
         assert kernel["loop_spills"] == 0, name
         assert kernel["spilled"] <= PUT_ASIDE, name
+
+
+@pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])
+def test_no_reduction_takes_a_value_twice(for_hopper, plan):
+    assert not any(kernel["scattered_reductions"] for kernel in for_hopper[plan].values())
 
 
 @pytest.mark.parametrize("plan", LOOP_BUDGET)
