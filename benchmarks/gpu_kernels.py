@@ -13,7 +13,8 @@ reads 4 GiB in the same run; a share is the floor over the time.
                the top 16 of each head; with the top 16 of the heads' mean as well), and the peers
                of `kernel_peers` that take statistics
     fused      decode attention at the same shape, statistics off and on, and peers without any
-    asking     the same step as the number of rows that ask for statistics grows, from none
+    asking     the same step as the number of rows that ask for statistics grows, from none, eight
+               steps a graph; of the first two variants
     memory     what a plan for 1,048,576 keys allocates; whether a step allocates or waits
     replay     one graph replayed 10,000 times while lengths, queries, live and asking rows change,
                compared with eager steps of another plan every 1,000

@@ -241,7 +241,7 @@ def measure_tunings(variant: str, read: float) -> Iterator[dict[str, Any]]:
         try:
             plan = Beside(batch, variant, tuning=Tuning(*tuning))
             # Once outside a graph: what cannot be compiled must not break a capture.
-            step(plan, 1)
+            step(plan, batch.layers)
         # A RuntimeError is what the compiler's passes raise.
         except (triton.TritonError, RuntimeError, AttnError) as error:
             yield {**found, "left_out": str(error).splitlines()[0]}

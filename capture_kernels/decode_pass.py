@@ -12,9 +12,9 @@ e is given to it as the sum of two bfloat16, good to 17 bits. With values the sa
 ordinary attention: o = sum e_d v_d.
 
 For a top k it writes the logits, and the largest ones of groups of neighbouring keys, or of blocks
-where a row has no room for that (`topk`). A layer may be
-finished after the passes of others (`statistics`), so this one keeps the queries, which an engine
-does not, and notes where keys, their scales and learned sinks are.
+where a row has no room for that (`topk`). A layer may be finished after the passes of others
+(`statistics`): where keys will be read again it keeps the queries, which an engine does not, and it
+notes where keys, their scales and learned sinks are.
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.
@@ -38,7 +38,7 @@ def tile_distances(TILE: tl.constexpr):
     """Which distance, from the tile's first, a row of the product stands for: int32[TILE].
 
     A thread of a tensor core's product has the rows r, r + 8, and those half a tile further: four
-    neighbouring keys stand there, so that their maximum takes no exchange between threads.
+    neighbouring keys stand there, so that their logits are written at once.
     """
     row = tl.arange(0, TILE)
     four = (row % 8) + 8 * ((row // 16) % (TILE // 32))

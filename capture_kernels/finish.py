@@ -1,7 +1,7 @@
 """What is left of some layers after their passes: their stretches merged, and the top k of heads.
 
-One launch for all of these layers: programs of one warp take the rows and heads of each in turns.
-They are so many that none has to be fast.
+One launch for all of these layers: small programs take the rows and heads of each in turns. They
+are so many that none has to be fast.
 
 Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
 

@@ -23,15 +23,13 @@ from .packed import NOTHING, number_of, value_of, write_top
 
 @triton.jit
 def layer_inputs(addresses, slot, keys):
-    """Where a layer's keys, their scales and learned sinks are, as its pass has noted; `keys` are
-    those of another layer, of the same type, a multiple of 16 bytes apart."""
+    """Where a layer's keys and their scales are, as its pass has noted; `keys` are those of another
+    layer, of the same type, a multiple of 16 bytes apart."""
     at = addresses + slot * ADDRESSES
     # From a pointer that is known to be aligned: what is made of a number alone is not.
     bytes_apart = tl.multiple_of(tl.load(at) - keys.to(tl.int64), 16)
     layer_keys = (keys.to(tl.pointer_type(tl.int8)) + bytes_apart).to(keys.dtype)
-    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
-    sinks = tl.load(at + 2).to(tl.pointer_type(tl.float32))
-    return layer_keys, descale, sinks
+    return layer_keys, tl.load(at + 1).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -191,12 +189,13 @@ def head_mean(
         while block < total:
             row = tl.sum((row_ends <= block).to(tl.int32), 0)
             position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-            if real > 0:
+            # A row that is longer than planned may have pushed this one out of the buffers.
+            if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
                 newest = slots + tl.load(base + row) + position
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
                 for number in range(slot, after_slot):
                     layer = tl.full([], 0, tl.int64) + number
-                    layer_keys, descale, _ = layer_inputs(addresses, layer, keys)
+                    layer_keys, descale = layer_inputs(addresses, layer, keys)
                     lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
                     queries = kept_query + layer * max_rows * (HEADS * HEAD_DIM)
                     largest = tl.full([TILE], float("-inf"), tl.float32)

@@ -79,16 +79,14 @@ class HeadGroups:
         return len(self.table)
 
 
-def check(
-    tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype], contiguous: bool = False
-) -> None:
+def check(tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype]) -> None:
     """OptionError unless a tensor has this shape, one of these types and a contiguous last axis."""
     if list(tensor.shape) != shape:
         raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
     if tensor.dtype not in types:
         raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
-    if tensor.stride(-1) != 1 or (contiguous and not tensor.is_contiguous()):
-        raise OptionError(f"{name} must be contiguous" + (" in its last axis" * (not contiguous)))
+    if tensor.stride(-1) != 1:
+        raise OptionError(f"{name} must be contiguous in its last axis")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:

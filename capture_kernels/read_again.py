@@ -93,7 +93,7 @@ def select_again(
     if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN):
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
-        layer_keys, descale, _ = layer_inputs(addresses, slot, keys)
+        layer_keys, descale = layer_inputs(addresses, slot, keys)
         queries = kept_query + slot.to(tl.int64) * max_rows * (HEADS * HEAD_DIM)
         if MEAN:
             in_answer = (first_layer + slot).to(tl.int64) * max_rows + row

@@ -69,7 +69,7 @@ class Statistics(NamedTuple):
 
     per_head: Tensor  # float32[R, H, 32]
     mean: Tensor  # float32[R, 32]
-    top: TopK | None  # where a top k was planned
+    top: TopK | None  # where a top k or hubs were planned
 
     @property
     def logsumexp(self) -> Tensor:
@@ -125,9 +125,10 @@ class StatisticsPlan:
         top_k: how many keys of each chosen head to name, the largest first, 0..64.
         mean_top_k: the same of the mean of the chosen heads' probabilities.
         hubs: whether steps may add up that mean by position.
-        scratch_bytes: what may be kept of layers until they are finished, or a tenth more. With
-            less, fewer are finished at once, and rows without room cost a second look at some keys
-            (`topk`). Without it a plan for one row of a million keys takes less than a megabyte.
+        scratch_bytes: what logits and sums may take that are kept of layers until they are
+            finished; at the least, those of one layer. With less, fewer are finished at once, and
+            rows without room cost a second look at some keys (`topk`). Without it a plan for one
+            row of a million keys takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Attributes:
@@ -243,7 +244,8 @@ class StatisticsPlan:
         """Begin a step: read the lengths of its rows.
 
         Args:
-            table, enabled, live: as `Schedule.run` takes them.
+            table, enabled, live: as `Schedule.run` takes them. The table's slots must stay until
+                the step's layers are finished.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position; what lies beyond `longest` is left out.
 
@@ -253,7 +255,7 @@ class StatisticsPlan:
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")
-            check(hubs, "hubs", [table.rows, *hubs.shape[1:2]], FLOAT32)
+            check(hubs, "hubs", [table.rows, hubs.shape[-1] if hubs.dim() else 0], FLOAT32)
             if hubs.stride(0) < hubs.shape[1] and table.rows > 1:
                 raise OptionError("hubs must have memory of its own for each row")
         self.steps.run(table, enabled=enabled, live=live)
@@ -294,8 +296,8 @@ class StatisticsPlan:
         if not layers:
             return
         self._finished = self._ran
-        self._inputs.clear()
         if not self.steps.rows:
+            self._inputs.clear()
             return
         step = {
             **self._step,
@@ -322,6 +324,7 @@ class StatisticsPlan:
             maxnreg=FINISH_REGISTERS if few else None,
         )
         self.top.look(step, layers, self._hubs)
+        self._inputs.clear()
 
     def answer(self, layer: int = 0) -> Statistics:
         """What was found in a layer of this step: views. Finishes what has run.

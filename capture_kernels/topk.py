@@ -12,8 +12,8 @@ Cut a row into groups of neighbouring keys, ordered by their largest value, the 
 where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
 with its own largest value, which is larger than every value of a group further behind, or as large
 and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four parts each, the first k parts of these found, and so on (`groups`): 256 numbers are sorted at a
-time at most, whatever the values are.
+four parts each, the first k parts of these found, and so on (`groups`): few numbers are sorted at a
+time, whatever the values are.
 
 The pass writes all logits of a row, and of each head the largest of every 16 keys, by which
 `finish` finds the groups to look into. Rows that are too long for that, or are beyond the scratch,
@@ -63,7 +63,7 @@ class TopK(NamedTuple):
 
     positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
     logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
-    mass: Tensor  # float32[R, H]: what the k keys hold of a head's probability
+    mass: Tensor  # float32[R, H]: what the k keys hold of a head's probability; [R, 0] without k
     mean_positions: Tensor  # int32[R, mean_k]; -1 where a row has fewer keys
     mean_masses: Tensor  # float32[R, mean_k], of the mean of the heads' probabilities; 0 there
 
@@ -85,9 +85,9 @@ class TopKPlan:
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
         hubs: whether that mean may be added up by position.
         partial_bytes: what the pass keeps of a layer whether or not a top k is asked for.
-        scratch_bytes: what logits may take that are kept until layers are finished; what belongs to
-            them takes a tenth of that. Rows beyond it cost a second look at some keys, and with
-            `mean_k` or hubs at all.
+        scratch_bytes: what logits and the head mean may take that are kept until layers are
+            finished; maxima of groups take a 16th beside. Rows beyond it cost a second look at some
+            keys, and with `mean_k` or hubs at all.
 
     Attributes:
         at_once: how many layers the scratch has room for, which are finished together.
@@ -126,7 +126,7 @@ class TopKPlan:
         blocks = max_rows * row_blocks
         has_mean = bool(mean_k) or hubs
         in_groups = min(max_length, LONGEST_IN_GROUPS.value)
-        logit_bytes = block_keys * groups.count * 4
+        logit_bytes = block_keys * (groups.count + bool(mean_k)) * 4
         useful = blocks if has_mean else max_rows * triton.cdiv(in_groups, block_keys) * bool(k)
         self.logit_blocks = min(useful, scratch_bytes // logit_bytes)
         group_blocks = self.logit_blocks * bool(k)

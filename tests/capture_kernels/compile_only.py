@@ -143,7 +143,6 @@ def beside(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
     plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
     plan.run(query, keys)
-    plan.finish()
 
 
 def fused(emit: bool, **changes: Any) -> None:
@@ -151,7 +150,6 @@ def fused(emit: bool, **changes: Any) -> None:
     plan.schedule(table())
     query, keys = tensors()
     plan.decode(query, keys, keys, torch.zeros_like(query))
-    plan.finish()
 
 
 def scores() -> None:

@@ -31,7 +31,6 @@ from capture_kernels.statistics import StatisticsPlan, Tuning  # noqa: E402
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
-TILE = Tuning().tile
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
 
 # Some five times what float32 gives on a CPU. Tensor cores sum each mass as two bfloat16.
@@ -277,7 +276,7 @@ def test_queries_of_any_size_meet_float8_keys(power):
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 50])
 def test_a_row_may_be_cut_at_any_block(programs):
-    # Eight blocks: fewer programs than blocks, rows of many programs, programs without blocks.
+    # Fifteen blocks: fewer programs than blocks, rows of many programs, programs without blocks.
     case = paged_case([130, 1, 0, 64, 200], 4, 2, 32, size=2.0)
     check(case, programs=programs)
 
@@ -569,24 +568,25 @@ def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexp
     sinks=st.integers(0, 70),
     masked=st.one_of(st.just(0), st.integers(0, 300)),
     window=st.one_of(st.just(0), st.integers(1, 100_000)),
+    tile=st.sampled_from([32, 64]),
 )
 def test_columns_are_the_ranges_of_their_bins_and_are_told_in_time(
-    length, hidden, sinks, masked, window
+    length, hidden, sinks, masked, window, tile
 ):
     in_model = min(length, window) if window else length
     first_real = max(masked, hidden)
     count = max(length - max(first_real, sinks), 0)
     real = min(max(length - first_real, 0), in_model)
     visible, seen = min(count, in_model), in_model
-    last = max(seen - 1, 0) // TILE
+    last = max(seen - 1, 0) // tile
     begins = sorted({0, last // 3, last // 2, max(last - 1, 0), last})
     ranges = torch.full((2, 32), -7, dtype=torch.int32, device=DEVICE)
     due = torch.full((len(begins),), -7, dtype=torch.int32, device=DEVICE)
     row = on_device(visible, real, seen, count, dtype=torch.int32)
     tiles = on_device(*begins, dtype=torch.int32)
-    _ranges_and_due[(1,)](row, tiles, len(begins), ranges, due, TILE_KEYS=TILE)
+    _ranges_and_due[(1,)](row, tiles, len(begins), ranges, due, TILE_KEYS=tile)
 
-    d = np.arange((last + 1) * TILE)
+    d = np.arange((last + 1) * tile)
     shown = d[:visible]
     expected = np.zeros((len(d), 32), bool)
     expected[shown, log2_bins(shown)] = True
@@ -599,7 +599,7 @@ def test_columns_are_the_ranges_of_their_bins_and_are_told_in_time(
     np.testing.assert_array_equal(inside, expected)
 
     # Keys of tiles that are summed together have the same columns, lane by lane.
-    by_tile = inside.reshape(last + 1, TILE, 32)
+    by_tile = inside.reshape(last + 1, tile, 32)
     for begin, until in zip(begins, due.tolist(), strict=True):
         assert until >= begin
         assert (by_tile[begin : until + 1] == by_tile[begin]).all()

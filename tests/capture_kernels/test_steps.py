@@ -20,6 +20,7 @@ from test_topk import MASS, ON_GPU, poison  # noqa: E402
 
 from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
 from capture_kernels.buffers import Ring  # noqa: E402
+from capture_kernels.constants import LONGEST_IN_GROUPS  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
 
@@ -53,11 +54,12 @@ def bytes_a_layer(case, **options):
 
 
 def run_steps(plan, case, layers, hubs=None, enabled=None):
-    """A step whose queries are gone as soon as they have been taken."""
+    """A step whose queries are gone as soon as they have been taken, and of whose other inputs the
+    plan alone knows."""
     plan.schedule(page_table(case), live=live_rows(case), enabled=enabled, hubs=hubs)
     for query, keys, inputs in layers:
         gone = query.clone()
-        plan.run(gone, keys, **inputs)
+        plan.run(gone, keys.clone(), **{name: each.clone() for name, each in inputs.items()})
         gone.fill_(torch.nan)
 
 
@@ -98,6 +100,24 @@ def test_layers_are_what_each_is_alone(at_once, again, differ):
         assert plan.per_head[number, case.rows :].isnan().all()
     assert_close(hubs, summed, largest=MASS, rms=MASS)
     assert not plan.arrived.any()
+
+
+def test_layers_whose_keys_are_read_again_are_finished_together():
+    length = LONGEST_IN_GROUPS.value + 1
+    case = paged_case([length], 1, 1, 16)
+    layers = [(case.queries, keys, {}) for keys in (case.k_cache, -case.k_cache)]
+    options = {"max_length": length, "top_k": 5, "scratch_bytes": 64 << 20}
+    plan = plan_for(case, layers=2, **options)
+    assert plan.top.at_once == 2
+    poison(plan)
+    run_steps(plan, case, layers)
+    found = []
+    for number, layer in enumerate(layers):
+        alone = plan_for(case, **options)
+        run_steps(alone, case, [layer])
+        assert_same(plan.answer(number), alone.answer())
+        found.append(alone.answer().top.positions.tolist())
+    assert found[0] != found[1] and min(found[0][0][0]) >= 0
 
 
 @settings(max_examples=5, deadline=None)
