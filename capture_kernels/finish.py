@@ -44,16 +44,12 @@ def is_stretch(program_ptr, program, begin, end, last):
 
 
 @triton.jit
-def natural_logsumexp(
-    m, all_keys, heads, sinks, head, is_head,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Of some heads, from m and the sum over all real keys in units of ln 2, with learned sinks;
+def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr):
+    """Of one head, from m and the sum over all real keys in units of ln 2, with learned sinks;
     -inf where nothing was found."""
     logsumexp = (m + tl.log2(all_keys)) * LN_2
     if HAS_SINKS:
-        query_head = tl.load(heads + head, mask=is_head, other=0)
-        learned = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32)
+        learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
         larger = tl.maximum(logsumexp, learned)
         smaller = tl.minimum(logsumexp, learned)
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
@@ -95,8 +91,7 @@ def merge_head(
         m = m_new
 
     sink = tl.sum(tl.where(c == 26, masses, 0.0), 0)
-    head = number + tl.arange(0, 1)
-    logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, head, head >= 0, HAS_SINKS)
+    logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, number, HAS_SINKS)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
     count = tl.load(rows + 4 * count_rows + row)
     # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.

@@ -11,10 +11,8 @@ quantity of a fingerprint is a range of distances:
 
 Rows are cut into blocks of `block_keys` keys; blocks of all rows, one after another, are shared out
 evenly over a fixed number of programs P ("stream-K"), whatever the lengths are. A row that is not
-asked for has no block. To begin a row costs a program as much as some blocks do, `ROW_BLOCKS`: a
-program in whose share a row begins has so many fewer. Program p and row r that meet do so in one
-stretch of blocks, and p + r is a different number for each such stretch: that is where its partial
-result goes.
+asked for has no block. Program p and row r that meet do so in one stretch of blocks, and p + r is a
+different number for each such stretch: that is where its partial result goes.
 
 Tensors (R rows; all written by `Schedule.run` without allocation or synchronisation):
     block_ptr  int32[R + 1]  row r has the blocks from block_ptr[r] to block_ptr[r + 1]
@@ -38,17 +36,15 @@ from .errors import OptionError
 from .fingerprint import Visibility
 
 ROW_FIELDS = 7
-# What a program loses between two rows is the time of about two tiles of 64 keys.
-ROW_BLOCKS = 2
 
 
 @triton.jit
-def begun_by(work, share, larger):
-    """The last program before which no more than so much work lies; the first ones, so many as are
-    `larger`, have one more than a share."""
+def program_of(block, share, larger):
+    """The program that has a block; the first ones, so many as are `larger`, have one more than a
+    share."""
     with_larger = larger * (share + 1)
-    after = larger + (work - with_larger) // tl.maximum(share, 1)
-    return tl.where(work < with_larger, work // (share + 1), after)
+    after = larger + (block - with_larger) // tl.maximum(share, 1)
+    return tl.where(block < with_larger, block // (share + 1), after)
 
 
 # How many rows a step has must not make a kernel compile anew, while a model is served.
@@ -75,7 +71,6 @@ def _schedule_rows(
     HAS_LIVE: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    ROW_COST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
@@ -117,22 +112,14 @@ def _schedule_rows(
     tl.store(rows + 4 * count_rows + row, tl.where(wanted, count, 0), mask=here)
     tl.store(base + row, begin, mask=here)
 
-    # Of the work of all rows each program has as much; a row's work begins with what that costs.
-    work = blocks + tl.where(blocks > 0, ROW_COST, 0)
-    work_after = tl.cumsum(work, 0)
-    total = tl.sum(work, 0)
+    total = tl.sum(blocks, 0)
     share, larger = total // programs, total % programs
-    PROGRAMS: tl.constexpr = 128 if ROWS <= 32 else (4096 // ROWS if ROWS <= 4096 else 1)
-    for p in range(0, programs + 1, PROGRAMS):
-        program = p + tl.arange(0, PROGRAMS)
-        work_before = share * program + tl.minimum(program, larger)
-        done = work_after[None, :] <= work_before[:, None]
-        begun = work_before - tl.sum(tl.where(done, work[None, :], 0), 1)
-        start = tl.sum(tl.where(done, blocks[None, :], 0), 1)
-        start += tl.maximum(begun - ROW_COST, 0)
+    for p in range(0, programs + 1, 128):
+        program = p + tl.arange(0, 128)
+        start = share * program + tl.minimum(program, larger)
         tl.store(program_ptr + program, start, mask=program <= programs)
-    first = begun_by(work_after - work + ROW_COST, share, larger)
-    last = begun_by(work_after - 1, share, larger)
+    first = program_of(after - blocks, share, larger)
+    last = program_of(after - 1, share, larger)
     tl.store(rows + 5 * count_rows + row, first, mask=here)
     tl.store(rows + 6 * count_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
 
@@ -267,7 +254,6 @@ class Schedule:
             HAS_LIVE=live is not None,
             ALL_KEYS=self._all_keys,
             BLOCK_KEYS=self.block_keys,
-            ROW_COST=ROW_BLOCKS if self.block_keys <= 64 else 1,
             ROWS=triton.next_power_of_2(self.max_rows),
-            num_warps=16,
+            num_warps=4,
         )

@@ -50,8 +50,8 @@ def for_hopper() -> dict[str, dict[str, dict[str, int]]]:
     return compiled(90, [*LOOP_BUDGET, *OTHER_PLANS])
 
 
-# What a kernel may put aside before its loop and fetch after it, in bytes of a thread.
-PUT_ASIDE = 16
+# What a kernel may put aside before its loop and fetch after it, in bytes of a thread; others none.
+PUT_ASIDE = {"decode_pass": 16, "finish": 8}
 
 
 @pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])
@@ -60,7 +60,7 @@ def test_no_kernel_spills_in_its_loop_on_hopper(for_hopper, plan):
     assert kernels
     for name, kernel in kernels.items():
         assert kernel["loop_spills"] == 0, name
-        assert kernel["spilled"] <= PUT_ASIDE, name
+        assert kernel["spilled"] <= PUT_ASIDE.get(name, 0), name
 
 
 @pytest.mark.parametrize("plan", [*LOOP_BUDGET, *OTHER_PLANS])
