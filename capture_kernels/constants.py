@@ -8,10 +8,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Below every logit, but finite: 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
-# Neighbouring keys that share a maximum.
-GROUP = tl.constexpr(16)
-# The longest row that a top k is looked for in by groups.
-LONGEST_IN_GROUPS = tl.constexpr(131072)
 # Numbers of a stretch and head: 28 range masses in 32 columns, then m, L and S.
 PARTIAL = tl.constexpr(36)
 # Where, of the 32 numbers of a row and head, the logsumexp is.

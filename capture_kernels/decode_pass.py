@@ -11,9 +11,9 @@ distances, 28 of them, that is a product of e with a matrix of zeros and ones, o
 e is given to it as the sum of two bfloat16, good to 17 bits. With values the same pass is an
 ordinary attention: o = sum e_d v_d.
 
-For a top k it writes the logits, and the largest ones of groups of neighbouring keys, or of blocks
-where a row has no room for that (`topk`). A layer may be finished after the passes of others
-(`statistics`): where keys will be read again it keeps the queries, which an engine does not, and it
+For a top k of heads it keeps the largest logits of each place of the tile (`candidates`), and for
+that of their mean it writes all logits (`topk`). A layer may be finished after the passes of others
+(`statistics`): where keys may be read again it keeps the queries, which an engine does not, and it
 notes where keys, their scales and learned sinks are.
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
@@ -25,40 +25,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import GROUP, LN_2, LOG2_E, LONGEST_IN_GROUPS, LOWEST, PARTIAL
+from .candidates import NEIGHBOURS, distance_in_tile, keep_two, write_two
+from .constants import LN_2, LOG2_E, LOWEST, PARTIAL
 
 # Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
 COLUMNS = 32
-# Neighbouring keys that a thread has.
-NEIGHBOURS = tl.constexpr(4)
-
-
-@triton.jit
-def tile_distances(TILE: tl.constexpr):
-    """Which distance, from the tile's first, a row of the product stands for: int32[TILE].
-
-    A thread of a tensor core's product has the rows r, r + 8, and those half a tile further: four
-    neighbouring keys stand there, so that their logits are written at once.
-    """
-    row = tl.arange(0, TILE)
-    four = (row % 8) + 8 * ((row // 16) % (TILE // 32))
-    return NEIGHBOURS * four + (row // 8) % 2 + 2 * (row // (TILE // 2))
 
 
 @triton.jit
 def in_order(y, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """Rows of a product, one for each of `tile_distances`: [TILE // 32, 8, 4, HEADS]."""
+    """Rows of a product, one for each of `distance_in_tile`: [TILE // 32, 8, 4, HEADS]."""
     y = tl.permute(tl.reshape(y, [2, TILE // 32, 2, 8, HEADS]), [1, 3, 0, 2, 4])
     return tl.reshape(y, [TILE // 32, 8, NEIGHBOURS, HEADS])
-
-
-@triton.jit
-def group_maxima(x, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """The largest of each group, of what `in_order` has returned: [TILE // GROUP, HEADS]."""
-    largest = tl.max(x, 2)
-    THREADS: tl.constexpr = GROUP // NEIGHBOURS
-    largest = tl.max(tl.reshape(largest, [TILE // 32, 8 // THREADS, THREADS, HEADS]), 2)
-    return tl.reshape(largest, [TILE // GROUP, HEADS])
 
 
 @triton.jit
@@ -86,21 +64,58 @@ def column_ranges(visible, real, seen, count):
 
 
 @triton.jit
-def tile_logits(k, q, factor, soft_cap, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr):
-    """Logits in units of ln 2: float32[keys, heads], of k [keys, D] and q [D, heads].
+def products(k, q, y, UPCAST: tl.constexpr):
+    """y float32[keys, heads] + k [keys, D] @ q [D, heads].
 
     Keys are the rows, as a product of matrices may have few columns, but not few rows.
     """
     if UPCAST:
-        y = tl.dot(k.to(tl.float32), q.to(tl.float32), input_precision="ieee")
-    else:
-        y = tl.dot(k.to(q.dtype), q)
+        return y + tl.dot(k.to(tl.float32), q.to(tl.float32), input_precision="ieee")
+    return tl.dot(k.to(q.dtype), q, y)
+
+
+@triton.jit
+def scaled_logits(y, factor, soft_cap, SOFT_CAP: tl.constexpr):
+    """Logits in units of ln 2, of products."""
     y *= factor
     if SOFT_CAP:
         # cap * tanh(x / cap), from exp2 alone; both ends are reached without overflow.
         y = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 / soft_cap))))
         y *= LOG2_E
     return y
+
+
+@triton.jit
+def dims_of_query(
+    query, head, chosen, stride_qh, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Some dims of a row's queries: [COUNT, heads]."""
+    dims = FIRST + tl.arange(0, COUNT)[:, None]
+    there = chosen[None, :] & (dims < HEAD_DIM)
+    return tl.load(query + head[None, :] * stride_qh + dims, mask=there, other=0.0)
+
+
+@triton.jit
+def dims_of_keys(
+    keys, slot, STRIDE_KS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Some dims of keys: [keys, COUNT]."""
+    dims = FIRST + tl.arange(0, COUNT)[None, :]
+    at = keys + slot[:, None] * STRIDE_KS + dims
+    if FIRST + COUNT <= HEAD_DIM:
+        return tl.load(at)
+    return tl.load(at, mask=dims < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def keep_query(
+    query, head, stride_qh, kept, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Copy some dims of a row's queries to float32[head_dim] of each head, at kept [heads]."""
+    q = dims_of_query(query, head, head >= 0, stride_qh, FIRST, COUNT, HEAD_DIM).to(tl.float32)
+    dims = FIRST + tl.arange(0, COUNT)[:, None]
+    tl.store(kept[None, :] + dims, q, mask=(head >= 0)[None, :] & (dims < HEAD_DIM))
 
 
 @triton.jit
@@ -145,9 +160,9 @@ def decode_pass(
     partial_values,
     addresses,
     kept_query,
+    candidates,
+    waiting,
     logits,
-    groups,
-    maxima,
     factor,
     soft_cap,
     stride_qr,
@@ -156,13 +171,13 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
-    max_blocks,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    FIRST_D: tl.constexpr,
+    REST_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
@@ -170,10 +185,8 @@ def decode_pass(
     ROWS: tl.constexpr,
     STATISTICS: tl.constexpr,
     QUERIES: tl.constexpr,
+    CLASSES: tl.constexpr,
     LOGITS: tl.constexpr,
-    ALL_LOGITS: tl.constexpr,
-    GROUPS_TOO: tl.constexpr,
-    MAXIMA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -181,11 +194,13 @@ def decode_pass(
     UPCAST: tl.constexpr,
 ):
     program = tl.program_id(1)
-    if QUERIES or HAS_SINKS:
+    if QUERIES or HAS_SINKS or CLASSES:
         if (program == 0) & (tl.program_id(0) == 0):
             tl.store(addresses, keys.to(tl.int64))
             tl.store(addresses + 1, descale.to(tl.int64))
             tl.store(addresses + 2, sinks.to(tl.int64))
+            if CLASSES:
+                tl.store(waiting, 0)
     of_key_head = head_table + tl.program_id(0) * (BLOCK_H + 2)
     key_head, first_head = tl.load(of_key_head), tl.load(of_key_head + 1)
     lane_h = tl.arange(0, BLOCK_H)
@@ -199,13 +214,11 @@ def decode_pass(
     if block >= end:
         return
 
-    dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, 32)
     if LOGITS:
         four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
         in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
-        group = tl.arange(0, TILE // GROUP)
-    lane = tile_distances(TILE)
+    lane = distance_in_tile(tl.arange(0, TILE), TILE)
     if DESCALE:
         factor *= tl.load(descale + key_head)
     keys += key_head.to(tl.int64) * stride_kh
@@ -224,27 +237,22 @@ def decode_pass(
         visible = tl.load(rows + 3 * count_rows + row)
         newest = slots + tl.load(base + row) + position
         first, after = column_ranges(visible, real, seen, tl.load(rows + 4 * count_rows + row))
-        q = tl.load(
-            query + row.to(tl.int64) * stride_qr + head[None, :] * stride_qh + dims[:, None],
-            mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
-            other=0.0,
-        )
-        if QUERIES:
-            if block == row_block:
-                kept_at = (row.to(tl.int64) * HEADS + out_head) * HEAD_DIM
-                tl.store(
-                    kept_query + kept_at[None, :] + dims[:, None],
-                    q.to(tl.float32),
-                    mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
-                )
+        of_row = query + row.to(tl.int64) * stride_qr
+        q = dims_of_query(of_row, head, chosen, stride_qh, 0, FIRST_D, HEAD_DIM)
+        if REST_D:
+            q_rest = dims_of_query(of_row, head, chosen, stride_qh, FIRST_D, REST_D, HEAD_DIM)
         row_factor = factor
         if TO_HALF:
             # float8 becomes float16 in one instruction, bfloat16 in several. Of q, in units of a
             # power of two near its largest number, a float16 loses what is below 2**-24 of that.
             largest_q = tl.max(tl.abs(q.to(tl.float32)), 0)
+            if REST_D:
+                largest_q = tl.maximum(largest_q, tl.max(tl.abs(q_rest.to(tl.float32)), 0))
             exponent = largest_q.to(tl.int32, bitcast=True) & 0x7F800000
             unit = tl.where(exponent > 0, exponent.to(tl.float32, bitcast=True), 1.0)
             q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
+            if REST_D:
+                q_rest = (q_rest.to(tl.float32) / unit[None, :]).to(tl.float16)
             row_factor = (factor * unit)[None, :]
         # Each place of the tile has a maximum of its own, so that no tile needs one over its keys;
         # where there are values these want one of all keys.
@@ -257,28 +265,29 @@ def decode_pass(
         m_told = tl.full([BLOCK_H], LOWEST, tl.float32)
         last = (stop - row_block) * TILES - 1
         due = next_due((block - row_block) * TILES, first, after, TILE)
-        block_max = tl.full([TILE, BLOCK_H], float("-inf"), tl.float32)
+        if CLASSES:
+            first_tile = (block - row_block) * TILES
+            largest = tl.full([TILE, BLOCK_H], LOWEST, tl.float32)
+            second = tl.full([TILE, BLOCK_H], LOWEST, tl.float32)
+            others = tl.full([TILE, BLOCK_H], LOWEST, tl.float32)
+            numbers = tl.full([TILE, BLOCK_H], -1, tl.int32)
         if VALUE_DIM:
             o = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
-        has_maxima = True
         if LOGITS:
             # Wholly in the scratch, or not at all.
             has_logits = tl.load(block_ptr + row + 1) <= logit_blocks
-            has_groups = has_logits & (real <= LONGEST_IN_GROUPS)
-            if not ALL_LOGITS:
-                has_logits = has_groups
-            has_maxima = has_groups == 0
 
         for tile in range((block - row_block) * TILES, (stop - row_block) * TILES):
             distance = tile * TILE + lane
             # Past the row's last key that key is read again: a mask would cost more.
             slot = tl.load(newest - tl.minimum(distance, seen - 1)).to(tl.int64)
-            k_at = keys + slot[:, None] * STRIDE_KS + dims[None, :]
-            if HEAD_DIM == BLOCK_D:
-                k = tl.load(k_at)
-            else:
-                k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-            y = tile_logits(k, q, row_factor, soft_cap, SOFT_CAP, UPCAST)
+            y = tl.zeros([TILE, BLOCK_H], tl.float32)
+            k = dims_of_keys(keys, slot, STRIDE_KS, 0, FIRST_D, HEAD_DIM)
+            y = products(k, q, y, UPCAST)
+            if REST_D:
+                k = dims_of_keys(keys, slot, STRIDE_KS, FIRST_D, REST_D, HEAD_DIM)
+                y = products(k, q_rest, y, UPCAST)
+            y = scaled_logits(y, row_factor, soft_cap, SOFT_CAP)
             y = tl.where((distance < seen)[:, None], y, float("-inf"))
             m_new = tl.maximum(m, tl.max(y, 0)[None, :]) if VALUE_DIM else tl.maximum(m, y)
             alpha = tl.exp2(m - m_new)
@@ -314,29 +323,25 @@ def decode_pass(
             else:
                 sums = sums * alpha + e
 
-            if LOGITS or MAXIMA:
+            if LOGITS or CLASSES:
                 if VALUE_DIM:
                     y = tl.where((distance < real)[:, None], y, float("-inf"))
-                this = row_block + tile // TILES
+            if CLASSES:
+                # Without values, m is the largest of each place.
+                kept = largest if VALUE_DIM else m
+                second, others, numbers = keep_two(
+                    y, tile - first_tile, kept, second, others, numbers
+                )
+                if VALUE_DIM:
+                    largest = tl.maximum(largest, y)
             if LOGITS:
                 if has_logits:
                     x = in_order(y, TILE, BLOCK_H) * LN_2
+                    this = row_block + tile // TILES
                     at = (this.to(tl.int64) * HEADS + out_head) * (TILE * TILES)
                     at = logits + at[None, None, None, :] + (tile % TILES) * TILE
                     at += in_tile[:, :, :, None]
                     tl.store(at, x, mask=chosen[None, None, None, :])
-                    if GROUPS_TOO:
-                        # What a program writes lies together.
-                        at = (row_block * TILES + tile).to(tl.int64) * HEADS + out_head
-                        at = groups + at[None, :] * (TILE // GROUP) + group[:, None]
-                        tl.store(at, group_maxima(x, TILE, BLOCK_H), mask=chosen[None, :])
-            if MAXIMA:
-                if has_maxima:
-                    fresh = tl.where(tile % TILES == 0, float("-inf"), block_max)
-                    block_max = tl.maximum(fresh, y)
-                    if (this < max_blocks) & (tile % TILES == TILES - 1):
-                        at = maxima + out_head.to(tl.int64) * max_blocks + this
-                        tl.store(at, tl.max(block_max, 0) * LN_2, mask=chosen)
 
             if VALUE_DIM:
                 v_at = values + slot[None, :] * STRIDE_VS + value_dims[:, None]
@@ -351,6 +356,16 @@ def decode_pass(
                     o = tl.dot(v.to(value_type), e.to(value_type), o)
             m = m_new
 
+        if QUERIES:
+            if block == row_block:
+                # Loaded again: a write before the first keys would delay them, and what is not
+                # needed among them is not to fill registers.
+                again = tl.load(of_key_head + 2 + lane_h)
+                from_row = query + row.to(tl.int64) * stride_qr
+                kept_at = kept_query + (row.to(tl.int64) * HEADS + out_head) * HEAD_DIM
+                keep_query(from_row, again, stride_qh, kept_at, 0, FIRST_D, HEAD_DIM)
+                if REST_D:
+                    keep_query(from_row, again, stride_qh, kept_at, FIRST_D, REST_D, HEAD_DIM)
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
         place = ((program + row).to(tl.int64) * HEADS + out_head) * PARTIAL
         if STATISTICS:
@@ -361,6 +376,12 @@ def decode_pass(
         else:
             tl.store(partial + place + 32, tl.max(m, 0), mask=chosen)
             tl.store(partial + place + 33, tl.sum(sums, 0), mask=chosen)
+        if CLASSES:
+            kept = largest if VALUE_DIM else m
+            place = ((program + row).to(tl.int64) * HEADS + out_head) * (2 * CLASSES)
+            write_two(
+                candidates + place, kept, second, others, numbers, chosen, TILE, BLOCK_H, CLASSES
+            )
         if VALUE_DIM:
             place = ((program + row).to(tl.int64) * HEADS + out_head) * VALUE_DIM
             tl.store(

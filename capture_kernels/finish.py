@@ -8,8 +8,8 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches 
     m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m);
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
-Of a head's keys, the first K groups are found by the maxima that the pass has written, and in these
-the top k by their logits (`topk` says why they hold it).
+The top k of a head is found in the `candidates` that the pass has kept: first its classes, then the
+stretches of these, then the second keys. Heads that may have more keys are noted for `read_again`.
 
 Tensors (A layers, R rows, H chosen query heads): those of `statistics` and `topk`, and
     heads    int32[2, H]  the query head, and the key head that it reads
@@ -21,9 +21,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import ADDRESSES, GROUP, LN_2, LOGSUMEXP, LONGEST_IN_GROUPS, LOWEST, PARTIAL
-from .groups import all_parts, first_groups
-from .packed import number_of, value_of, write_nothing, write_top
+from .candidates import class_of, first_keys, second_keys
+from .constants import ADDRESSES, LN_2, LOGSUMEXP, LOWEST, PARTIAL
+from .packed import (
+    NOTHING,
+    better,
+    first_of,
+    largest_of,
+    number_of,
+    smallest,
+    total,
+    value_of,
+    write_nothing,
+    write_top,
+)
+from .schedule import program_of
 
 
 @triton.jit
@@ -66,15 +78,15 @@ def merge_head(
 ):  # fmt: skip
     """The statistics of one head; the last head of a row to be merged brings the means. Returns its
     logsumexp: float32[1]."""
-    PARTS: tl.constexpr = 8
+    AT_ONCE: tl.constexpr = 8
     c = tl.arange(0, 32)
     begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     m = tl.full([1], LOWEST, tl.float32)
     visible = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
     masses = tl.zeros([32], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
+    for p in range(first, last + 1, AT_ONCE):
+        program = p + tl.arange(0, AT_ONCE)
         there = is_stretch(program_ptr, program, begin, end, last)
         part = partial + ((program + row).to(tl.int64) * HEADS + number) * PARTIAL
         masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
@@ -131,70 +143,92 @@ def merge_head(
 
 @triton.jit
 def top_head(
-    logsumexp, rows, block_ptr, logits, groups, maxima, looked_at, positions, tops, masses, row,
-    number, count_rows, logit_blocks, max_blocks,
+    candidates, rows, block_ptr, program_ptr, row, number, count_rows, programs,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS_OF_ROW: tl.constexpr,
-    GROUP_SPAN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    K: tl.constexpr,
+    CLASSES: tl.constexpr,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
-    LOGITS: tl.constexpr,
-    MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """The top k of one head, or its first blocks where the row has no groups."""
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-    place = row.to(tl.int64) * HEADS + number
-    has_groups = (end <= logit_blocks) & (real <= LONGEST_IN_GROUPS)
-    if LOGITS:
-        if has_groups:
-            A_TILE: tl.constexpr = TILE // GROUP
-            best = first_groups(
-                groups + (begin.to(tl.int64) * TILES * HEADS + number) * A_TILE,
-                (end - begin) * TILES * A_TILE, HEADS * A_TILE, A_TILE, GROUPS_OF_ROW, GROUP_SPAN,
-                SIZE,
+    """The top k of one head, packed: int64[SIZE]; and the classes that may have more of it, as
+    program * CLASSES + class: int32[SIZE], else -1."""
+    # Stretches that are looked at at once are `PARTS`, and so many times as many in the end.
+    TURNS: tl.constexpr = 8
+    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
+    of_head = candidates + (row.to(tl.int64) * HEADS + number) * (2 * CLASSES)
+    part = tl.arange(0, PARTS)
+    # The first classes of all stretches together;
+    if CLASSES == SIZE:
+        which = tl.arange(0, CLASSES)
+        some = which >= 0
+    else:
+        every = tl.arange(0, CLASSES)[None, :]
+        largest = tl.full([CLASSES], NOTHING, tl.int64)
+        for p in range(first, last + 1, PARTS):
+            there = is_stretch(program_ptr, p + part, begin, end, last)[:, None]
+            each = first_keys(
+                of_head, program_ptr, (p + part)[:, None], every, there, begin, HEADS, TILE, TILES,
+                CLASSES,
             )  # fmt: skip
-            A_BLOCK: tl.constexpr = TILE * TILES
-            best = all_parts(
-                best, logits + (begin.to(tl.int64) * HEADS + number) * A_BLOCK,
-                (end - begin) * A_BLOCK, HEADS * A_BLOCK, A_BLOCK, GROUP, SIZE,
+            largest = tl.maximum(largest, tl.max(each, 0))
+        best = largest_of(largest, CLASSES, SIZE)
+        which, some = class_of(number_of(best), TILE, CLASSES), best > NOTHING
+    # of these, the first ones of every PARTS-th stretch together;
+    largest = tl.full([SIZE, PARTS], NOTHING, tl.int64)
+    for p in range(first, last + 1, PARTS):
+        there = is_stretch(program_ptr, p + part, begin, end, last)[None, :]
+        each = first_keys(
+            of_head, program_ptr, (p + part)[None, :], which[:, None], there & some[:, None], begin,
+            HEADS, TILE, TILES, CLASSES,
+        )  # fmt: skip
+        largest = tl.maximum(largest, each)
+    best = largest_of(largest, SIZE * PARTS, SIZE)
+    # and of these, those of each stretch.
+    blocks = tl.load(block_ptr + count_rows)
+    share, larger = blocks // programs, blocks % programs
+    if last - first >= PARTS:
+        program = program_of(begin + number_of(best) // (TILE * TILES), share, larger)
+        program = first + (program - first) % PARTS
+        which = class_of(number_of(best), TILE, CLASSES)
+        some = best > NOTHING
+        best = tl.full([SIZE], NOTHING, tl.int64)
+        for p in range(0, last + 1 - first, PARTS * TURNS):
+            turn = program[:, None] + p + PARTS * tl.arange(0, TURNS)[None, :]
+            there = is_stretch(program_ptr, turn, begin, end, last) & some[:, None]
+            each = first_keys(
+                of_head, program_ptr, turn, which[:, None], there, begin, HEADS, TILE, TILES,
+                CLASSES,
             )  # fmt: skip
-            write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
-    if MAXIMA:
-        if has_groups == 0:
-            best = first_groups(
-                maxima + number.to(tl.int64) * max_blocks + begin, end - begin, 1, 1, BLOCKS, SPAN,
-                SIZE,
-            )  # fmt: skip
-            there = value_of(best) > float("-inf")
-            at = looked_at + place * SIZE + tl.arange(0, SIZE)
-            tl.store(at, tl.where(there, number_of(best), -1))
+            best = better(best, each, SIZE * TURNS, SIZE)
+
+    which = class_of(number_of(best), TILE, CLASSES)
+    program = program_of(begin + number_of(best) // (TILE * TILES), share, larger)
+    second, others = second_keys(
+        of_head, program_ptr, program, which, best > NOTHING, begin, HEADS, TILE, TILES, CLASSES
+    )
+    best = first_of(best, second, SIZE)
+    last_of_all = smallest(best, SIZE)
+    doubtful = (second > NOTHING) & (second >= last_of_all)
+    doubtful &= (others > float("-inf")) & (others >= value_of(last_of_all))
+    return best, tl.where(doubtful, program * CLASSES + which, -1)
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer", "layers"])
 def finish(
-    partial, rows, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived, logits,
-    groups, maxima, looked_at, positions, tops, masses, count_rows, programs, logit_blocks,
-    max_blocks, first_layer, max_rows, layers,
+    partial, rows, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived, candidates,
+    found, doubts, waiting, positions, tops, masses, count_rows, programs, first_layer, max_rows,
+    layers,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS_OF_ROW: tl.constexpr,
-    GROUP_SPAN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr,
+    CLASSES: tl.constexpr,
+    PARTS: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    LOGITS: tl.constexpr,
-    MAXIMA: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, 32)
-    BLOCK: tl.constexpr = TILE * TILES
     for turn in range(tl.program_id(0), layers * count_rows * HEADS, tl.num_programs(0)):
         # A tensor, which the interpreter does not make of it.
         item = tl.full([], 0, tl.int32) + turn
@@ -216,22 +250,24 @@ def finish(
             sinks = partial
             if HAS_SINKS:
                 sinks = tl.load(addresses + slot * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
+            of_stretches = slot * (programs + max_rows) * HEADS
             logsumexp = merge_head(
-                partial + slot * (programs + max_rows) * (HEADS * PARTIAL), rows, block_ptr,
-                program_ptr, heads, sinks, per_head + in_answer * (HEADS * 32),
-                mean + in_answer * 32, arrived + in_slot, row, number, count_rows, HEADS, HAS_SINKS,
+                partial + of_stretches * PARTIAL, rows, block_ptr, program_ptr, heads, sinks,
+                per_head + in_answer * (HEADS * 32), mean + in_answer * 32, arrived + in_slot, row,
+                number, count_rows, HEADS, HAS_SINKS,
             )  # fmt: skip
             if K:
-                # A row that is longer than planned has pushed those behind it out of the buffers.
-                if (tl.load(rows + 2 * count_rows + row) > 0) & (end <= max_blocks):
-                    top_head(
-                        logsumexp, rows, block_ptr, logits + slot * logit_blocks * (HEADS * BLOCK),
-                        groups + slot * logit_blocks * (HEADS * BLOCK // GROUP),
-                        maxima + slot * max_blocks * HEADS, looked_at + in_slot * (HEADS * SIZE),
-                        positions + in_answer * (HEADS * K), tops + in_answer * (HEADS * K),
-                        masses + in_answer * HEADS, row, number, count_rows, logit_blocks,
-                        max_blocks, HEADS, TILE, TILES, GROUPS_OF_ROW, GROUP_SPAN, BLOCKS, SPAN, K,
-                        SIZE, LOGITS, MAXIMA,
-                    )  # fmt: skip
+                best, doubtful = top_head(
+                    candidates + of_stretches * (2 * CLASSES), rows, block_ptr, program_ptr, row,
+                    number, count_rows, programs, HEADS, TILE, TILES, CLASSES, PARTS, SIZE,
+                )  # fmt: skip
+                if tl.max(total(tl.where(doubtful >= 0, 1.0, 0.0), SIZE), 0) > 0:
+                    lane = ((in_slot + row) * HEADS + number) * SIZE + tl.arange(0, SIZE)
+                    tl.store(found + lane, best)
+                    tl.store(doubts + lane, tl.topk(doubtful, SIZE))
+                    tl.store(waiting + 1 + tl.atomic_add(waiting, 1), item)
                 else:
-                    write_nothing(place, positions, tops, masses, K, SIZE)
+                    position = tl.load(rows + row)
+                    write_top(
+                        best, place, position, logsumexp, positions, tops, masses, K, SIZE, False
+                    )

@@ -22,7 +22,8 @@ from .constants import LOG2_E, LOWEST, PARTIAL
 from .errors import OptionError
 from .finish import is_stretch, stretches
 from .launch import FLOAT32, check, launch
-from .statistics import StatisticsPlan, Tuning
+from .statistics import StatisticsPlan
+from .tuning import Tuning
 
 # Values take registers and shared memory that programs would have; with a top k, two warps would
 # need more registers than a thread can have.

@@ -1,4 +1,4 @@
-"""The first groups of values: the heart of an exact top k (`topk` says why they hold it)."""
+"""The first groups of values: an exact top k of the head mean (`topk` says why they hold it)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOOKED_AT = tl.constexpr(2048)
 
 @triton.jit
 def narrowed(
-    groups, values, limit, stride, RUN: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr
+    groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first SIZE parts of groups, from the first SIZE groups of FROM values.
 
-    Groups are packed as (largest value, number of the group). RUN values lie together, and `stride`
-    after them the next; values from number `limit` on are not there.
+    Groups are packed as (largest value, number of the group); values from number `limit` on are not
+    there.
     """
     PARTS: tl.constexpr = FROM if FROM < 4 else 4
     TO: tl.constexpr = FROM // PARTS
@@ -31,8 +31,7 @@ def narrowed(
     largest = tl.full([SIZE, PARTS], float("-inf"), tl.float32)
     for skip in tl.static_range(0, TO, STEP):
         at = first + skip + lane
-        place = values + (at // RUN).to(tl.int64) * stride + at % RUN
-        value = tl.load(place, mask=there & (at < limit), other=float("-inf"))
+        value = tl.load(values + at, mask=there & (at < limit), other=float("-inf"))
         largest = tl.maximum(largest, tl.max(value, 2))
     # Reordered, as a maximum over threads is left in each of them, and would be sorted in each.
     return tl.topk(tl.reshape(pack(largest, part), [SIZE * PARTS], can_reorder=True), SIZE)
@@ -40,19 +39,18 @@ def narrowed(
 
 @triton.jit
 def all_parts(
-    groups, values, limit, stride, RUN: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr
+    groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """`narrowed` until a part is a value: the first SIZE values of groups of FROM."""
     for level in tl.static_range(0, 10):
         if (FROM >> (2 * level)) > 1:
-            groups = narrowed(groups, values, limit, stride, RUN, FROM >> (2 * level), SIZE)
+            groups = narrowed(groups, values, limit, FROM >> (2 * level), SIZE)
     return groups
 
 
 @triton.jit
 def first_groups(
-    values, count, stride, RUN: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr,
-    SIZE: tl.constexpr,
+    values, count, COUNT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first SIZE of `count` <= COUNT values, packed as (value, number): int64[SIZE]."""
     SPANS: tl.constexpr = COUNT // SPAN
@@ -63,8 +61,7 @@ def first_groups(
     largest = tl.full([SPANS], float("-inf"), tl.float32)
     for skip in tl.static_range(0, SPAN, STEP):
         at = span[:, None] * SPAN + skip + lane
-        place = values + (at // RUN).to(tl.int64) * stride + at % RUN
-        value = tl.load(place, mask=at < count, other=float("-inf"))
+        value = tl.load(values + at, mask=at < count, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(value, 1))
     best = tl.topk(tl.reshape(pack(largest, span), [SPANS], can_reorder=True), SIZE)
-    return all_parts(best, values, count, stride, RUN, SPAN, SIZE)
+    return all_parts(best, values, count, SPAN, SIZE)

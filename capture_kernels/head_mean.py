@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .constants import ADDRESSES, LOG2_E, LOGSUMEXP
-from .decode_pass import tile_logits
+from .decode_pass import products, scaled_logits
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
@@ -85,7 +85,9 @@ def mean_again(
         scaled = factor
         if DESCALE:
             scaled *= tl.load(descale + key_head)
-        y = tile_logits(k, q.to(query.dtype.element_ty), scaled, soft_cap, SOFT_CAP, UPCAST)
+        y = tl.zeros([TILE, BLOCK_H], tl.float32)
+        y = products(k, q.to(query.dtype.element_ty), y, UPCAST)
+        y = scaled_logits(y, scaled, soft_cap, SOFT_CAP)
         mine = (first + lane)[:, None] == every[None, :]
         of_group = tl.sum(tl.where(mine, lse[None, :], 0.0), 1)
         of_group = tl.where(chosen, of_group, float("inf"))
@@ -232,7 +234,7 @@ def top_mean(
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
         largest = mean_maxima + slot.to(tl.int64) * max_blocks + begin
-        best = first_groups(largest, end - begin, 1, 1, BLOCKS, SPAN, SIZE)
+        best = first_groups(largest, end - begin, BLOCKS, SPAN, SIZE)
         if AGAIN:
             if end > logit_blocks:
                 at = looked_at + (slot * max_rows + row) * SIZE + tl.arange(0, SIZE)
@@ -240,6 +242,6 @@ def top_mean(
                 tl.store(at, tl.where(there, number_of(best), -1))
                 return
         values = mean_keys + (slot.to(tl.int64) * logit_blocks + begin) * BLOCK
-        best = all_parts(best, values, (end - begin) * BLOCK, 1, 1, BLOCK, SIZE)
+        best = all_parts(best, values, (end - begin) * BLOCK, BLOCK, SIZE)
     place = (first_layer + slot) * max_rows + row
     write_top(best, place, position, 0.0, positions, tops, tops, K, SIZE, True)

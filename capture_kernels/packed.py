@@ -49,6 +49,36 @@ def total(values, SIZE: tl.constexpr):
 
 
 @triton.jit
+def smallest(values, SIZE: tl.constexpr):
+    """The smallest of int64[SIZE], likewise: int64[1]."""
+    for level in tl.static_range(0, 6):
+        if SIZE >> (level + 1):
+            values = tl.min(tl.reshape(values, [2, SIZE >> (level + 1)]), 0)
+    return values
+
+
+@triton.jit
+def largest_of(packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """The SIZE largest of COUNT int64 of any shape, largest first.
+
+    Reordered, as what several threads have a copy of would be sorted in each of them.
+    """
+    return tl.topk(tl.reshape(packed, [COUNT], can_reorder=True), SIZE)
+
+
+@triton.jit
+def first_of(a, b, SIZE: tl.constexpr):
+    """The SIZE largest of two int64[SIZE], largest first."""
+    return largest_of(tl.join(a, b), 2 * SIZE, SIZE)
+
+
+@triton.jit
+def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """The SIZE largest of best int64[SIZE] and COUNT >= SIZE others of any shape, largest first."""
+    return first_of(best, largest_of(packed, COUNT, SIZE), SIZE)
+
+
+@triton.jit
 def write_top(
     best, place, position, logsumexp, positions, tops, masses, K: tl.constexpr, SIZE: tl.constexpr,
     MEAN: tl.constexpr,

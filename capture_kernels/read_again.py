@@ -1,7 +1,10 @@
-"""The top k of rows of which only the maxima of blocks were kept: chosen blocks are read again.
+"""Keys that are read again, for a top k that cannot be told from what the pass has kept.
 
-Mathematics and tensors: those of `topk`, which launches this. Shares of a row's chosen blocks go to
-several programs, each with a top k of its own, and these are merged.
+Of a head, the few classes that `finish` has noted down (`candidates`). Of the heads' mean, the
+chosen blocks of rows whose logits had no room: shares of them go to several programs, each with a
+top k of its own, and these are merged.
+
+Mathematics and tensors: those of `topk`, which launches this.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import LN_2, LOGSUMEXP, LONGEST_IN_GROUPS
+from .candidates import distance_of, first_block, lower_half
+from .constants import LN_2, LOGSUMEXP
 from .head_mean import layer_inputs, mean_again, shares
-from .packed import NOTHING, pack, write_top
+from .packed import NOTHING, better, largest_of, pack, write_top
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def key_logits(
 
     Made without a tensor core: one query is too few for that.
     """
-    # 32 bytes of a key at a time, what memory gives at least; more would fill the registers.
+    # 32 bytes of a key at a time, what memory gives at least: more was slower.
     AT_ONCE: tl.constexpr = 256 // keys.dtype.element_ty.primitive_bitwidth
     STEP: tl.constexpr = AT_ONCE if AT_ONCE < BLOCK_D else BLOCK_D
     there = (distance >= 0) & (distance < real)
@@ -50,27 +54,107 @@ def key_logits(
 
 
 @triton.jit
-def better(best, packed, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The SIZE largest of best int64[SIZE] and COUNT >= SIZE others of any shape, largest first."""
-    few = tl.topk(tl.reshape(packed, [COUNT]), SIZE)
-    return tl.topk(tl.reshape(tl.join(best, few), [2 * SIZE]), SIZE)
+def put_in(best, packed, SIZE: tl.constexpr):
+    """The SIZE largest of best int64[SIZE] and others, in any order. Few of these are among them,
+    so that to find one after the other is faster than to sort."""
+    lane = tl.arange(0, SIZE)
+    largest = tl.max(packed, 0)
+    while largest > tl.min(best, 0):
+        best = tl.where(lane == tl.argmin(best, 0), largest, best)
+        packed = tl.where(packed == largest, NOTHING, packed)
+        largest = tl.max(packed, 0)
+    return best
+
+
+@triton.jit(do_not_specialize=["count_rows", "first_layer"])
+def look_again(
+    waiting, found, doubts, candidates, logits, positions, tops, masses, per_head, rows, block_ptr,
+    program_ptr, base, slots, heads, keys, addresses, kept_query, factor, soft_cap, stride_kh,
+    count_rows, programs, logit_blocks, max_rows, first_layer,
+    STRIDE_KS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr,
+):  # fmt: skip
+    """The top k of heads of which some classes may have more than the two keys that were kept."""
+    BLOCK: tl.constexpr = TILE * TILES
+    # Keys that are read at a time.
+    KEYS: tl.constexpr = 128
+    for turn in range(tl.program_id(0), tl.load(waiting), tl.num_programs(0)):
+        item = tl.load(waiting + 1 + turn)
+        number, row = item % HEADS, item // HEADS % count_rows
+        slot = (item // HEADS // count_rows).to(tl.int64)
+        begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+        position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+        newest = slots + tl.load(base + row) + position
+        layer_keys, descale = layer_inputs(addresses, slot, keys)
+        key_head = tl.load(heads + HEADS + number)
+        of_keys = layer_keys + key_head.to(tl.int64) * stride_kh
+        scaled = factor
+        if DESCALE:
+            scaled *= tl.load(descale + key_head)
+        in_slot = (slot * max_rows + row) * HEADS + number
+        of_stretches = (slot * (programs + max_rows) + row) * HEADS + number
+        best = tl.load(found + in_slot * SIZE + tl.arange(0, SIZE))
+        doubt = in_slot * SIZE
+        code = tl.load(doubts + doubt)
+        while code >= 0:
+            program, which = code // CLASSES, code % CLASSES
+            block = first_block(program_ptr, program, True, begin)
+            after = tl.minimum(tl.load(program_ptr + program + 1), end) - begin
+            at = of_stretches + program.to(tl.int64) * HEADS
+            known = lower_half(tl.load(candidates + at * (2 * CLASSES) + which))
+            count = (after - block) * (TILES * (TILE // CLASSES))
+            for skip in range(0, count, KEYS):
+                n = skip + tl.arange(0, KEYS)
+                unknown = (n < count) & (n != (known & 0xFFFF)) & (n != ((known >> 16) & 0xFFFF))
+                distance = distance_of(block, n, which, TILE, TILES, CLASSES)
+                if QUERIES:
+                    x = key_logits(
+                        tl.where(unknown, distance, -1), real, newest,
+                        kept_query + in_slot * HEAD_DIM, of_keys, scaled, soft_cap, STRIDE_KS,
+                        HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
+                    )  # fmt: skip
+                else:
+                    # All are in the scratch, but for those that a row longer than planned has
+                    # pushed out: their top k is not told.
+                    of_block = (slot * logit_blocks + begin + distance // BLOCK) * HEADS + number
+                    kept = logits + of_block * BLOCK + distance % BLOCK
+                    there = unknown & (end <= logit_blocks)
+                    x = tl.load(kept, mask=there, other=float("-inf"))
+                packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
+                best = put_in(best, packed, SIZE)
+            # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.
+            doubt += 1
+            code = tl.load(doubts + doubt)
+        place = (first_layer.to(tl.int64) * max_rows) * HEADS + in_slot
+        logsumexp = tl.zeros([1], tl.float32) + tl.load(per_head + place * 32 + LOGSUMEXP)
+        best = largest_of(best, SIZE, SIZE)
+        if not QUERIES:
+            best = tl.where(end <= logit_blocks, best, NOTHING)
+        write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
 
 
 @triton.jit
-def is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN: tl.constexpr):
-    """Whether `finish`, or `top_mean`, has chosen blocks of this row."""
+def is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks):
+    """Whether `top_mean` has chosen blocks of this row."""
     end, real = tl.load(block_ptr + row + 1), tl.load(rows + 2 * count_rows + row)
-    kept = end <= logit_blocks
-    if not MEAN:
-        kept &= real <= LONGEST_IN_GROUPS
-    return (real > 0) & (end <= max_blocks) & (kept == 0)
+    return (real > 0) & (end <= max_blocks) & (end > logit_blocks)
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def select_again(
-    looked_at, lists, per_head, rows, block_ptr, base, slots, heads, query, keys, addresses,
-    kept_query, head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, max_blocks,
-    max_rows, first_layer,
+    looked_at, lists, per_head, rows, block_ptr, base, slots, query, keys, addresses, kept_query,
+    head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, max_blocks, max_rows,
+    first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -82,46 +166,31 @@ def select_again(
     TILES: tl.constexpr,
     SIZE: tl.constexpr,
     SHARES: tl.constexpr,
-    MEAN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The top k of a share of the chosen blocks of a row and head, or of its head mean."""
-    row, number = tl.program_id(0), tl.program_id(1)
-    split, slot = tl.program_id(2) % SHARES, tl.program_id(2) // SHARES
-    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN):
+    """The top k of a share of the chosen blocks of a row's head mean."""
+    row, split, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks):
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
         layer_keys, descale = layer_inputs(addresses, slot, keys)
         queries = kept_query + slot.to(tl.int64) * max_rows * (HEADS * HEAD_DIM)
-        if MEAN:
-            in_answer = (first_layer + slot).to(tl.int64) * max_rows + row
-            lse = shares(per_head, in_answer, HEADS, ALL_HEADS)
-        else:
-            key_head = tl.load(heads + HEADS + number)
-            of_query = queries + (row.to(tl.int64) * HEADS + number) * HEAD_DIM
-            of_keys = layer_keys + key_head.to(tl.int64) * stride_kh
-            if DESCALE:
-                factor *= tl.load(descale + key_head)
-        place = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
+        in_answer = (first_layer + slot).to(tl.int64) * max_rows + row
+        lse = shares(per_head, in_answer, HEADS, ALL_HEADS)
+        place = slot.to(tl.int64) * max_rows + row
         best = tl.full([SIZE], NOTHING, tl.int64)
         for chosen in range(split, SIZE, SHARES):
             block = tl.load(looked_at + place * SIZE + chosen)
             if block >= 0:
                 for tile in range(0, TILES):
                     distance = (block * TILES + tile) * TILE + tl.arange(0, TILE)
-                    if MEAN:
-                        x = mean_again(
-                            row, newest, distance, real, query, queries, layer_keys, head_table,
-                            descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
-                            GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
-                        )  # fmt: skip
-                    else:
-                        x = key_logits(
-                            distance, real, newest, of_query, of_keys, factor, soft_cap, STRIDE_KS,
-                            HEAD_DIM, TILE, BLOCK_D, SOFT_CAP,
-                        )  # fmt: skip
+                    x = mean_again(
+                        row, newest, distance, real, query, queries, layer_keys, head_table,
+                        descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
+                        GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                    )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (place * SHARES + split) * SIZE + tl.arange(0, SIZE)
         tl.store(lists + at, best)
@@ -129,23 +198,17 @@ def select_again(
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def merge_shares(
-    lists, positions, tops, masses, per_head, rows, block_ptr, count_rows, logit_blocks,
-    max_blocks, first_layer, max_rows,
+    lists, positions, tops, rows, block_ptr, count_rows, logit_blocks, max_blocks, first_layer,
+    max_rows,
     SHARES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    MEAN: tl.constexpr,
 ):  # fmt: skip
-    """The top k of a row that was read again, from those of its shares."""
-    row, number, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks, MEAN):
-        in_slot = (slot.to(tl.int64) * max_rows + row) * tl.num_programs(1) + number
+    """The top k of a row's head mean that was read again, from those of its shares."""
+    row, slot = tl.program_id(0), tl.program_id(1)
+    if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks):
+        in_slot = slot.to(tl.int64) * max_rows + row
         lane = tl.arange(0, SHARES * SIZE)
         best = tl.topk(tl.load(lists + in_slot * SHARES * SIZE + lane), SIZE)
-        place = in_slot + first_layer.to(tl.int64) * max_rows * tl.num_programs(1)
-        logsumexp = tl.zeros([1], tl.float32)
-        if not MEAN:
-            logsumexp += tl.load(per_head + place * 32 + LOGSUMEXP)
-        write_top(
-            best, place, tl.load(rows + row), logsumexp, positions, tops, masses, K, SIZE, MEAN
-        )
+        place = in_slot + first_layer.to(tl.int64) * max_rows
+        write_top(best, place, tl.load(rows + row), 0.0, positions, tops, tops, K, SIZE, True)

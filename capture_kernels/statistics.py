@@ -39,28 +39,15 @@ from .launch import (
 )
 from .schedule import PageTable, Schedule
 from .topk import TopK, TopKPlan
+from .tuning import SMALL, Tuning, tuning_for
 
 ENTROPY, VALID = 27, 28
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
-LARGEST_TILE_BYTES = 64 << 10
-SCRATCH_BYTES = 256 << 20
+SCRATCH_BYTES = 288 << 20
 # Warps of `finish` a processor of the GPU, and registers of a thread with which as many are there
-# at once; a search in more numbers than these needs more.
-FINISH_WARPS, FINISH_REGISTERS, FEW_NUMBERS = 24, 80, 1024
-
-
-class Tuning(NamedTuple):
-    """How the pass is compiled and spread; benchmarks/gpu_kernels.py --tune tries others."""
-
-    tile: int = 64  # keys of a product of matrices
-    warps: int = 2
-    stages: int = 5
-    programs_a_processor: int = 4
-
-
-# Without a top k: nothing has to be merged for it, and smaller programs begin sooner.
-ALONE = Tuning(tile=32, warps=1, programs_a_processor=8)
+# at once: without a top k, with one, and with one of many stretches.
+FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
 
 
 class Statistics(NamedTuple):
@@ -125,10 +112,10 @@ class StatisticsPlan:
         top_k: how many keys of each chosen head to name, the largest first, 0..64.
         mean_top_k: the same of the mean of the chosen heads' probabilities.
         hubs: whether steps may add up that mean by position.
-        scratch_bytes: what logits and sums may take that are kept of layers until they are
-            finished; at the least, those of one layer. With less, fewer are finished at once, and
-            rows without room cost a second look at some keys (`topk`). Without it a plan for one
-            row of a million keys takes less than a megabyte.
+        scratch_bytes: what may be kept of layers until they are finished; at the least, the sums
+            and candidates of one layer. With less, fewer are finished at once, and rows whose
+            logits have no room cost the head mean a second look at their keys (`topk`). Without it
+            a plan for one row of a million keys takes less than a megabyte.
         programs: how many programs share a key head's blocks; None for what fills the device.
 
     Attributes:
@@ -172,8 +159,11 @@ class StatisticsPlan:
         self.query_heads, self.head_dim, self.scale, self.soft_cap = (
             heads, head_dim, scale, soft_cap
         )  # fmt: skip
-        self.tuning = tuning or (Tuning() if top_k or mean_top_k or hubs else ALONE)
-        spread = processors(self.device) * self.tuning.programs_a_processor
+        count, has_mean = processors(self.device), bool(mean_top_k) or hubs
+        small = count * SMALL.programs_a_processor / len(self.groups) / max_rows
+        largest_k, block = max(top_k, mean_top_k), self.groups.block
+        self.tuning = tuning or tuning_for(largest_k, has_mean, head_dim, block, max_length, small)
+        spread = count * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.groups))
         tile = self.tuning.tile
         if tile < 32 or tile & (tile - 1):
@@ -203,6 +193,7 @@ class StatisticsPlan:
             head_dim=head_dim,
             block_keys=self.block_keys,
             tile=tile,
+            programs=self.programs,
             k=top_k,
             mean_k=mean_top_k,
             hubs=hubs,
@@ -312,16 +303,19 @@ class StatisticsPlan:
         }
         # A larger top k is more than the registers of one warp hold.
         warps = 1 if step["SIZE"] <= 16 else 4
-        few = warps == 1 and max(step["GROUPS_OF_ROW"], step["BLOCKS"]) <= FEW_NUMBERS
         items = layers * self.steps.rows * self.groups.count
-        grid = (min(items, processors(self.device) * FINISH_WARPS // warps),)
+        most, registers = FINISH
+        if step["K"]:
+            numbers = step["PARTS"] * step["SIZE"]
+            most, registers = FINISH_TOP if numbers <= 128 else FINISH_MANY
+        grid = (min(items, processors(self.device) * most // warps),)
         launch(
             finish,
             grid,
             step,
             layers=layers,
             num_warps=warps,
-            maxnreg=FINISH_REGISTERS if few else None,
+            maxnreg=registers if warps == 1 else None,
         )
         self.top.look(step, layers, self._hubs)
         self._inputs.clear()
@@ -368,11 +362,10 @@ class StatisticsPlan:
                 "next step"
             )
         steps, groups, absent = self.steps, self.groups, self.partial
+        first_dims, rest_dims = split_dims(depth)
         value_dim = 0 if values is None else values.shape[2]
         tile = self.tuning.tile
-        # Wide float32 rows leave no shared memory for more than one tile.
-        tile_bytes = tile * (depth + value_dim) * keys.itemsize
-        stages = self.tuning.stages if tile_bytes <= LARGEST_TILE_BYTES else 3
+        stages = self.tuning.stages_of(tile * (depth + value_dim) * keys.itemsize)
         step = {
             "query": query,
             "keys": keys,
@@ -403,6 +396,8 @@ class StatisticsPlan:
             "BLOCK_H": groups.block,
             "HEAD_DIM": depth,
             "BLOCK_D": max(16, triton.next_power_of_2(depth)),
+            "FIRST_D": first_dims,
+            "REST_D": rest_dims,
             "VALUE_DIM": value_dim,
             "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
             "TILE": tile,
@@ -439,3 +434,12 @@ class StatisticsPlan:
     def finish_if_full(self) -> None:
         if self._ran - self._finished == self.top.at_once or self._ran == self.layers:
             self.finish()
+
+
+def split_dims(head_dim: int) -> tuple[int, int]:
+    """Powers of two, 16 at least, that make up a head's size together, so that nothing is read or
+    multiplied for what lies beyond: two where these are fewer dims than one has."""
+    whole = max(16, triton.next_power_of_2(head_dim))
+    half = whole // 2
+    rest = max(16, triton.next_power_of_2(head_dim - half)) if half >= 16 else whole
+    return (half, rest) if rest < half else (whole, 0)

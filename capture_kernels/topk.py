@@ -8,29 +8,31 @@ Mathematics, for one row, with the logits x_hd that `decode_pass` makes, by head
 with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
 larger distance, comes first (`packed`).
 
-Cut a row into groups of neighbouring keys, ordered by their largest value, the older one first
-where these are equal. A key of the top k lies in one of the first k groups: each of these has a key
-with its own largest value, which is larger than every value of a group further behind, or as large
-and older; so a key further behind has k keys before it. So the first k groups are found, cut into
-four parts each, the first k parts of these found, and so on (`groups`): few numbers are sorted at a
-time, whatever the values are.
+Of a head, the pass keeps the largest keys of some hundred classes, and `finish` finds the top k in
+these (`candidates`); now and then a class has more of it than was kept, and is read again.
 
-The pass writes all logits of a row, and of each head the largest of every 16 keys, by which
-`finish` finds the groups to look into. Rows that are too long for that, or are beyond the scratch,
-have the largest logits of their blocks only, and chosen blocks are read again (`read_again`); for
-the head mean all of their keys (`head_mean`). A row is in the scratch with all of its blocks, or
-with none.
+For the head mean the pass writes all logits of a row. Cut a row into groups of neighbouring keys,
+ordered by their largest value, the older one first where these are equal. A key of the top k lies
+in one of the first k groups: each of these has a key with its own largest value, which is larger
+than every value of a group further behind, or as large and older; so a key further behind has k
+keys before it. So the first k groups are found, cut into four parts each, the first k parts of
+these found, and so on (`groups`): few numbers are sorted at a time, whatever the values are.
 
-Tensors (L layers, A of them in the scratch at once, R rows, H chosen query heads, N keys in a
-block; K rounded up to a power of two):
+Of rows beyond the scratch all keys are read again for the head mean (`head_mean`), and chosen
+blocks for its top k (`read_again`). A row is in the scratch with all of its blocks, or with none.
+
+Tensors (L layers, A of them in the scratch at once, R rows, H chosen query heads, P programs, C
+classes, N keys in a block; K rounded up to a power of two):
+    candidates   int64[A, P + R, H, 2, C]        the largest logits of each class
+    found        int64[A, R, H, K]               the top k of heads that have doubtful classes
+    doubts       int32[A, R, H, K]               these classes, then -1
+    waiting      int32[1 + A * R * H]            how many such heads there are, and which
     logits       float32[A, logit_blocks, H, N]  -inf where a key is not real
-    groups       float32[A, logit_blocks, N / tile, H, tile / 16]  largest logits of 16 keys
-    maxima       float32[A, H, max_blocks]       largest logits of blocks that have none of these
     mean_keys    float32[A, logit_blocks, N]     p_d, -inf where a key is not real
     mean_maxima  float32[A, max_blocks]          of p_d of each block
     kept_query   float32[A, R, H, head_dim]      queries of the chosen heads
-    looked_at    int32[A, R, H, K]               the first K blocks of a row, or -1
-    lists        int64[A, R, H, splits, K]       the top k of each share of these blocks
+    looked_at    int32[A, R, K]                  the first K blocks of a row's head mean, or -1
+    lists        int64[A, R, splits, K]          the top k of each share of these blocks
 """
 
 from __future__ import annotations
@@ -42,19 +44,25 @@ import torch
 import triton
 from torch import Tensor
 
-from .constants import GROUP, LONGEST_IN_GROUPS
+from .candidates import ABSENT
 from .errors import OptionError
 from .head_mean import head_mean, top_mean
 from .launch import HeadGroups, launch, processors
-from .read_again import merge_shares, select_again
+from .read_again import look_again, merge_shares, select_again
 
 LARGEST_K = 64
-# Programs that share the chosen blocks of one row and head where logits are made again.
+# Programs that share the chosen blocks of one row's head mean where it is made again.
 SPLITS = 8
+# Programs a processor of the GPU that look at heads again.
+AGAIN_PROGRAMS = 8
+# Classes of a row for each key of its top k: of so many, few have three of the top k.
+CLASSES_A_KEY, LEAST_CLASSES = 6, 16
+# Numbers that a search begins with, at most.
+LOOKED_AT = 256
 # Programs a processor of the GPU that make head means, block by block.
 MEAN_PROGRAMS = 4
 # What kernels are launched with where no top k is asked for.
-NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1, "GROUPS_OF_ROW": 2, "GROUP_SPAN": 1}
+NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
 
 
 class TopK(NamedTuple):
@@ -81,13 +89,13 @@ class TopKPlan:
         head_dim: the size of a query.
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
+        programs: how many programs share a key head's blocks.
         k: how many keys of each head, 0..64; 0 for none.
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
         hubs: whether that mean may be added up by position.
         partial_bytes: what the pass keeps of a layer whether or not a top k is asked for.
-        scratch_bytes: what logits and the head mean may take that are kept until layers are
-            finished; maxima of groups take a 16th beside. Rows beyond it cost a second look at some
-            keys, and with `mean_k` or hubs at all.
+        scratch_bytes: what may be kept of layers until they are finished, the logits of a layer for
+            the head mean among it. Rows beyond it cost a second look at their keys.
 
     Attributes:
         at_once: how many layers the scratch has room for, which are finished together.
@@ -96,7 +104,7 @@ class TopKPlan:
         slots: for each of the `at_once` layers, what its pass is launched with.
 
     Raises:
-        OptionError: a k that is too large.
+        OptionError: a k that is too large, or rows too long for a top k.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class TopKPlan:
         head_dim: int,
         block_keys: int,
         tile: int,
+        programs: int,
         k: int,
         mean_k: int,
         hubs: bool,
@@ -125,29 +134,39 @@ class TopKPlan:
         row_blocks = triton.cdiv(max_length, block_keys)
         blocks = max_rows * row_blocks
         has_mean = bool(mean_k) or hubs
-        in_groups = min(max_length, LONGEST_IN_GROUPS.value)
         logit_bytes = block_keys * (groups.count + bool(mean_k)) * 4
-        useful = blocks if has_mean else max_rows * triton.cdiv(in_groups, block_keys) * bool(k)
-        self.logit_blocks = min(useful, scratch_bytes // logit_bytes)
-        group_blocks = self.logit_blocks * bool(k)
-        self._heads_again = bool(k) and (self.logit_blocks < blocks or max_length > in_groups)
+        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
         self._mean_again = has_mean and self.logit_blocks < blocks
-        has_queries = self._heads_again or self._mean_again
+        # Where all logits are kept, no key is read again.
+        has_queries = self._mean_again if has_mean else bool(k)
+        self._classes = self._parts = 0
+        if k:
+            stretches = 1 + programs / max_rows
+            wanted = math.ceil(CLASSES_A_KEY * power(k) / stretches)
+            least = max(LEAST_CLASSES, power(k))
+            self._classes = min(tile, max(least, triton.next_power_of_2(wanted)))
+            at_once = triton.next_power_of_2(math.ceil(stretches))
+            self._parts = min(at_once, LOOKED_AT // self._classes)
+            longest = min(row_blocks, triton.cdiv(blocks, programs)) * block_keys
+            if longest >= ABSENT.value * self._classes:
+                raise OptionError(
+                    f"top_k of rows of {max_length} keys is not supported: use a smaller max_length"
+                )
+        heads = max_rows * groups.count * bool(k)
+        found = (max_rows, groups.count, power(k))
+        kept = (programs + max_rows, groups.count, 2, self._classes)
+        mean_lists = max_rows * power(mean_k) * self._mean_again
         own: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "candidates": (kept, torch.int64),
+            "found": (found, torch.int64),
+            "doubts": (found, torch.int32),
             "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
-            "groups": ((group_blocks, groups.count, block_keys // GROUP.value), torch.float32),
-            "maxima": ((groups.count, blocks * self._heads_again), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
             "kept_query": ((max_rows * has_queries, groups.count, head_dim), torch.float32),
+            "looked_at": ((mean_lists,), torch.int32),
+            "lists": ((mean_lists * SPLITS,), torch.int64),
         }
-        # Chosen blocks, and the top k of each share of them, of the heads and of their mean.
-        for name, size in (
-            ("heads", max_rows * groups.count * power(k) * self._heads_again),
-            ("mean", max_rows * power(mean_k) * self._mean_again),
-        ):
-            own[f"looked_at {name}"] = ((size,), torch.int32)
-            own[f"lists {name}"] = ((size * SPLITS,), torch.int64)
         bytes_a_layer = partial_bytes + sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in own.values()
         )
@@ -156,6 +175,9 @@ class TopKPlan:
             name: torch.zeros((self.at_once, *shape), dtype=dtype, device=self._device)
             for name, (shape, dtype) in own.items()
         }
+        self._kept["waiting"] = torch.zeros(
+            1 + self.at_once * heads, dtype=torch.int32, device=self._device
+        )
         self.answers = TopK(
             self._answers(layers, max_rows, groups.count, k, dtype=torch.int32),
             self._answers(layers, max_rows, groups.count, k),
@@ -165,26 +187,24 @@ class TopKPlan:
         )
         self._row_blocks = row_blocks
         self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
-        sizes = {
-            "logit_blocks": self.logit_blocks,
-            "max_blocks": blocks,
-        }
+        sizes = {"logit_blocks": self.logit_blocks, "max_blocks": blocks}
         flags = {
-            "LOGITS": self.logit_blocks > 0,
-            "ALL_LOGITS": has_mean,
-            "GROUPS_TOO": k > 0,
-            "MAXIMA": self._heads_again,
+            "CLASSES": self._classes,
+            "PARTS": self._parts,
+            "LOGITS": has_mean,
             "QUERIES": has_queries,
         }
-        written = ("logits", "groups", "maxima", "kept_query")
+        written = ("candidates", "logits", "kept_query")
         self.slots = [
-            {**sizes, **flags, **{name: self._kept[name][slot] for name in written}}
+            {
+                **sizes,
+                **flags,
+                **{name: self._kept[name][slot] for name in written},
+                "waiting": self._kept["waiting"],
+            }
             for slot in range(self.at_once)
         ]
         self.arguments = {**NO_TOP, **self._kept, **sizes, **flags, **self._asked("heads", k)}
-        if k:
-            count, span = spans(triton.cdiv(in_groups, GROUP.value), power(k))
-            self.arguments |= {"GROUPS_OF_ROW": count, "GROUP_SPAN": span}
 
     def _answers(
         self, layers: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32
@@ -199,8 +219,6 @@ class TopKPlan:
             "positions": answers[0],
             "tops": answers[1],
             "masses": answers[-1],
-            "looked_at": self._kept[f"looked_at {whose}"],
-            "lists": self._kept[f"lists {whose}"],
         }
         if not k:
             return found
@@ -219,8 +237,8 @@ class TopKPlan:
         return TopK(*(each[layer, :rows] for each in self.answers))
 
     def look(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
-        """Launch what follows `finish`, for so many layers: the top k of rows of which it has
-        chosen blocks, and the head mean with its top k.
+        """Launch what follows `finish`, for so many layers: a second look at the heads that it has
+        noted down, and the head mean with its top k.
 
         Args:
             step: what `finish` was launched with.
@@ -228,8 +246,10 @@ class TopKPlan:
             hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
                 by position; what lies beyond `longest` is left out. None for none.
         """
-        if self._heads_again:
-            self._read_again(step, layers, self._heads, mean=False)
+        if self.k:
+            heads = layers * step["count_rows"] * self._heads
+            programs = min(heads, AGAIN_PROGRAMS * processors(self._device))
+            launch(look_again, (programs,), step, num_warps=4)
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
@@ -249,13 +269,9 @@ class TopKPlan:
             warps = 1 if step["SIZE"] <= 16 else 4
             launch(top_mean, (step["count_rows"], layers), step, num_warps=warps)
             if self._mean_again:
-                self._read_again(step, layers, 1, mean=True)
-
-    def _read_again(self, step: dict[str, Any], layers: int, heads: int, *, mean: bool) -> None:
-        rows = step["count_rows"]
-        own = {"MEAN": mean, "SHARES": SPLITS, "num_warps": 4}
-        launch(select_again, (rows, heads, SPLITS * layers), step, **own)
-        launch(merge_shares, (rows, heads, layers), step, **own)
+                rows, own = step["count_rows"], {"SHARES": SPLITS, "num_warps": 4}
+                launch(select_again, (rows, SPLITS, layers), step, **own)
+                launch(merge_shares, (rows, layers), step, **own)
 
 
 def power(k: int) -> int:

@@ -30,6 +30,7 @@ from capture_kernels.fused_decode import FusedDecodePlan
 from capture_kernels.schedule import PageTable
 from capture_kernels.scores import ScoresPlan
 from capture_kernels.statistics import StatisticsPlan
+from capture_kernels.tuning import SMALL
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS, LENGTH, SLOTS, HEADS, KEY_HEADS, DEPTH = 32, 8192, 64, 32, 8, 128
@@ -178,6 +179,8 @@ PLANS: dict[str, Callable[[], None]] = {
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
     "heads, top 3": lambda: beside(top_k=3),
     "heads, top 16": lambda: beside(top_k=16),
+    "heads, top 16, small programs": lambda: beside(top_k=16, tuning=SMALL),
+    "one row, top 16": lambda: beside(top_k=16, tuning=SMALL, programs=512),
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(
         top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0

@@ -26,7 +26,8 @@ from capture_kernels.fingerprint import (  # noqa: E402
 )
 from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.schedule import PageTable  # noqa: E402
-from capture_kernels.statistics import StatisticsPlan, Tuning  # noqa: E402
+from capture_kernels.statistics import StatisticsPlan  # noqa: E402
+from capture_kernels.tuning import Tuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"

@@ -16,11 +16,10 @@ from test_statistics import (  # noqa: E402
     plan_for,
     random_step,
 )
-from test_topk import MASS, ON_GPU, poison  # noqa: E402
+from test_topk import MASS, ON_GPU, large_keys, poison  # noqa: E402
 
 from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
 from capture_kernels.buffers import Ring  # noqa: E402
-from capture_kernels.constants import LONGEST_IN_GROUPS  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
 
@@ -103,18 +102,19 @@ def test_layers_are_what_each_is_alone(at_once, again, differ):
 
 
 def test_layers_whose_keys_are_read_again_are_finished_together():
-    length = LONGEST_IN_GROUPS.value + 1
-    case = paged_case([length], 1, 1, 16)
-    layers = [(case.queries, keys, {}) for keys in (case.k_cache, -case.k_cache)]
-    options = {"max_length": length, "top_k": 5, "scratch_bytes": 64 << 20}
-    plan = plan_for(case, layers=2, **options)
+    case = paged_case([900], 1, 1, 16)
+    without = case.k_cache.clone()
+    large_keys(case, range(7, 900, 64))
+    layers = [(case.queries, keys, {}) for keys in (case.k_cache, without)]
+    plan = plan_for(case, layers=2, top_k=5)
     assert plan.top.at_once == 2
     poison(plan)
     run_steps(plan, case, layers)
     found = []
     for number, layer in enumerate(layers):
-        alone = plan_for(case, **options)
+        alone = plan_for(case, top_k=5)
         run_steps(alone, case, [layer])
+        assert alone.top._kept["waiting"][0] == (number == 0)
         assert_same(plan.answer(number), alone.answer())
         found.append(alone.answer().top.positions.tolist())
     assert found[0] != found[1] and min(found[0][0][0]) >= 0

@@ -14,7 +14,7 @@ from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint import Visibility  # noqa: E402
 from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
 from capture_kernels.reference import decode_statistics  # noqa: E402
-from capture_kernels.statistics import Tuning  # noqa: E402
+from capture_kernels.tuning import Tuning  # noqa: E402
 
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -114,8 +114,16 @@ def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch
             id="float8 with bfloat16 queries",
         ),
         pytest.param(
-            [131_073, 70], (1, 1, 16), {}, {"mean_k": 0, "max_length": 140_000},
-            id="a row too long for groups",
+            [3_000, 5], (2, 1, 16), {}, {"programs": 50, "mean_k": 0, "max_length": 3_000},
+            id="many stretches",
+        ),
+        pytest.param(
+            [3_000], (2, 1, 16), {}, {"programs": 50, "k": 30, "max_length": 3_000},
+            id="many stretches and a larger k",
+        ),
+        pytest.param(
+            [3_000, 700, 40, 1], (1, 1, 16), {}, {"programs": 29, "k": 16, "max_length": 3_000},
+            id="several stretches",
         ),
         pytest.param([150, 9], (4, 2, 32), {"size": 300.0}, {}, id="huge logits"),
         pytest.param([260, 600], (1, 1, 16), {}, {"max_length": 600_000}, id="large blocks"),
@@ -155,15 +163,56 @@ def test_large_keys_may_be_next_to_each_other():
     check(case, k=12, mean_k=12)
 
 
+def large_keys(case, which):
+    """The first row's keys of these distances become the largest by far."""
+    length = case.lengths[0]
+    slots = case.req_to_token[case.req_pool_indices[0], :length].long()
+    large = (length - 1 - torch.arange(length))[:, None].eq(torch.tensor(which)).any(1)
+    numbers = case.k_cache[slots].float()
+    factor = 1.0 if case.descale is None else case.descale[:, None]
+    numbers[large.to(DEVICE)] += 4 * case.queries[0, 0].float() / factor
+    case.k_cache[slots] = numbers.to(case.k_cache.dtype)
+    case.keys[0][:] = (case.k_cache[slots].double() * factor).cpu().numpy()
+
+
+@pytest.mark.parametrize(("k", "programs"), [(3, 1), (16, 3), (64, 1), (16, 60)])
+@pytest.mark.parametrize(
+    "shape, paged, options",
+    [
+        pytest.param((2, 1, 16), {}, {}, id="float32"),
+        pytest.param((2, 2, 80), {"dtype": torch.bfloat16}, {"soft_cap": 5.0}, id="soft cap"),
+        pytest.param(
+            (1, 1, 160), {"dtype": torch.float8_e4m3fn, "descale": [0.5]}, {}, id="float8"
+        ),
+    ],
+)
+def test_large_keys_may_all_be_of_one_class(k, programs, shape, paged, options):
+    # Every 64th, so that they stand in one place of every tile: more than the two that are kept.
+    case = paged_case([900, 30], *shape, **paged)
+    large_keys(case, range(7, 900, 64))
+    options = {**options, "programs": programs}
+    check(case, k=k, mean_k=0, **options)
+    plan = plan_for(case, top_k=k, **options)
+    plan.schedule(page_table(case))
+    plan.run(case.queries, case.k_cache, descale=case.descale)
+    plan.finish()
+    waiting = plan.top._kept["waiting"].tolist()
+    heads = waiting[1 : 1 + waiting[0]]
+    assert len({*heads}) == len(heads)
+    # Each stretch keeps two.
+    assert 0 in heads or k <= 2 * programs
+
+
 @settings(max_examples=12, deadline=None)
 @given(
-    length=st.integers(1, 280),
-    k=st.integers(1, 12),
+    length=st.integers(1, 700),
+    k=st.sampled_from([1, 5, 12]),
     largest=st.integers(1, 6),
     again=st.booleans(),
+    programs=st.sampled_from([1, 20]),
     seed=st.integers(0, 999),
 )
-def test_ties_are_broken_by_the_lower_position(length, k, largest, again, seed):
+def test_ties_are_broken_by_the_lower_position(length, k, largest, again, programs, seed):
     # Logits are small whole numbers, exact in every arithmetic.
     case = paged_case([length], 2, 1, 16, seed=seed)
     whole = torch.Generator().manual_seed(seed)
@@ -174,7 +223,7 @@ def test_ties_are_broken_by_the_lower_position(length, k, largest, again, seed):
     case.queries[:] = 0.0
     case.queries[:, :, 0] = 1.0
     scratch = 0 if again else 64 << 20
-    top = find(case, k=k, mean_k=k, scale=1.0, scratch_bytes=scratch)
+    top = find(case, k=k, mean_k=k, scale=1.0, scratch_bytes=scratch, programs=programs)
     order = np.lexsort((np.arange(length), -numbers.numpy()))[:k].tolist()
     expected = order + [-1] * (k - len(order))
     assert top.positions[0].tolist() == [expected, expected]
@@ -216,6 +265,21 @@ def test_fused_decode_finds_the_same_top_k():
     check(case, k=6, mean_k=4, visibility=Visibility(1, 20))
 
 
+def test_a_row_longer_than_planned_takes_no_keys_from_its_neighbours():
+    # Fused decode reads it all the same; the row behind it has no room in the scratch.
+    case = paged_case([50, 300, 60], 2, 1, 16, value_dim=16)
+    options = {"value_dim": 16, "max_length": 64, "top_k": 3, "mean_top_k": 3}
+    plan = plan_for(case, FusedDecodePlan, **options)
+    poison(plan)
+    plan.schedule(page_table(case))
+    plan.decode(case.queries, case.k_cache, case.v_cache, torch.zeros_like(case.queries))
+    found, whole = plan.answer().top, find(case, k=3, mean_k=3)
+    for row in (0, 2):
+        assert found.positions[row].tolist() == whole.positions[row].tolist()
+    assert found.mean_positions[0].tolist() == whole.mean_positions[0].tolist()
+    assert (found.positions[1] == -1).all() and (found.mean_positions[1:] == -1).all()
+
+
 def test_a_plan_for_a_million_keys_takes_less_than_a_megabyte():
     case = paged_case([5], 32, 8, 128)
     options = {"max_length": 1 << 20, "programs": 33, "scratch_bytes": 0}
@@ -231,6 +295,11 @@ def test_a_plan_for_a_million_keys_takes_less_than_a_megabyte():
 def test_a_top_k_that_is_too_large_is_refused(options):
     with pytest.raises(OptionError, match="0 to 64"):
         plan_for(paged_case([5], 2, 1, 16), **options)
+
+
+def test_a_top_k_of_rows_of_many_millions_of_keys_is_refused():
+    with pytest.raises(OptionError, match="smaller max_length"):
+        plan_for(paged_case([5], 2, 1, 16), top_k=1, max_length=1 << 23, programs=1)
 
 
 def test_hubs_need_a_plan_with_hubs():

@@ -1,0 +1,63 @@
+"""How the pass over the keys is compiled and spread over a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .launch import LARGEST_GROUP, LEAST_GROUP
+
+# Shared memory that stages of keys may take beyond the first five, and the largest tile for which
+# there is room for more than three.
+STAGED_BYTES, LARGEST_TILE_BYTES = 80 << 10, 64 << 10
+
+
+class Tuning(NamedTuple):
+    """How the pass is compiled and spread; benchmarks/gpu_kernels.py --tune tries others."""
+
+    tile: int = 64  # keys of a product of matrices
+    warps: int = 2
+    stages: int = 5
+    programs_a_processor: int = 4
+
+    def stages_of(self, tile_bytes: int) -> int:
+        """Stages that have room where a tile of keys, and values, takes so much shared memory."""
+        if tile_bytes > LARGEST_TILE_BYTES:
+            return 3
+        return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
+
+
+# Smaller programs begin and end sooner. More heads on a key head take more threads: of what is kept
+# of each place and head, few have room in the registers of one.
+SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
+MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
+MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
+# With how many small programs for each row they were faster: a top k keeps what each has found, of
+# few too little, and of some it pays to keep less of each, which takes small ones longer.
+FEW, SOME = (2, 5), 64
+# The same where logits are written, which larger programs do faster.
+SOME_WITH_LOGITS = 16
+# The longest row of which a top k keeps what so many programs have found.
+LONGEST_IN_SMALL = 1 << 17
+
+
+def tuning_for(
+    top_k: int, has_mean: bool, head_dim: int, block_h: int, max_length: int, programs_a_row: float
+) -> Tuning:
+    """What was fastest on an H200, where there are so many small programs for each row; `block_h`
+    heads are looked at together."""
+    if top_k > SMALL.tile:
+        chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
+    elif block_h > LEAST_GROUP and (top_k or has_mean):
+        chosen = MANY_HEADS_TOP
+    elif block_h == LARGEST_GROUP:
+        chosen = MANY_HEADS
+    elif head_dim > 128 or not (top_k or has_mean):
+        chosen = SMALL
+    else:
+        few = FEW[0] <= programs_a_row < FEW[1] and not has_mean
+        small = few or programs_a_row >= (SOME_WITH_LOGITS if has_mean else SOME)
+        chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
+    if head_dim > 128:
+        # Tiles are twice as large: half as many programs have room.
+        return chosen._replace(programs_a_processor=chosen.programs_a_processor // 2)
+    return chosen
