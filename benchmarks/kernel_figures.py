@@ -30,6 +30,7 @@ TITLES = {
 }
 OFF, ON = "fused, statistics off", "fused, statistics"
 SGLANG = "SGLang"
+SUM = "torch.sum of as many bytes"
 
 
 class Target(NamedTuple):

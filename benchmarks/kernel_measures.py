@@ -33,7 +33,7 @@ from benchmarks.kernel_cases import (
 )
 from benchmarks.kernel_ways import LONGEST, Beside, Fused, errors_of, step
 from capture_kernels.errors import AttnError
-from capture_kernels.statistics import Tuning
+from capture_kernels.tuning import Tuning
 
 HEADLINE = Shape()
 # Enough of the slow peers.
@@ -217,6 +217,8 @@ def measure_memory(variants: Sequence[str]) -> dict[str, Any]:
 def measure_sweep(
     shapes: Sequence[Shape], variants: Sequence[str], read: float
 ) -> Iterator[dict[str, Any]]:
+    # By bytes: some shapes read as many.
+    sums: dict[int, tuple[Timing, list[str]]] = {}
     for shape in shapes:
         layers = min(MOST_SWEEP_LAYERS, max(2, math.ceil(SWEEP_BYTES / shape.cache_bytes)))
         # What making a cache takes beside it, and a row's keys in float64 twice.
@@ -228,8 +230,20 @@ def measure_sweep(
             yield {"name": shape.name, "shape": shape.as_dict(), "left_out": reason}
             continue
         batch = make_batch(shape, layers)
-        yield {**about_batch(batch, read), "ways": measure_ours(batch, variants, read)}
+        found, size = about_batch(batch, read), batch.key_bytes
+        ways = measure_ours(batch, variants, read)
         del batch
+        if size not in sums:
+            sums[size] = peers.measured_sum(size, layers)
+        took, problems = sums[size]
+        rate = size / took.us * 1e6
+        ways[telling.SUM] = {
+            **took._asdict(),
+            "key_gb_per_second": rate / 1e9,
+            "share": rate / read,
+            "problems": problems,
+        }
+        yield {**found, "ways": ways}
 
 
 def measure_tunings(variant: str, read: float) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -40,7 +41,9 @@ from benchmarks.kernel_cases import (
     Batch,
     Errors,
     Shape,
+    Timing,
     Truth,
+    captured,
     compare,
     compare_output,
     in_rounding,
@@ -388,3 +391,20 @@ def measured_rates(size: int = FLOOR_BYTES) -> tuple[Rates, list[str]]:
             problems.append(f"{name}: a wrong sum")
     fastest = min(times[name].us for name in sums)
     return Rates(2 * size / times["copy"].us * 1e6, size / fastest * 1e6), problems
+
+
+def measured_sum(size: int, layers: int) -> tuple[Timing, list[str]]:
+    """torch.sum over so many bytes in each of some layers, and what was wrong with its answers."""
+    random = torch.Generator(DEVICE).manual_seed(0)
+    source = torch.empty(layers, size // 2, dtype=torch.bfloat16, device=DEVICE)
+    source.normal_(generator=random)
+    sums = torch.empty(layers, device=DEVICE)
+
+    def work() -> None:
+        for layer in range(layers):
+            torch.sum(source[layer], dim=0, dtype=torch.float32, out=sums[layer])
+
+    took = timed({"": captured(work).replay}, layers)[""]
+    exact = source.sum(1, dtype=torch.float64)
+    good = bool(((sums - exact).abs() <= 1e-3 * math.sqrt(source.shape[1])).all())
+    return took, [] if good else ["a wrong sum"]
