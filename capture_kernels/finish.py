@@ -153,7 +153,7 @@ def top_head(
 ):  # fmt: skip
     """The top k of one head, packed: int64[SIZE]; and the classes that may have more of it, as
     program * CLASSES + class: int32[SIZE], else -1."""
-    # Stretches that are looked at at once are `PARTS`, and so many times as many in the end.
+    # PARTS stretches are looked at at once; in the end, so many times as many.
     TURNS: tl.constexpr = 8
     begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     of_head = candidates + (row.to(tl.int64) * HEADS + number) * (2 * CLASSES)

@@ -194,6 +194,7 @@ class StatisticsPlan:
             block_keys=self.block_keys,
             tile=tile,
             programs=self.programs,
+            all_keys=self.all_keys,
             k=top_k,
             mean_k=mean_top_k,
             hubs=hubs,

@@ -90,6 +90,7 @@ class TopKPlan:
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
         programs: how many programs share a key head's blocks.
+        all_keys: whether rows that are not looked at have blocks as well.
         k: how many keys of each head, 0..64; 0 for none.
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.
         hubs: whether that mean may be added up by position.
@@ -118,6 +119,7 @@ class TopKPlan:
         block_keys: int,
         tile: int,
         programs: int,
+        all_keys: bool,
         k: int,
         mean_k: int,
         hubs: bool,
@@ -145,13 +147,16 @@ class TopKPlan:
             wanted = math.ceil(CLASSES_A_KEY * power(k) / stretches)
             least = max(LEAST_CLASSES, power(k))
             self._classes = min(tile, max(least, triton.next_power_of_2(wanted)))
+            # Of a row longer than planned, others may have larger shares than these.
+            share = row_blocks if all_keys else min(row_blocks, triton.cdiv(blocks, programs))
+            while share * block_keys >= ABSENT.value * self._classes:
+                if self._classes == tile:
+                    raise OptionError(
+                        f"max_length {max_length} is too long for a top_k: use a smaller one"
+                    )
+                self._classes *= 2
             at_once = triton.next_power_of_2(math.ceil(stretches))
             self._parts = min(at_once, LOOKED_AT // self._classes)
-            longest = min(row_blocks, triton.cdiv(blocks, programs)) * block_keys
-            if longest >= ABSENT.value * self._classes:
-                raise OptionError(
-                    f"top_k of rows of {max_length} keys is not supported: use a smaller max_length"
-                )
         heads = max_rows * groups.count * bool(k)
         found = (max_rows, groups.count, power(k))
         kept = (programs + max_rows, groups.count, 2, self._classes)

@@ -298,7 +298,7 @@ def test_a_top_k_that_is_too_large_is_refused(options):
 
 
 def test_a_top_k_of_rows_of_many_millions_of_keys_is_refused():
-    with pytest.raises(OptionError, match="smaller max_length"):
+    with pytest.raises(OptionError, match="too long for a top_k"):
         plan_for(paged_case([5], 2, 1, 16), top_k=1, max_length=1 << 23, programs=1)
 
 
