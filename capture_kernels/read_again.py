@@ -113,6 +113,10 @@ def look_again(
             at = of_stretches + program.to(tl.int64) * HEADS
             known = lower_half(tl.load(candidates + at * (2 * CLASSES) + which))
             count = (after - block) * (TILES * (TILE // CLASSES))
+            if not QUERIES:
+                # All are in the scratch, but for those that a row longer than planned has pushed
+                # out: their top k is not told.
+                count = tl.where(end <= logit_blocks, count, 0)
             for skip in range(0, count, KEYS):
                 n = skip + tl.arange(0, KEYS)
                 unknown = (n < count) & (n != (known & 0xFFFF)) & (n != ((known >> 16) & 0xFFFF))
@@ -124,12 +128,9 @@ def look_again(
                         HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
                 else:
-                    # All are in the scratch, but for those that a row longer than planned has
-                    # pushed out: their top k is not told.
                     of_block = (slot * logit_blocks + begin + distance // BLOCK) * HEADS + number
                     kept = logits + of_block * BLOCK + distance % BLOCK
-                    there = unknown & (end <= logit_blocks)
-                    x = tl.load(kept, mask=there, other=float("-inf"))
+                    x = tl.load(kept, mask=unknown, other=float("-inf"))
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
                 best = put_in(best, packed, SIZE)
             # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.
