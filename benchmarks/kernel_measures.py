@@ -54,9 +54,13 @@ def each(call: Callable[[int], object], layers: int) -> None:
         call(layer)
 
 
+def rate_figures(size: int, took: Timing, read: float) -> dict[str, Any]:
+    rate = size / took.us * 1e6
+    return {**took._asdict(), "key_gb_per_second": rate / 1e9, "share": rate / read}
+
+
 def way_figures(batch: Batch, took: Timing, errors: Errors, read: float) -> dict[str, Any]:
-    rate = batch.key_bytes / took.us * 1e6
-    figures = {**took._asdict(), "key_gb_per_second": rate / 1e9, "share": rate / read}
+    figures = rate_figures(batch.key_bytes, took, read)
     return figures | {"errors": errors._asdict(), "problems": errors.problems()}
 
 
@@ -236,13 +240,7 @@ def measure_sweep(
         if size not in sums:
             sums[size] = peers.measured_sum(size, layers)
         took, problems = sums[size]
-        rate = size / took.us * 1e6
-        ways[telling.SUM] = {
-            **took._asdict(),
-            "key_gb_per_second": rate / 1e9,
-            "share": rate / read,
-            "problems": problems,
-        }
+        ways[telling.SUM] = {**rate_figures(size, took, read), "problems": problems}
         yield {**found, "ways": ways}
 
 

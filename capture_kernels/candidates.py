@@ -158,36 +158,23 @@ def first_block(program_ptr, program, there, begin):
 
 
 @triton.jit
-def first_keys(
+def key_of_class(
     of_head, program_ptr, program, which, there, begin,
+    SECOND: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """The first key of classes, packed with its distance; NOTHING without one. `of_head` points to
-    a row's and head's candidates in its stretch with program 0."""
+    """The first or the second key of classes, packed with its distance, NOTHING without one; and of
+    the second also the largest of the rest. `of_head` points to a row's and head's candidates in
+    its stretch with program 0."""
     at = of_head + program.to(tl.int64) * (HEADS * 2 * CLASSES) + which
-    word = tl.load(at, mask=there, other=ABSENT)
-    number = lower_half(word) & 0xFFFF
+    word = tl.load(at, mask=there, other=-1 if SECOND else ABSENT)
+    number = (lower_half(word) >> (16 * SECOND)) & 0xFFFF
+    if SECOND:
+        word = tl.load(at + CLASSES, mask=there, other=0)
     block = first_block(program_ptr, program, there, begin)
     packed = pack(higher_half(word), distance_of(block, number, which, TILE, TILES, CLASSES))
-    return tl.where(number != ABSENT, packed, NOTHING)
-
-
-@triton.jit
-def second_keys(
-    of_head, program_ptr, program, which, there, begin,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CLASSES: tl.constexpr,
-):  # fmt: skip
-    """The same of the second keys, and the largest logits of the rest."""
-    at = of_head + program.to(tl.int64) * (HEADS * 2 * CLASSES) + which
-    number = (lower_half(tl.load(at, mask=there, other=-1)) >> 16) & 0xFFFF
-    word = tl.load(at + CLASSES, mask=there, other=0)
-    block = first_block(program_ptr, program, there, begin)
-    packed = pack(higher_half(word), distance_of(block, number, which, TILE, TILES, CLASSES))
-    others = lower_half(word).to(tl.float32, bitcast=True)
-    return tl.where(number != ABSENT, packed, NOTHING), others
+    rest = lower_half(word).to(tl.float32, bitcast=True)
+    return tl.where(number != ABSENT, packed, NOTHING), rest

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .candidates import class_of, first_keys, second_keys
+from .candidates import class_of, key_of_class
 from .constants import ADDRESSES, LN_2, LOGSUMEXP, LOWEST, PARTIAL
 from .packed import (
     NOTHING,
@@ -167,9 +167,9 @@ def top_head(
         largest = tl.full([CLASSES], NOTHING, tl.int64)
         for p in range(first, last + 1, PARTS):
             there = is_stretch(program_ptr, p + part, begin, end, last)[:, None]
-            each = first_keys(
-                of_head, program_ptr, (p + part)[:, None], every, there, begin, HEADS, TILE, TILES,
-                CLASSES,
+            each, _ = key_of_class(
+                of_head, program_ptr, (p + part)[:, None], every, there, begin, 0, HEADS, TILE,
+                TILES, CLASSES,
             )  # fmt: skip
             largest = tl.maximum(largest, tl.max(each, 0))
         best = largest_of(largest, CLASSES, SIZE)
@@ -178,9 +178,9 @@ def top_head(
     largest = tl.full([SIZE, PARTS], NOTHING, tl.int64)
     for p in range(first, last + 1, PARTS):
         there = is_stretch(program_ptr, p + part, begin, end, last)[None, :]
-        each = first_keys(
+        each, _ = key_of_class(
             of_head, program_ptr, (p + part)[None, :], which[:, None], there & some[:, None], begin,
-            HEADS, TILE, TILES, CLASSES,
+            0, HEADS, TILE, TILES, CLASSES,
         )  # fmt: skip
         largest = tl.maximum(largest, each)
     best = largest_of(largest, SIZE * PARTS, SIZE)
@@ -196,16 +196,16 @@ def top_head(
         for p in range(0, last + 1 - first, PARTS * TURNS):
             turn = program[:, None] + p + PARTS * tl.arange(0, TURNS)[None, :]
             there = is_stretch(program_ptr, turn, begin, end, last) & some[:, None]
-            each = first_keys(
-                of_head, program_ptr, turn, which[:, None], there, begin, HEADS, TILE, TILES,
+            each, _ = key_of_class(
+                of_head, program_ptr, turn, which[:, None], there, begin, 0, HEADS, TILE, TILES,
                 CLASSES,
             )  # fmt: skip
             best = better(best, each, SIZE * TURNS, SIZE)
 
     which = class_of(number_of(best), TILE, CLASSES)
     program = program_of(begin + number_of(best) // (TILE * TILES), share, larger)
-    second, others = second_keys(
-        of_head, program_ptr, program, which, best > NOTHING, begin, HEADS, TILE, TILES, CLASSES
+    second, others = key_of_class(
+        of_head, program_ptr, program, which, best > NOTHING, begin, 1, HEADS, TILE, TILES, CLASSES
     )
     best = first_of(best, second, SIZE)
     last_of_all = smallest(best, SIZE)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .packed import number_of, pack, value_of
+from .packed import largest_of, number_of, pack, value_of
 
 # Values that a program looks at at a time; more fill the registers of its warps.
 LOOKED_AT = tl.constexpr(2048)
 
 
 @triton.jit
-def narrowed(
-    groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def narrowed(groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr):
     """The first SIZE parts of groups, from the first SIZE groups of FROM values.
 
     Groups are packed as (largest value, number of the group); values from number `limit` on are not
@@ -33,14 +31,11 @@ def narrowed(
         at = first + skip + lane
         value = tl.load(values + at, mask=there & (at < limit), other=float("-inf"))
         largest = tl.maximum(largest, tl.max(value, 2))
-    # Reordered, as a maximum over threads is left in each of them, and would be sorted in each.
-    return tl.topk(tl.reshape(pack(largest, part), [SIZE * PARTS], can_reorder=True), SIZE)
+    return largest_of(pack(largest, part), SIZE * PARTS, SIZE)
 
 
 @triton.jit
-def all_parts(
-    groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def all_parts(groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr):
     """`narrowed` until a part is a value: the first SIZE values of groups of FROM."""
     for level in tl.static_range(0, 10):
         if (FROM >> (2 * level)) > 1:
@@ -49,9 +44,7 @@ def all_parts(
 
 
 @triton.jit
-def first_groups(
-    values, count, COUNT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def first_groups(values, count, COUNT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr):
     """The first SIZE of `count` <= COUNT values, packed as (value, number): int64[SIZE]."""
     SPANS: tl.constexpr = COUNT // SPAN
     ROOM: tl.constexpr = LOOKED_AT // SPANS
@@ -63,5 +56,5 @@ def first_groups(
         at = span[:, None] * SPAN + skip + lane
         value = tl.load(values + at, mask=at < count, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(value, 1))
-    best = tl.topk(tl.reshape(pack(largest, span), [SPANS], can_reorder=True), SIZE)
+    best = largest_of(pack(largest, span), SPANS, SIZE)
     return all_parts(best, values, count, SPAN, SIZE)

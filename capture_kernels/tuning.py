@@ -31,20 +31,21 @@ class Tuning(NamedTuple):
 SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
 MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
 MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
-# With how many small programs for each row they were faster: a top k keeps what each has found, of
-# few too little, and of some it pays to keep less of each, which takes small ones longer.
-FEW, SOME = (2, 5), 64
+# With a top k, how many small programs a row must have, at least and fewer than, or at least. With
+# fewer, too little is kept of a row; with a number between, each place of a tile is not kept for
+# itself (`candidates`), which costs small programs more.
+FEW, MANY = (2, 5), 64
 # The same where logits are written, which larger programs do faster.
-SOME_WITH_LOGITS = 16
-# The longest row of which a top k keeps what so many programs have found.
+MANY_WITH_LOGITS = 16
+# Of a longer row, what so many programs keep would take more than a megabyte.
 LONGEST_IN_SMALL = 1 << 17
 
 
 def tuning_for(
     top_k: int, has_mean: bool, head_dim: int, block_h: int, max_length: int, programs_a_row: float
 ) -> Tuning:
-    """What was fastest on an H200, where there are so many small programs for each row; `block_h`
-    heads are looked at together."""
+    """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
+    and so many small programs would have a row."""
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
@@ -55,7 +56,7 @@ def tuning_for(
         chosen = SMALL
     else:
         few = FEW[0] <= programs_a_row < FEW[1] and not has_mean
-        small = few or programs_a_row >= (SOME_WITH_LOGITS if has_mean else SOME)
+        small = few or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
         chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
     if head_dim > 128:
         # Tiles are twice as large: half as many programs have room.

@@ -163,16 +163,16 @@ def test_large_keys_may_be_next_to_each_other():
     check(case, k=12, mean_k=12)
 
 
-def large_keys(case, which):
-    """The first row's keys of these distances become the largest by far."""
-    length = case.lengths[0]
-    slots = case.req_to_token[case.req_pool_indices[0], :length].long()
+def large_keys(case, which, row=0):
+    """A row's keys of these distances become the largest by far, of its first head."""
+    length = case.lengths[row]
+    slots = case.req_to_token[case.req_pool_indices[row], :length].long()
     large = (length - 1 - torch.arange(length))[:, None].eq(torch.tensor(which)).any(1)
     numbers = case.k_cache[slots].float()
     factor = 1.0 if case.descale is None else case.descale[:, None]
-    numbers[large.to(DEVICE)] += 4 * case.queries[0, 0].float() / factor
+    numbers[large.to(DEVICE)] += 4 * case.queries[row, 0].float() / factor
     case.k_cache[slots] = numbers.to(case.k_cache.dtype)
-    case.keys[0][:] = (case.k_cache[slots].double() * factor).cpu().numpy()
+    case.keys[row][:] = (case.k_cache[slots].double() * factor).cpu().numpy()
 
 
 @pytest.mark.parametrize(("k", "programs"), [(3, 1), (16, 3), (64, 1), (16, 60)])
@@ -208,7 +208,7 @@ def test_large_keys_may_all_be_of_one_class(k, programs, shape, paged, options):
 @settings(max_examples=12, deadline=None)
 @given(
     length=st.integers(1, 700),
-    k=st.sampled_from([1, 5, 12]),
+    k=st.integers(1, 12),
     largest=st.integers(1, 6),
     again=st.booleans(),
     programs=st.sampled_from([1, 20]),
@@ -280,6 +280,20 @@ def test_a_row_longer_than_planned_takes_no_keys_from_its_neighbours():
         assert found.positions[row].tolist() == whole.positions[row].tolist()
     assert found.mean_positions[0].tolist() == whole.mean_positions[0].tolist()
     assert (found.positions[1] == -1).all() and (found.mean_positions[1:] == -1).all()
+
+
+def test_of_a_row_without_room_no_top_k_is_told_that_its_logits_would_decide():
+    case = paged_case([50, 900, 300], 2, 1, 16, value_dim=16)
+    large_keys(case, range(7, 300, 64), row=2)
+    options = {"value_dim": 16, "max_length": 300, "top_k": 5, "mean_top_k": 3, "programs": 1}
+    plan = plan_for(case, FusedDecodePlan, **options)
+    plan.top._kept["logits"].fill_(9.0)
+    plan.schedule(page_table(case))
+    plan.decode(case.queries, case.k_cache, case.v_cache, torch.zeros_like(case.queries))
+    found = plan.answer().top
+    assert (found.positions[2, 0] == -1).all() and not found.mass[2, 0]
+    whole = find(case, k=5, mean_k=3)
+    assert found.positions[0].tolist() == whole.positions[0].tolist()
 
 
 def test_a_plan_for_a_million_keys_takes_less_than_a_megabyte():
