@@ -28,6 +28,7 @@ TITLES = {
     "heads": f"statistics, top {TOP_K} of each head",
     "mean": f"statistics, top {TOP_K} of each head and the mean",
 }
+ONE = "one layer a step"
 OFF, ON = "fused, statistics off", "fused, statistics"
 SGLANG = "SGLang"
 SUM = "torch.sum of as many bytes"
@@ -141,14 +142,14 @@ def print_ways(found: dict[str, Any], own: str) -> None:
         f"{found['name']}, {found['layers']} layers: K {found['key_bytes'] / 1e6:,.0f} MB a layer, "
         f"floor {found['floor_us']:.1f} us"
     )
-    print(f"  {'':<46}{'us':>9}{'p10':>9}{'p90':>9}{'GB/s of K':>11}{'floor':>8}{'x':>8}")
+    print(f"  {'':<66}{'us':>9}{'p10':>9}{'p90':>9}{'GB/s of K':>11}{'floor':>8}{'x':>8}")
     for name, way in found["ways"].items():
         if "us" not in way:
-            print(f"  {name:<46}{way['left_out']:>9}")
+            print(f"  {name:<66}{way['left_out']:>9}")
             continue
         beside = ratio(way["us"], base)
         print(
-            f"  {TITLES.get(name, name):<46}{way['us']:9.1f}{way['low']:9.1f}{way['high']:9.1f}"
+            f"  {TITLES.get(name, name):<66}{way['us']:9.1f}{way['low']:9.1f}{way['high']:9.1f}"
             f"{way['key_gb_per_second']:11,.0f}{found['floor_us'] / way['us']:8.1%}"
             f"{'' if beside is None else f'{beside:8.2f}'}{wrong(way)}"
         )

@@ -31,7 +31,14 @@ from benchmarks.kernel_cases import (
     timed,
     truth_of,
 )
-from benchmarks.kernel_ways import LONGEST, Beside, Fused, errors_of, step
+from benchmarks.kernel_ways import (
+    LONGEST,
+    Beside,
+    Fused,
+    errors_of,
+    step,
+    steps_of_one_layer,
+)
 from capture_kernels.errors import AttnError
 from capture_kernels.tuning import Tuning
 
@@ -75,11 +82,20 @@ def about_batch(batch: Batch, read: float) -> dict[str, Any]:
 
 
 def measure_ours(
-    batch: Batch, variants: Sequence[str], read: float, checked: int = 2
+    batch: Batch,
+    variants: Sequence[str],
+    read: float,
+    checked: int = 2,
+    one_layer: bool = False,
 ) -> dict[str, Any]:
     """Our variants over a batch: times, and the last layer's answers as the graphs left them."""
     plans = {name: Beside(batch, name) for name in variants}
-    graphs = {name: captured(partial(step, plan, batch.layers)) for name, plan in plans.items()}
+    works = {name: partial(step, plan, batch.layers) for name, plan in plans.items()}
+    if one_layer:
+        alone = {f"{telling.TITLES[name]}, {telling.ONE}": name for name in variants}
+        plans |= {title: Beside(batch, name, 1) for title, name in alone.items()}
+        works |= {title: partial(steps_of_one_layer, plans[title], batch.layers) for title in alone}
+    graphs = {name: captured(work) for name, work in works.items()}
     times = timed({name: graph.replay for name, graph in graphs.items()}, batch.layers)
     rows, last = checked_rows(batch, checked), batch.layers - 1
     return {
@@ -89,8 +105,8 @@ def measure_ours(
 
 
 def measure_headline(asked: argparse.Namespace, batch: Batch, read: float) -> dict[str, Any]:
-    """Our variants, and the peers that take statistics."""
-    ways = measure_ours(batch, asked.variants, read, 4)
+    """Our variants, also of steps of one layer, and the peers that take statistics."""
+    ways = measure_ours(batch, asked.variants, read, 4, one_layer=True)
     calls: dict[str, Callable[[int], Any]] = {
         peers.EAGER: peers.eager_way(batch, TOP_K),
         peers.SEEDS: peers.seeds_way(batch, TOP_K),

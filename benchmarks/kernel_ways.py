@@ -26,12 +26,15 @@ LONGEST = Shape(batch=1, context=1 << 20)
 
 
 class Beside:
-    """Our pass over a batch, beside an engine's own attention."""
+    """Our pass over a batch, beside an engine's own attention: all of its layers in a step, or so
+    many."""
 
-    def __init__(self, batch: Batch, variant: str, **tuning: Any) -> None:
+    def __init__(
+        self, batch: Batch, variant: str, layers: int | None = None, **tuning: Any
+    ) -> None:
         self._batch, self._asked = batch, VARIANTS[variant]
         self._plan = StatisticsPlan(
-            layers=batch.layers,
+            layers=layers or batch.layers,
             **plan_arguments(batch.shape),
             **top_arguments(*self._asked),
             **tuning,
@@ -45,7 +48,7 @@ class Beside:
 
     def answer(self) -> Answer:
         """Of the last layer: views of the plan's buffers."""
-        return answer_of(self._plan.answer(self._batch.layers - 1), *self._asked)
+        return answer_of(self._plan.answer(self._plan.layers - 1), *self._asked)
 
 
 class Fused:
@@ -116,6 +119,13 @@ def step(way: Beside | Fused, layers: int, **asked: Tensor) -> None:
     """One step of a model with so many captured layers."""
     way.schedule(**asked)
     for number in range(layers):
+        way.layer(number)
+
+
+def steps_of_one_layer(way: Beside, layers: int) -> None:
+    """Steps of a model with one captured layer, each of another layer's keys."""
+    for number in range(layers):
+        way.schedule()
         way.layer(number)
 
 

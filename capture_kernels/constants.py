@@ -12,5 +12,5 @@ LOWEST = tl.constexpr(-1.0e30)
 PARTIAL = tl.constexpr(36)
 # Where, of the 32 numbers of a row and head, the logsumexp is.
 LOGSUMEXP = tl.constexpr(29)
-# Addresses of a layer: keys, their scales, learned sinks; 16 bytes are a step of aligned access.
+# Addresses of a layer: keys, their scales, learned sinks, queries.
 ADDRESSES = tl.constexpr(4)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .candidates import NEIGHBOURS, distance_in_tile, keep_two, write_two
 from .constants import LN_2, LOG2_E, LOWEST, PARTIAL
@@ -87,35 +88,30 @@ def scaled_logits(y, factor, soft_cap, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def dims_of_query(
-    query, head, chosen, stride_qh, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr
+    query, head, part, stride_qh, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Some dims of a row's queries: [COUNT, heads]."""
+    """Some dims of a row's queries: [COUNT, heads]; 0 but for those of the key head, `part` of the
+    group's, that a head reads."""
     dims = FIRST + tl.arange(0, COUNT)[:, None]
-    there = chosen[None, :] & (dims < HEAD_DIM)
-    return tl.load(query + head[None, :] * stride_qh + dims, mask=there, other=0.0)
+    there = dims // HEAD_DIM == part[None, :]
+    return tl.load(query + head[None, :] * stride_qh + dims % HEAD_DIM, mask=there, other=0.0)
 
 
 @triton.jit
 def dims_of_keys(
-    keys, slot, STRIDE_KS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    keys, slot, stride_kh, STRIDE_KS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, KEY_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Some dims of keys: [keys, COUNT]."""
+    """Some dims of keys, those of one key head after those of another: [keys, COUNT]."""
     dims = FIRST + tl.arange(0, COUNT)[None, :]
-    at = keys + slot[:, None] * STRIDE_KS + dims
-    if FIRST + COUNT <= HEAD_DIM:
+    at = keys + slot[:, None] * STRIDE_KS
+    if KEY_HEADS > 1:
+        at += (dims // HEAD_DIM).to(tl.int64) * stride_kh + dims % HEAD_DIM
+    else:
+        at += dims
+    if FIRST + COUNT <= KEY_HEADS * HEAD_DIM:
         return tl.load(at)
-    return tl.load(at, mask=dims < HEAD_DIM, other=0.0)
-
-
-@triton.jit
-def keep_query(
-    query, head, stride_qh, kept, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
-    """Copy some dims of a row's queries to float32[head_dim] of each head, at kept [heads]."""
-    q = dims_of_query(query, head, head >= 0, stride_qh, FIRST, COUNT, HEAD_DIM).to(tl.float32)
-    dims = FIRST + tl.arange(0, COUNT)[:, None]
-    tl.store(kept[None, :] + dims, q, mask=(head >= 0)[None, :] & (dims < HEAD_DIM))
+    return tl.load(at, mask=dims < KEY_HEADS * HEAD_DIM, other=0.0)
 
 
 @triton.jit
@@ -131,6 +127,14 @@ def add_products(sums, inside, masses, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def await_earlier(OVERLAPS: tl.constexpr):
+    """What every program ends with, also one that had nothing to do: the kernel after a pass waits
+    for this pass only, and relies on it for all that came before."""
+    if OVERLAPS:
+        gdc_wait()
+
+
+@triton.jit
 def next_due(tile, first, after, TILE: tl.constexpr):
     """The first tile, from `tile` on, after which sums must be told to their ranges: the one whose
     range ends in it or with it, or whose successor holds the end of a range.
@@ -143,7 +147,7 @@ def next_due(tile, first, after, TILE: tl.constexpr):
     return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE - 1)
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["count_rows", "follows"])
 def decode_pass(
     query,
     keys,
@@ -159,7 +163,6 @@ def decode_pass(
     partial,
     partial_values,
     addresses,
-    kept_query,
     candidates,
     waiting,
     logits,
@@ -171,9 +174,12 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
+    follows,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
     HEADS: tl.constexpr,
+    A_KEY_HEAD: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST_D: tl.constexpr,
@@ -184,34 +190,42 @@ def decode_pass(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     STATISTICS: tl.constexpr,
-    QUERIES: tl.constexpr,
     CLASSES: tl.constexpr,
     LOGITS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     TO_HALF: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        # The first pass waits for whatever was launched before it, and only then lets the next one
+        # begin: what that one reads is there as well.
+        if follows == 0:
+            gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(1)
-    if QUERIES or HAS_SINKS or CLASSES:
-        if (program == 0) & (tl.program_id(0) == 0):
-            tl.store(addresses, keys.to(tl.int64))
-            tl.store(addresses + 1, descale.to(tl.int64))
-            tl.store(addresses + 2, sinks.to(tl.int64))
-            if CLASSES:
-                tl.store(waiting, 0)
+    if (program == 0) & (tl.program_id(0) == 0):
+        tl.store(addresses, keys.to(tl.int64))
+        tl.store(addresses + 1, descale.to(tl.int64))
+        tl.store(addresses + 2, sinks.to(tl.int64))
+        tl.store(addresses + 3, query.to(tl.int64))
+        if CLASSES:
+            tl.store(waiting, 0)
     of_key_head = head_table + tl.program_id(0) * (BLOCK_H + 2)
     key_head, first_head = tl.load(of_key_head), tl.load(of_key_head + 1)
     lane_h = tl.arange(0, BLOCK_H)
     head = tl.load(of_key_head + 2 + lane_h)
     chosen = head >= 0
+    # What is not known to be 0 fills registers.
+    part = tl.where(chosen, head // A_KEY_HEAD - key_head if KEY_HEADS > 1 else 0, -1)
     out_head = first_head + lane_h
     block = tl.load(program_ptr + program)
     end = tl.load(program_ptr + program + 1)
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     if block >= end:
+        await_earlier(OVERLAPS)
         return
 
     columns = tl.arange(0, 32)
@@ -220,7 +234,7 @@ def decode_pass(
         in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
     lane = distance_in_tile(tl.arange(0, TILE), TILE)
     if DESCALE:
-        factor *= tl.load(descale + key_head)
+        factor *= tl.load(descale + key_head + tl.maximum(part, 0))[None, :]
     keys += key_head.to(tl.int64) * stride_kh
     if VALUE_DIM:
         value_dims = tl.arange(0, BLOCK_V)
@@ -238,9 +252,9 @@ def decode_pass(
         newest = slots + tl.load(base + row) + position
         first, after = column_ranges(visible, real, seen, tl.load(rows + 4 * count_rows + row))
         of_row = query + row.to(tl.int64) * stride_qr
-        q = dims_of_query(of_row, head, chosen, stride_qh, 0, FIRST_D, HEAD_DIM)
+        q = dims_of_query(of_row, head, part, stride_qh, 0, FIRST_D, HEAD_DIM)
         if REST_D:
-            q_rest = dims_of_query(of_row, head, chosen, stride_qh, FIRST_D, REST_D, HEAD_DIM)
+            q_rest = dims_of_query(of_row, head, part, stride_qh, FIRST_D, REST_D, HEAD_DIM)
         row_factor = factor
         if TO_HALF:
             # float8 becomes float16 in one instruction, bfloat16 in several. Of q, in units of a
@@ -253,7 +267,7 @@ def decode_pass(
             q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
             if REST_D:
                 q_rest = (q_rest.to(tl.float32) / unit[None, :]).to(tl.float16)
-            row_factor = (factor * unit)[None, :]
+            row_factor = factor * unit[None, :]
         # Each place of the tile has a maximum of its own, so that no tile needs one over its keys;
         # where there are values these want one of all keys.
         m = tl.full([1 if VALUE_DIM else TILE, BLOCK_H], LOWEST, tl.float32)
@@ -282,10 +296,12 @@ def decode_pass(
             # Past the row's last key that key is read again: a mask would cost more.
             slot = tl.load(newest - tl.minimum(distance, seen - 1)).to(tl.int64)
             y = tl.zeros([TILE, BLOCK_H], tl.float32)
-            k = dims_of_keys(keys, slot, STRIDE_KS, 0, FIRST_D, HEAD_DIM)
+            k = dims_of_keys(keys, slot, stride_kh, STRIDE_KS, 0, FIRST_D, HEAD_DIM, KEY_HEADS)
             y = products(k, q, y, UPCAST)
             if REST_D:
-                k = dims_of_keys(keys, slot, STRIDE_KS, FIRST_D, REST_D, HEAD_DIM)
+                k = dims_of_keys(
+                    keys, slot, stride_kh, STRIDE_KS, FIRST_D, REST_D, HEAD_DIM, KEY_HEADS
+                )
                 y = products(k, q_rest, y, UPCAST)
             y = scaled_logits(y, row_factor, soft_cap, SOFT_CAP)
             y = tl.where((distance < seen)[:, None], y, float("-inf"))
@@ -356,16 +372,6 @@ def decode_pass(
                     o = tl.dot(v.to(value_type), e.to(value_type), o)
             m = m_new
 
-        if QUERIES:
-            if block == row_block:
-                # Loaded again: a write before the first keys would delay them, and what is not
-                # needed among them is not to fill registers.
-                again = tl.load(of_key_head + 2 + lane_h)
-                from_row = query + row.to(tl.int64) * stride_qr
-                kept_at = kept_query + (row.to(tl.int64) * HEADS + out_head) * HEAD_DIM
-                keep_query(from_row, again, stride_qh, kept_at, 0, FIRST_D, HEAD_DIM)
-                if REST_D:
-                    keep_query(from_row, again, stride_qh, kept_at, FIRST_D, REST_D, HEAD_DIM)
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
         place = ((program + row).to(tl.int64) * HEADS + out_head) * PARTIAL
         if STATISTICS:
@@ -390,3 +396,4 @@ def decode_pass(
                 mask=chosen[None, :] & (value_dims[:, None] < VALUE_DIM),
             )
         block = stop
+    await_earlier(OVERLAPS)

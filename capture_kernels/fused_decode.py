@@ -95,6 +95,7 @@ class FusedDecodePlan(StatisticsPlan):
     """
 
     all_keys = True
+    passes_wait = False
 
     def __init__(self, *, value_dim: int, statistics: bool = True, **options: Any) -> None:
         if not 1 <= value_dim <= 256:
@@ -138,9 +139,10 @@ class FusedDecodePlan(StatisticsPlan):
         check(output, "output", [rows, heads, depth], {query.dtype})
         if value_descale is not None:
             check(value_descale, "value_descale", [key_heads], FLOAT32)
-        step = self.launch_pass(
+        step = self.next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
+        self.launch_pass(step, False, False)
         if rows:
             launch(
                 merge_values,

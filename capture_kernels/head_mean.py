@@ -16,20 +16,27 @@ import triton
 import triton.language as tl
 
 from .constants import ADDRESSES, LOG2_E, LOGSUMEXP
-from .decode_pass import products, scaled_logits
+from .decode_pass import dims_of_query, products, scaled_logits
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 
 
 @triton.jit
-def layer_inputs(addresses, slot, keys):
-    """Where a layer's keys and their scales are, as its pass has noted; `keys` are those of another
-    layer, of the same type, a multiple of 16 bytes apart."""
-    at = addresses + slot * ADDRESSES
+def of_layer(address, like):
+    """A tensor of another layer, by its address: of the type of `like`, and a multiple of 16 bytes
+    apart from it."""
     # From a pointer that is known to be aligned: what is made of a number alone is not.
-    bytes_apart = tl.multiple_of(tl.load(at) - keys.to(tl.int64), 16)
-    layer_keys = (keys.to(tl.pointer_type(tl.int8)) + bytes_apart).to(keys.dtype)
-    return layer_keys, tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    bytes_apart = tl.multiple_of(address - like.to(tl.int64), 16)
+    return (like.to(tl.pointer_type(tl.int8)) + bytes_apart).to(like.dtype)
+
+
+@triton.jit
+def layer_inputs(addresses, slot, query, keys):
+    """A layer's queries, keys and the keys' scales, where its pass has noted them to be; `query`
+    and `keys` are those of some layer of the same kind."""
+    at = addresses + slot * ADDRESSES
+    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    return of_layer(tl.load(at + 3), query), of_layer(tl.load(at), keys), descale
 
 
 @triton.jit
@@ -44,8 +51,8 @@ def shares(per_head, row, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr):
 
 @triton.jit
 def mean_again(
-    row, newest, distance, real, query, kept_query, keys, head_table, descale, lse, factor,
-    soft_cap, stride_kh,
+    row, newest, distance, real, query, keys, head_table, descale, lse, factor, soft_cap,
+    stride_qr, stride_qh, stride_kh,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -58,10 +65,7 @@ def mean_again(
     DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile of keys that are read again: float32[TILE], -inf where a key is not real.
-
-    Queries are taken as they were kept; `query` says of what type they had been.
-    """
+    """p of a tile of keys that are read again: float32[TILE], -inf where a key is not real."""
     lane = tl.arange(0, BLOCK_H)
     every = tl.arange(0, ALL_HEADS)
     dims = tl.arange(0, BLOCK_D)
@@ -70,13 +74,10 @@ def mean_again(
     for number in range(GROUPS):
         group = head_table + number * (BLOCK_H + 2)
         key_head, first = tl.load(group), tl.load(group + 1)
-        chosen = tl.load(group + 2 + lane) >= 0
-        of_head = (row.to(tl.int64) * HEADS + first + lane) * HEAD_DIM
-        q = tl.load(
-            kept_query + of_head[None, :] + dims[:, None],
-            mask=chosen[None, :] & (dims[:, None] < HEAD_DIM),
-            other=0.0,
-        )
+        head = tl.load(group + 2 + lane)
+        chosen = head >= 0
+        of_row = query + row.to(tl.int64) * stride_qr
+        q = dims_of_query(of_row, head, tl.minimum(head, 0), stride_qh, 0, BLOCK_D, HEAD_DIM)
         k = tl.load(
             keys + key_head.to(tl.int64) * stride_kh + slot[:, None] * STRIDE_KS + dims[None, :],
             mask=dims[None, :] < HEAD_DIM,
@@ -86,7 +87,7 @@ def mean_again(
         if DESCALE:
             scaled *= tl.load(descale + key_head)
         y = tl.zeros([TILE, BLOCK_H], tl.float32)
-        y = products(k, q.to(query.dtype.element_ty), y, UPCAST)
+        y = products(k, q, y, UPCAST)
         y = scaled_logits(y, scaled, soft_cap, SOFT_CAP)
         mine = (first + lane)[:, None] == every[None, :]
         of_group = tl.sum(tl.where(mine, lse[None, :], 0.0), 1)
@@ -120,7 +121,7 @@ def told(
 @triton.jit(do_not_specialize=["count_rows", "layers", "first_layer"])
 def head_mean(
     logits, mean_keys, mean_maxima, hubs, per_head, rows, block_ptr, base, slots, query, keys,
-    addresses, kept_query, head_table, factor, soft_cap, stride_kh, stride_hubs, longest,
+    addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs, longest,
     count_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -197,16 +198,15 @@ def head_mean(
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
                 for number in range(slot, after_slot):
                     layer = tl.full([], 0, tl.int64) + number
-                    layer_keys, descale = layer_inputs(addresses, layer, keys)
+                    of_query, of_keys, descale = layer_inputs(addresses, layer, query, keys)
                     lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
-                    queries = kept_query + layer * max_rows * (HEADS * HEAD_DIM)
                     largest = tl.full([TILE], float("-inf"), tl.float32)
                     for tile in range(first_tile, first_tile + TILES):
                         p = mean_again(
-                            row, newest, tile * TILE + lane, real, query, queries, layer_keys,
-                            head_table, descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS,
-                            ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
-                            UPCAST,
+                            row, newest, tile * TILE + lane, real, of_query, of_keys, head_table,
+                            descale, lse, factor, soft_cap, stride_qr, stride_qh, stride_kh,
+                            STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE,
+                            SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                         largest = told(
                             p, largest, tile, row, block, position, real, lane,

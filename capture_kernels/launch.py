@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from .errors import OptionError
 
 # A product of matrices has 8 columns or more; with more than 32, accumulators fill registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32
+LARGEST_HEAD_DIM = 256
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
@@ -33,9 +35,10 @@ def check_layer(
     max_rows: int, max_length: int, head_dim: int, scale: float, soft_cap: float | None, window: int
 ) -> None:
     """OptionError for a layer or a plan of a size that no kernel can take."""
-    if head_dim > 256:
+    if head_dim > LARGEST_HEAD_DIM:
         raise OptionError(
-            f"head_dim {head_dim} is not supported: 256 at most, and no MLA (latent keys)"
+            f"head_dim {head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no MLA (latent "
+            "keys)"
         )
     if max_rows < 1 or max_length < 1 or head_dim < 1:
         raise OptionError("max_rows, max_length and head_dim must be 1 or more")
@@ -51,6 +54,11 @@ class HeadGroups:
     On the device: `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and
     the query heads, then -1. A key head with many query heads has several groups. And `heads`
     int32[2, count]: the query head, and the key head that it reads.
+
+    Attributes:
+        count: how many heads are chosen.
+        block: how many a group has room for.
+        a_key_head: how many of the layer's query heads read one key head.
     """
 
     def __init__(
@@ -64,19 +72,38 @@ class HeadGroups:
             if not groups or full or groups[-1][0] // per_key != head // per_key:
                 groups.append([])
             groups[-1].append(head)
-        self.count, self.key_heads = len(order), key_heads
+        self.count, self.key_heads, self.a_key_head = len(order), key_heads, per_key
         self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
-        lines, before = [], 0
-        for group in groups:
-            padding = [-1] * (self.block - len(group))
-            lines.append([group[0] // per_key, before, *group, *padding])
-            before += len(group)
-        self.table = torch.tensor(lines, dtype=torch.int32, device=device)
+        self._groups, self._device = groups, device
+        self.table = self._table(groups)
         pairs = [order, [head // per_key for head in order]]
         self.heads = torch.tensor(pairs, dtype=torch.int32, device=device)
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self._groups)
+
+    def joined(self, most: int) -> tuple[int, Tensor]:
+        """How many neighbouring key heads, a power of two and `most` at most, have room in every
+        group together; and `table` of such groups, each with the first of its key heads."""
+        together, groups = 1, self._groups
+        while 2 * together <= most and len(self._groups) % (2 * together) == 0:
+            pairs = list(zip(groups[::2], groups[1::2], strict=True))
+            if not all(self._are_neighbours(*pair, together) for pair in pairs):
+                break
+            together, groups = 2 * together, [one + other for one, other in pairs]
+        return together, self._table(groups)
+
+    def _are_neighbours(self, one: list[int], other: list[int], together: int) -> bool:
+        room = len(one) + len(other) <= self.block
+        return room and other[0] // self.a_key_head == one[0] // self.a_key_head + together
+
+    def _table(self, groups: list[list[int]]) -> Tensor:
+        lines, before = [], 0
+        for group in groups:
+            padding = [-1] * (self.block - len(group))
+            lines.append([group[0] // self.a_key_head, before, *group, *padding])
+            before += len(group)
+        return torch.tensor(lines, dtype=torch.int32, device=self._device)
 
 
 def check(tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype]) -> None:
@@ -99,6 +126,12 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def overlaps() -> bool:
+    """Whether a kernel may begin while the one before it still runs: "programmatic dependent
+    launch", from Hopper on."""
+    return not interpreted() and driver.active.get_current_target().arch >= 90
 
 
 def interpreted() -> bool:

@@ -69,8 +69,8 @@ def put_in(best, packed, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def look_again(
     waiting, found, doubts, candidates, logits, positions, tops, masses, per_head, rows, block_ptr,
-    program_ptr, base, slots, heads, keys, addresses, kept_query, factor, soft_cap, stride_kh,
-    count_rows, programs, logit_blocks, max_rows, first_layer,
+    program_ptr, base, slots, heads, query, keys, addresses, factor, soft_cap, stride_qr, stride_qh,
+    stride_kh, count_rows, programs, logit_blocks, max_rows, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -80,14 +80,13 @@ def look_again(
     CLASSES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    LOGITS_KEPT: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
 ):  # fmt: skip
     """The top k of heads of which some classes may have more than the two keys that were kept."""
     BLOCK: tl.constexpr = TILE * TILES
-    # Keys that are read at a time.
-    KEYS: tl.constexpr = 128
     for turn in range(tl.program_id(0), tl.load(waiting), tl.num_programs(0)):
         item = tl.load(waiting + 1 + turn)
         number, row = item % HEADS, item // HEADS % count_rows
@@ -95,9 +94,10 @@ def look_again(
         begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
         position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + position
-        layer_keys, descale = layer_inputs(addresses, slot, keys)
-        key_head = tl.load(heads + HEADS + number)
-        of_keys = layer_keys + key_head.to(tl.int64) * stride_kh
+        of_query, of_keys, descale = layer_inputs(addresses, slot, query, keys)
+        head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
+        of_query += row.to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qh
+        of_keys += key_head.to(tl.int64) * stride_kh
         scaled = factor
         if DESCALE:
             scaled *= tl.load(descale + key_head)
@@ -113,7 +113,7 @@ def look_again(
             at = of_stretches + program.to(tl.int64) * HEADS
             known = lower_half(tl.load(candidates + at * (2 * CLASSES) + which))
             count = (after - block) * (TILES * (TILE // CLASSES))
-            if not QUERIES:
+            if LOGITS_KEPT:
                 # All are in the scratch, but for those that a row longer than planned has pushed
                 # out: their top k is not told.
                 count = tl.where(end <= logit_blocks, count, 0)
@@ -121,16 +121,15 @@ def look_again(
                 n = skip + tl.arange(0, KEYS)
                 unknown = (n < count) & (n != (known & 0xFFFF)) & (n != ((known >> 16) & 0xFFFF))
                 distance = distance_of(block, n, which, TILE, TILES, CLASSES)
-                if QUERIES:
-                    x = key_logits(
-                        tl.where(unknown, distance, -1), real, newest,
-                        kept_query + in_slot * HEAD_DIM, of_keys, scaled, soft_cap, STRIDE_KS,
-                        HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
-                    )  # fmt: skip
-                else:
+                if LOGITS_KEPT:
                     of_block = (slot * logit_blocks + begin + distance // BLOCK) * HEADS + number
                     kept = logits + of_block * BLOCK + distance % BLOCK
                     x = tl.load(kept, mask=unknown, other=float("-inf"))
+                else:
+                    x = key_logits(
+                        tl.where(unknown, distance, -1), real, newest, of_query, of_keys, scaled,
+                        soft_cap, STRIDE_KS, HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
+                    )  # fmt: skip
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
                 best = put_in(best, packed, SIZE)
             # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.
@@ -139,7 +138,7 @@ def look_again(
         place = (first_layer.to(tl.int64) * max_rows) * HEADS + in_slot
         logsumexp = tl.zeros([1], tl.float32) + tl.load(per_head + place * 32 + LOGSUMEXP)
         best = largest_of(best, SIZE, SIZE)
-        if not QUERIES:
+        if LOGITS_KEPT:
             best = tl.where(end <= logit_blocks, best, NOTHING)
         write_top(best, place, position, logsumexp, positions, tops, masses, K, SIZE, False)
 
@@ -153,9 +152,9 @@ def is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks):
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])
 def select_again(
-    looked_at, lists, per_head, rows, block_ptr, base, slots, query, keys, addresses, kept_query,
-    head_table, factor, soft_cap, stride_kh, count_rows, logit_blocks, max_blocks, max_rows,
-    first_layer,
+    looked_at, lists, per_head, rows, block_ptr, base, slots, query, keys, addresses, head_table,
+    factor, soft_cap, stride_qr, stride_qh, stride_kh, count_rows, logit_blocks, max_blocks,
+    max_rows, first_layer,
     STRIDE_KS: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -176,8 +175,7 @@ def select_again(
     if is_read_again(rows, block_ptr, row, count_rows, logit_blocks, max_blocks):
         real = tl.load(rows + 2 * count_rows + row)
         newest = slots + tl.load(base + row) + tl.load(rows + row)
-        layer_keys, descale = layer_inputs(addresses, slot, keys)
-        queries = kept_query + slot.to(tl.int64) * max_rows * (HEADS * HEAD_DIM)
+        of_query, of_keys, descale = layer_inputs(addresses, slot, query, keys)
         in_answer = (first_layer + slot).to(tl.int64) * max_rows + row
         lse = shares(per_head, in_answer, HEADS, ALL_HEADS)
         place = slot.to(tl.int64) * max_rows + row
@@ -188,9 +186,10 @@ def select_again(
                 for tile in range(0, TILES):
                     distance = (block * TILES + tile) * TILE + tl.arange(0, TILE)
                     x = mean_again(
-                        row, newest, distance, real, query, queries, layer_keys, head_table,
-                        descale, lse, factor, soft_cap, stride_kh, STRIDE_KS, HEADS, ALL_HEADS,
-                        GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                        row, newest, distance, real, of_query, of_keys, head_table, descale, lse,
+                        factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
+                        ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
+                        UPCAST,
                     )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (place * SHARES + split) * SIZE + tl.arange(0, SIZE)

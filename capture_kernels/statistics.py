@@ -4,7 +4,7 @@ Mathematics: `decode_pass`, and `finish` for what stands in each column.
 
 Tensors (L layers, A of them finished at once, R rows, H chosen query heads in ascending order):
     partial   float32[A, programs + R, H, 36]  range masses, m, L and S of each stretch
-    addresses int64[A, 4]                   of a layer's keys, their scales and learned sinks
+    addresses int64[A, 4]                   of a layer's keys, their scales, learned sinks, queries
     per_head  float32[L, R, H, 32]          0..15 log2 bins; 16..23 relative places; 24 mass at
                                             d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy;
                                             28 whether a key is visible, 1 or 0; 29 logsumexp
@@ -29,12 +29,14 @@ from .finish import finish
 from .launch import (
     FLOAT8_TYPES,
     FLOAT32,
+    LARGEST_HEAD_DIM,
     QUERY_TYPES,
     HeadGroups,
     check,
     check_layer,
     interpreted,
     launch,
+    overlaps,
     processors,
 )
 from .schedule import PageTable, Schedule
@@ -93,9 +95,11 @@ class StatisticsPlan:
     """Buffers and grids for the captured layers of one kind; a step is `schedule`, then `run` for
     each layer in turn.
 
-    A run is one launch, a pass over the layer's keys. What the pass leaves is finished for as many
-    layers at once as the scratch has room for, and at the latest with the last one. A step
-    allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
+    A run launches nothing but notes the layer. As many layers as the scratch has room for are
+    looked at together, and at the latest with the last one: a pass over the keys of each, which
+    from Hopper on begins while the one before it still runs, so that memory is never idle between
+    them, and then what finishes all. A step allocates nothing, copies nothing and waits for
+    nothing, so that a CUDA graph can hold it.
 
     Args:
         layers: how many layers a step has.
@@ -127,6 +131,7 @@ class StatisticsPlan:
     """
 
     all_keys = False  # whether keys are read that no fingerprint describes
+    passes_wait = True  # to be launched together
 
     def __init__(
         self,
@@ -162,9 +167,14 @@ class StatisticsPlan:
         count, has_mean = processors(self.device), bool(mean_top_k) or hubs
         small = count * SMALL.programs_a_processor / len(self.groups) / max_rows
         largest_k, block = max(top_k, mean_top_k), self.groups.block
-        self.tuning = tuning or tuning_for(largest_k, has_mean, head_dim, block, max_length, small)
+        together = 1 if self.all_keys else self.groups.joined(LARGEST_HEAD_DIM // head_dim)[0]
+        self.tuning = tuning or tuning_for(
+            largest_k, has_mean, head_dim, block, max_length, small, together > 1
+        )
+        together = min(together, self.tuning.key_heads)
+        self.key_heads, self.pass_table = self.groups.joined(together)
         spread = count * self.tuning.programs_a_processor
-        self.programs = programs or max(1, spread // len(self.groups))
+        self.programs = programs or max(1, spread // len(self.pass_table))
         tile = self.tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
@@ -190,7 +200,6 @@ class StatisticsPlan:
             max_rows=max_rows,
             max_length=max_length,
             groups=self.groups,
-            head_dim=head_dim,
             block_keys=self.block_keys,
             tile=tile,
             programs=self.programs,
@@ -208,12 +217,11 @@ class StatisticsPlan:
         self.per_head = self._floats(layers, max_rows, count, COLUMNS)
         self.mean = self._floats(layers, max_rows, COLUMNS)
         self._hubs: Tensor | None = None
-        # Of this step, the layers that have run, and those of them that are finished.
-        self._ran = self._finished = 0
+        # Of this step, how many layers have run; what the passes of those that are not finished
+        # are launched with, and so their inputs; and of what kind these are.
+        self._ran = 0
+        self._unfinished: list[dict[str, Any]] = []
         self._kind: tuple[Any, ...] = ()
-        self._step: dict[str, Any] = {}
-        # Alive until their layer is finished.
-        self._inputs: list[tuple[Tensor | None, ...]] = []
         self._slots = [
             {**self.top.slots[slot], "partial": self.partial[slot], "addresses": address}
             for slot, address in enumerate(self.addresses)
@@ -252,8 +260,8 @@ class StatisticsPlan:
                 raise OptionError("hubs must have memory of its own for each row")
         self.steps.run(table, enabled=enabled, live=live)
         # Layers of the last step that were never finished are given up.
-        self._hubs, self._ran, self._finished = hubs, 0, 0
-        self._inputs.clear()
+        self._hubs, self._ran = hubs, 0
+        self._unfinished.clear()
 
     def run(
         self,
@@ -265,8 +273,8 @@ class StatisticsPlan:
     ) -> None:
         """Take the statistics of the scheduled rows in the step's next layer.
 
-        The query is free when the run is over; the others must keep what they hold until the layer
-        is finished.
+        All tensors must keep what they hold until the layer is finished; `finish` does so at once.
+        Memory that torch manages is not let go of before that.
 
         Args:
             query: float16, bfloat16 or float32[R, heads, head_dim], the last axis contiguous.
@@ -279,27 +287,27 @@ class StatisticsPlan:
         Raises:
             OptionError: shapes or types that do not fit the plan, or more layers than it has.
         """
-        self.launch_pass(query, keys, descale, sinks)
+        self.next_layer(query, keys, descale, sinks)
         self.finish_if_full()
 
     def finish(self) -> None:
         """Finish the layers that have run; the last of a step does so by itself."""
-        layers, first = self._ran - self._finished, self._finished
-        if not layers:
+        unfinished, self._unfinished = self._unfinished, []
+        layers = len(unfinished)
+        if not layers or not self.steps.rows:
             return
-        self._finished = self._ran
-        if not self.steps.rows:
-            self._inputs.clear()
-            return
+        if self.passes_wait:
+            for number, each in enumerate(unfinished):
+                self.launch_pass(each, overlaps(), number > 0)
         step = {
-            **self._step,
+            **unfinished[-1],
             **self.top.arguments,
             "partial": self.partial,
             "addresses": self.addresses,
             "arrived": self.arrived,
             "per_head": self.per_head,
             "mean": self.mean,
-            "first_layer": first,
+            "first_layer": self._ran - layers,
             "max_rows": self.steps.max_rows,
         }
         # A larger top k is more than the registers of one warp hold.
@@ -319,7 +327,6 @@ class StatisticsPlan:
             maxnreg=registers if warps == 1 else None,
         )
         self.top.look(step, layers, self._hubs)
-        self._inputs.clear()
 
     def answer(self, layer: int = 0) -> Statistics:
         """What was found in a layer of this step: views. Finishes what has run.
@@ -337,7 +344,7 @@ class StatisticsPlan:
             self.per_head[layer, :rows], self.mean[layer, :rows], self.top.answer(layer, rows)
         )
 
-    def launch_pass(
+    def next_layer(
         self,
         query: Tensor,
         keys: Tensor,
@@ -347,8 +354,8 @@ class StatisticsPlan:
         partial_values: Tensor | None = None,
         statistics: bool = True,
     ) -> dict[str, Any]:
-        """Launch `decode_pass` on checked tensors; returns what a kernel after it is launched with
-        as well. With statistics, the layer is finished sooner or later."""
+        """What `decode_pass`, and a kernel after it, are launched with, after a check of all. With
+        statistics, the layer is finished sooner or later."""
         heads, depth = self.query_heads, self.head_dim
         check(query, "query", [self.steps.rows, heads, depth], QUERY_TYPES)
         key_types = {query.dtype, *FLOAT8_TYPES}
@@ -363,10 +370,9 @@ class StatisticsPlan:
                 "next step"
             )
         steps, groups, absent = self.steps, self.groups, self.partial
-        first_dims, rest_dims = split_dims(depth)
+        first_dims, rest_dims = split_dims(self.key_heads * depth)
         value_dim = 0 if values is None else values.shape[2]
         tile = self.tuning.tile
-        stages = self.tuning.stages_of(tile * (depth + value_dim) * keys.itemsize)
         step = {
             "query": query,
             "keys": keys,
@@ -392,6 +398,8 @@ class StatisticsPlan:
             "STRIDE_KS": keys.stride(0),
             "STRIDE_VS": 0 if values is None else values.stride(0),
             "HEADS": groups.count,
+            "A_KEY_HEAD": groups.a_key_head,
+            "KEY_HEADS": self.key_heads,
             "ALL_HEADS": triton.next_power_of_2(groups.count),
             "GROUPS": len(groups),
             "BLOCK_H": groups.block,
@@ -412,28 +420,35 @@ class StatisticsPlan:
             "HAS_SINKS": sinks is not None,
             "UPCAST": interpreted() or query.dtype == torch.float32,
         }
-        aligned = keys.data_ptr() % 16
-        kind = (query.dtype, keys.dtype, keys.stride(), aligned, descale is None, sinks is None)
+        tensors = [(each.dtype, each.stride(), each.data_ptr() % 16) for each in (query, keys)]
+        kind = (*tensors, descale is None, sinks is None)
         if kind != self._kind:
             # One launch finishes layers of one kind.
             self.finish()
-        slot = self._ran - self._finished
-        step |= self._slots[slot]
-        launch(
-            decode_pass,
-            (len(groups), self.programs),
-            step,
-            num_warps=self.tuning.warps,
-            num_stages=stages,
-        )
+        step |= self._slots[len(self._unfinished)]
         if statistics:
-            self._kind, self._step = kind, step
-            self._inputs.append((keys, descale, sinks))
+            self._kind = kind
+            self._unfinished.append(step)
             self._ran += 1
         return step
 
+    def launch_pass(self, step: dict[str, Any], overlaps: bool, follows: bool) -> None:
+        """Launch `decode_pass`; it may overlap the kernel before it, if this is a pass of the same
+        step that it follows, or else the launch of it."""
+        depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
+        launch(
+            decode_pass,
+            (len(self.pass_table), self.programs),
+            {**step, "head_table": self.pass_table},
+            follows=int(follows),
+            OVERLAPS=overlaps,
+            num_warps=self.tuning.warps,
+            num_stages=self.tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),
+            **({"launch_pdl": True} if overlaps else {}),
+        )
+
     def finish_if_full(self) -> None:
-        if self._ran - self._finished == self.top.at_once or self._ran == self.layers:
+        if len(self._unfinished) == self.top.at_once or self._ran == self.layers:
             self.finish()
 
 

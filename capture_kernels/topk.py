@@ -30,7 +30,6 @@ classes, N keys in a block; K rounded up to a power of two):
     logits       float32[A, logit_blocks, H, N]  -inf where a key is not real
     mean_keys    float32[A, logit_blocks, N]     p_d, -inf where a key is not real
     mean_maxima  float32[A, max_blocks]          of p_d of each block
-    kept_query   float32[A, R, H, head_dim]      queries of the chosen heads
     looked_at    int32[A, R, K]                  the first K blocks of a row's head mean, or -1
     lists        int64[A, R, splits, K]          the top k of each share of these blocks
 """
@@ -53,8 +52,9 @@ from .read_again import look_again, merge_shares, select_again
 LARGEST_K = 64
 # Programs that share the chosen blocks of one row's head mean where it is made again.
 SPLITS = 8
-# Programs a processor of the GPU that look at heads again.
-AGAIN_PROGRAMS = 8
+# Programs a processor of the GPU that look at heads again, their warps, and how many keys they read
+# at a time.
+AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_KEYS = 16, 2, 64
 # Classes of a row for each key of its top k: of so many, few have three of the top k.
 CLASSES_A_KEY, LEAST_CLASSES = 6, 16
 # Numbers that a search begins with, at most.
@@ -86,7 +86,6 @@ class TopKPlan:
         max_rows: the most rows of a step.
         max_length: the most keys of a row.
         groups: the chosen query heads.
-        head_dim: the size of a query.
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
         programs: how many programs share a key head's blocks.
@@ -115,7 +114,6 @@ class TopKPlan:
         max_rows: int,
         max_length: int,
         groups: HeadGroups,
-        head_dim: int,
         block_keys: int,
         tile: int,
         programs: int,
@@ -139,8 +137,6 @@ class TopKPlan:
         logit_bytes = block_keys * (groups.count + bool(mean_k)) * 4
         self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
         self._mean_again = has_mean and self.logit_blocks < blocks
-        # Where all logits are kept, no key is read again.
-        has_queries = self._mean_again if has_mean else bool(k)
         self._classes = self._parts = 0
         if k:
             stretches = 1 + programs / max_rows
@@ -168,7 +164,6 @@ class TopKPlan:
             "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
-            "kept_query": ((max_rows * has_queries, groups.count, head_dim), torch.float32),
             "looked_at": ((mean_lists,), torch.int32),
             "lists": ((mean_lists * SPLITS,), torch.int64),
         }
@@ -197,9 +192,10 @@ class TopKPlan:
             "CLASSES": self._classes,
             "PARTS": self._parts,
             "LOGITS": has_mean,
-            "QUERIES": has_queries,
+            # Where all logits are kept, no key is read again.
+            "LOGITS_KEPT": has_mean and not self._mean_again,
         }
-        written = ("candidates", "logits", "kept_query")
+        written = ("candidates", "logits")
         self.slots = [
             {
                 **sizes,
@@ -254,7 +250,7 @@ class TopKPlan:
         if self.k:
             heads = layers * step["count_rows"] * self._heads
             programs = min(heads, AGAIN_PROGRAMS * processors(self._device))
-            launch(look_again, (programs,), step, num_warps=4)
+            launch(look_again, (programs,), step, KEYS=AGAIN_KEYS, num_warps=AGAIN_WARPS)
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}

@@ -18,6 +18,7 @@ class Tuning(NamedTuple):
     warps: int = 2
     stages: int = 5
     programs_a_processor: int = 4
+    key_heads: int = 1  # whose keys are one product's, at most
 
     def stages_of(self, tile_bytes: int) -> int:
         """Stages that have room where a tile of keys, and values, takes so much shared memory."""
@@ -26,6 +27,10 @@ class Tuning(NamedTuple):
         return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
 
 
+# Of small heads two make up a product together, where their query heads have room in it: half as
+# much is done for each byte that is read.
+PAIRS = Tuning(programs_a_processor=2, key_heads=2)
+LARGEST_OF_PAIRS = 96
 # Smaller programs begin and end sooner. More heads on a key head take more threads: of what is kept
 # of each place and head, few have room in the registers of one.
 SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
@@ -42,16 +47,24 @@ LONGEST_IN_SMALL = 1 << 17
 
 
 def tuning_for(
-    top_k: int, has_mean: bool, head_dim: int, block_h: int, max_length: int, programs_a_row: float
+    top_k: int,
+    has_mean: bool,
+    head_dim: int,
+    block_h: int,
+    max_length: int,
+    programs_a_row: float,
+    pairs: bool,
 ) -> Tuning:
     """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
-    and so many small programs would have a row."""
+    so many small programs would have a row, and `pairs` of key heads may be looked at together."""
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
         chosen = MANY_HEADS_TOP
     elif block_h == LARGEST_GROUP:
         chosen = MANY_HEADS
+    elif pairs and block_h == LEAST_GROUP and head_dim <= LARGEST_OF_PAIRS and not has_mean:
+        chosen = PAIRS
     elif head_dim > 128 or not (top_k or has_mean):
         chosen = SMALL
     else:

@@ -177,6 +177,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside head_dim 256": lambda: beside(head_dim=256),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
+    "heads, head_dim 80, top 16": lambda: beside(head_dim=80, top_k=16),
     "heads, top 3": lambda: beside(top_k=3),
     "heads, top 16": lambda: beside(top_k=16),
     "heads, top 16, small programs": lambda: beside(top_k=16, tuning=SMALL),

@@ -20,6 +20,7 @@ LOOP_BUDGET = {
     "beside head_dim 80": 700,
     "beside head_dim 256": 800,
     "top 16": 800,
+    "heads, head_dim 80, top 16": 850,
     "heads, top 16": 750,
     "heads, top 16, small programs": 750,
     "float8, top 16": 850,

@@ -24,10 +24,11 @@ from capture_kernels.fingerprint import (  # noqa: E402
     log2_bins,
     place_bins,
 )
+from capture_kernels.launch import HeadGroups  # noqa: E402
 from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.schedule import PageTable  # noqa: E402
 from capture_kernels.statistics import StatisticsPlan  # noqa: E402
-from capture_kernels.tuning import Tuning  # noqa: E402
+from capture_kernels.tuning import PAIRS, Tuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
@@ -152,9 +153,10 @@ def assert_statistics(found, truth):
     assert_close(np.stack(bands, axis=-1), truth.bands, **MASSES)
 
 
-def check(case, *, programs=3, max_length=1000, enabled=None, **options):
+def check(case, *, programs=3, max_length=1000, tuning=None, enabled=None, **options):
     """The kernels' statistics of a case, once they are the truth's."""
-    found = measure(case, programs=programs, max_length=max_length, enabled=enabled, **options)
+    plan = {"programs": programs, "max_length": max_length, "tuning": tuning}
+    found = measure(case, enabled=enabled, **plan, **options)
     truth = reference(case, **options)
     if enabled is not None:
         truth = truth.of_asked(enabled[: case.live].cpu().numpy() != 0)
@@ -686,6 +688,73 @@ def test_tensors_that_do_not_fit_a_plan_are_refused(change):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("shape", "paged", "options"),
+    [
+        pytest.param((8, 8, 40), {"padding_rows": 1}, {}, id="one query head a key head"),
+        pytest.param((16, 4, 24), {}, {"chosen": [1, 4, 6, 7, 8, 13]}, id="some heads"),
+        pytest.param((6, 6, 33), {}, {"window": 50}, id="a number of key heads that is no power"),
+        pytest.param(
+            (8, 4, 64),
+            {"dtype": torch.float8_e4m3fn, "descale": [0.5, 2.0, 1.0, 3.0]},
+            {"sinks": torch.arange(8.0, device=DEVICE)},
+            id="float8",
+        ),
+    ],
+)
+def test_key_heads_may_be_looked_at_together(together, shape, paged, options):
+    case = paged_case([1, 70, 0, 200], *shape, **paged)
+    check(case, tuning=PAIRS._replace(key_heads=together), **options)
+
+
+def test_key_heads_lie_anywhere_when_they_are_looked_at_together():
+    case = paged_case([90, 5], 4, 4, 16)
+    wide = torch.full((len(case.k_cache), 4, 40), torch.nan, dtype=torch.float16, device=DEVICE)
+    wide[..., 8:24] = case.k_cache
+    for keys in (wide[..., 8:24], case.k_cache.transpose(0, 1).contiguous().transpose(0, 1)):
+        check(replace(case, k_cache=keys), tuning=PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "chosen", "most", "together", "table"),
+    [
+        (8, 4, None, 2, 2, [[0, 0, 0, 1, 2, 3], [2, 4, 4, 5, 6, 7]]),
+        (8, 4, None, 3, 2, [[0, 0, 0, 1, 2, 3], [2, 4, 4, 5, 6, 7]]),
+        (4, 4, None, 8, 4, [[0, 0, 0, 1, 2, 3]]),
+        # The second and third have no room together, and no fourth stands beside a third.
+        (12, 3, None, 2, 1, [[0, 0, 0, 1, 2, 3], [1, 4, 4, 5, 6, 7], [2, 8, 8, 9, 10, 11]]),
+        (32, 2, None, 2, 1, [[0, 0, *range(16)], [1, 16, *range(16, 32)]]),
+        # No chosen head reads key head 1.
+        (8, 4, [0, 1, 4, 7], 2, 1, [[0, 0, 0, 1], [2, 2, 4], [3, 3, 7]]),
+        (8, 4, [0, 4], 2, 1, [[0, 0, 0], [2, 1, 4]]),
+        (8, 4, [1, 2, 4, 7], 2, 2, [[0, 0, 1, 2], [2, 2, 4, 7]]),
+    ],
+)
+def test_neighbouring_key_heads_are_joined_where_all_are_chosen_and_have_room(
+    heads, key_heads, chosen, most, together, table
+):
+    groups = HeadGroups(heads, key_heads, chosen, torch.device(DEVICE))
+    found, joined = groups.joined(most)
+    width = 2 + groups.block
+    assert found == together
+    assert joined.tolist() == [[*line, *[-1] * (width - len(line))] for line in table]
+
+
+def test_a_layer_that_is_finished_needs_its_inputs_no_more():
+    case = paged_case([90, 5], 4, 2, 16)
+    plan = plan_for(case, layers=2)
+    plan.schedule(page_table(case))
+    inputs = [case.queries.clone(), case.k_cache.clone()]
+    plan.run(*inputs)
+    plan.finish()
+    for each in inputs:
+        each.fill_(torch.nan)
+    plan.run(case.queries, case.k_cache)
+    for layer in (0, 1):
+        assert_statistics(plan.answer(layer), reference(case))
+
+
 # From here on: what only a device can show.
 
 
@@ -765,15 +834,49 @@ def test_a_graph_follows_the_lengths_of_each_step():
 
 @pytest.mark.gpu
 @needs_gpu
+def test_passes_that_overlap_wait_for_what_makes_their_inputs():
+    case = paged_case([700, 64, 2000, 1] * 8, 8, 2, 128, dtype=torch.bfloat16)
+    layers = 6
+    plan = plan_for(case, programs=None, max_length=2000, layers=layers, top_k=16)
+    alone = plan_for(case, programs=None, max_length=2000, top_k=16)
+    random = torch.Generator(DEVICE).manual_seed(0)
+    keys = [case.k_cache.clone() for _ in range(layers)]
+    queries = [case.queries.clone() for _ in range(layers)]
+    for _ in range(10):
+        made = torch.randn(layers, *case.queries.shape, generator=random, device=DEVICE)
+        torch.cuda.synchronize()
+        # Long before it is over, all launches of the step are queued.
+        torch.cuda._sleep(10_000_000)
+        plan.schedule(page_table(case))
+        for layer in range(layers):
+            keys[layer].copy_(case.k_cache.roll(layer, -1))
+            queries[layer].copy_(made[layer])
+            plan.run(queries[layer], keys[layer])
+        found = [plan.answer(layer) for layer in range(layers)]
+        # What comes after a step may write over its inputs.
+        for each in (*keys, *queries):
+            each.fill_(torch.nan)
+        for layer in range(layers):
+            alone.schedule(page_table(case))
+            alone.run(made[layer].to(case.queries.dtype), case.k_cache.roll(layer, -1))
+            expected = alone.answer()
+            assert torch.equal(found[layer].per_head, expected.per_head)
+            assert torch.equal(found[layer].top.positions, expected.top.positions)
+            assert torch.equal(found[layer].top.logits, expected.top.logits)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(
     ("lengths", "shape", "dtype", "descale"),
     [
         ([8192, 8192, 4097, 33], (32, 8, 128), torch.bfloat16, None),
         ([8192, 100], (32, 8, 128), torch.float16, None),
         ([8192, 100], (32, 8, 128), torch.float8_e4m3fn, 0.5),
+        ([8192, 100], (32, 8, 80), torch.bfloat16, None),
         ([100_000], (8, 2, 128), torch.bfloat16, None),
     ],
-    ids=["bf16", "fp16", "fp8", "100K"],
+    ids=["bf16", "fp16", "fp8", "pairs", "100K"],
 )
 def test_long_rows_agree_with_the_reference(lengths, shape, dtype, descale):
     case = paged_case(lengths, *shape, dtype=dtype, size=3.0, descale=descale)
@@ -788,7 +891,8 @@ def test_key_heads_far_apart_are_addressed_in_64_bits():
     memory = torch.empty(key_heads, slots, depth, dtype=torch.float16, device=DEVICE)
     case = paged_case([9, 3], key_heads, key_heads, depth)
     memory[:, : len(case.k_cache)] = case.k_cache.transpose(0, 1)
-    check(replace(case, k_cache=memory.transpose(0, 1)))
+    for tuning in (None, PAIRS):
+        check(replace(case, k_cache=memory.transpose(0, 1)), tuning=tuning)
 
 
 def test_a_row_longer_than_planned_is_left_out_and_its_neighbours_are_not():

@@ -53,13 +53,11 @@ def bytes_a_layer(case, **options):
 
 
 def run_steps(plan, case, layers, hubs=None, enabled=None):
-    """A step whose queries are gone as soon as they have been taken, and of whose other inputs the
-    plan alone knows."""
+    """A step of whose inputs the plan alone knows."""
     plan.schedule(page_table(case), live=live_rows(case), enabled=enabled, hubs=hubs)
     for query, keys, inputs in layers:
-        gone = query.clone()
-        plan.run(gone, keys.clone(), **{name: each.clone() for name, each in inputs.items()})
-        gone.fill_(torch.nan)
+        others = {name: each.clone() for name, each in inputs.items()}
+        plan.run(query.clone(), keys.clone(), **others)
 
 
 def tensors_of(statistics):
