@@ -12,9 +12,15 @@ e is given to it as the sum of two bfloat16, good to 17 bits. With values the sa
 ordinary attention: o = sum e_d v_d.
 
 For a top k of heads it keeps the largest logits of each place of the tile (`candidates`), and for
-that of their mean it writes all logits (`topk`). A layer may be finished after the passes of others
-(`statistics`): where keys may be read again it keeps the queries, which an engine does not, and it
-notes where keys, their scales and learned sinks are.
+that of their mean it writes all logits (`topk`). A layer is finished after the passes of others
+(`statistics`), and so the pass notes where its inputs are.
+
+Several key heads may be looked at together: a key is then the dims of all of these, one after
+another, and the query of a head is 0 but for those of its own key head. A product has 8 columns at
+least, which the query heads of one key head seldom fill.
+
+Where passes overlap, one begins as soon as all programs of the one before it have begun, and ends
+after it. Passes of a step need nothing of each other.
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.
@@ -178,7 +184,7 @@ def decode_pass(
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
     HEADS: tl.constexpr,
-    A_KEY_HEAD: tl.constexpr,
+    QUERIES_A_KEY: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -218,7 +224,7 @@ def decode_pass(
     head = tl.load(of_key_head + 2 + lane_h)
     chosen = head >= 0
     # What is not known to be 0 fills registers.
-    part = tl.where(chosen, head // A_KEY_HEAD - key_head if KEY_HEADS > 1 else 0, -1)
+    part = tl.where(chosen, head // QUERIES_A_KEY - key_head if KEY_HEADS > 1 else 0, -1)
     out_head = first_head + lane_h
     block = tl.load(program_ptr + program)
     end = tl.load(program_ptr + program + 1)

@@ -142,7 +142,7 @@ class FusedDecodePlan(StatisticsPlan):
         step = self.next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
-        self.launch_pass(step, False, False)
+        self.launch_pass(step, overlaps=False, follows=False)
         if rows:
             launch(
                 merge_values,
@@ -152,7 +152,6 @@ class FusedDecodePlan(StatisticsPlan):
                 output=output,
                 stride_or=output.stride(0),
                 stride_oh=output.stride(1),
-                QUERIES_A_KEY=heads // key_heads,
                 VALUE_DESCALE=value_descale is not None,
                 num_warps=1,
             )

@@ -58,7 +58,7 @@ class HeadGroups:
     Attributes:
         count: how many heads are chosen.
         block: how many a group has room for.
-        a_key_head: how many of the layer's query heads read one key head.
+        queries_a_key: how many of the layer's query heads read one key head.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HeadGroups:
             if not groups or full or groups[-1][0] // per_key != head // per_key:
                 groups.append([])
             groups[-1].append(head)
-        self.count, self.key_heads, self.a_key_head = len(order), key_heads, per_key
+        self.count, self.key_heads, self.queries_a_key = len(order), key_heads, per_key
         self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
         self._groups, self._device = groups, device
         self.table = self._table(groups)
@@ -95,13 +95,13 @@ class HeadGroups:
 
     def _are_neighbours(self, one: list[int], other: list[int], together: int) -> bool:
         room = len(one) + len(other) <= self.block
-        return room and other[0] // self.a_key_head == one[0] // self.a_key_head + together
+        return room and other[0] // self.queries_a_key == one[0] // self.queries_a_key + together
 
     def _table(self, groups: list[list[int]]) -> Tensor:
         lines, before = [], 0
         for group in groups:
             padding = [-1] * (self.block - len(group))
-            lines.append([group[0] // self.a_key_head, before, *group, *padding])
+            lines.append([group[0] // self.queries_a_key, before, *group, *padding])
             before += len(group)
         return torch.tensor(lines, dtype=torch.int32, device=self._device)
 

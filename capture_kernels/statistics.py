@@ -298,7 +298,7 @@ class StatisticsPlan:
             return
         if self.passes_wait:
             for number, each in enumerate(unfinished):
-                self.launch_pass(each, overlaps(), number > 0)
+                self.launch_pass(each, overlaps=overlaps(), follows=number > 0)
         step = {
             **unfinished[-1],
             **self.top.arguments,
@@ -398,7 +398,7 @@ class StatisticsPlan:
             "STRIDE_KS": keys.stride(0),
             "STRIDE_VS": 0 if values is None else values.stride(0),
             "HEADS": groups.count,
-            "A_KEY_HEAD": groups.a_key_head,
+            "QUERIES_A_KEY": groups.queries_a_key,
             "KEY_HEADS": self.key_heads,
             "ALL_HEADS": triton.next_power_of_2(groups.count),
             "GROUPS": len(groups),
@@ -432,9 +432,8 @@ class StatisticsPlan:
             self._ran += 1
         return step
 
-    def launch_pass(self, step: dict[str, Any], overlaps: bool, follows: bool) -> None:
-        """Launch `decode_pass`; it may overlap the kernel before it, if this is a pass of the same
-        step that it follows, or else the launch of it."""
+    def launch_pass(self, step: dict[str, Any], *, overlaps: bool, follows: bool) -> None:
+        """Launch `decode_pass`, which may overlap the pass of the same step that it follows."""
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         launch(
             decode_pass,

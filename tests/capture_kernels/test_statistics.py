@@ -836,33 +836,44 @@ def test_a_graph_follows_the_lengths_of_each_step():
 @needs_gpu
 def test_passes_that_overlap_wait_for_what_makes_their_inputs():
     case = paged_case([700, 64, 2000, 1] * 8, 8, 2, 128, dtype=torch.bfloat16)
-    layers = 6
-    plan = plan_for(case, programs=None, max_length=2000, layers=layers, top_k=16)
-    alone = plan_for(case, programs=None, max_length=2000, top_k=16)
-    random = torch.Generator(DEVICE).manual_seed(0)
-    keys = [case.k_cache.clone() for _ in range(layers)]
-    queries = [case.queries.clone() for _ in range(layers)]
-    for _ in range(10):
-        made = torch.randn(layers, *case.queries.shape, generator=random, device=DEVICE)
-        torch.cuda.synchronize()
-        # Long before it is over, all launches of the step are queued.
-        torch.cuda._sleep(10_000_000)
+    layers, options = 6, {"programs": None, "max_length": 2000, "top_k": 16}
+    plan, alone = plan_for(case, layers=layers, **options), plan_for(case, **options)
+    made = [case.queries.clone() for _ in range(layers)]
+    sources = [case.k_cache.roll(layer, -1) for layer in range(layers)]
+    inputs = [(torch.empty_like(case.queries), torch.empty_like(case.k_cache)) for _ in made]
+
+    def step():
         plan.schedule(page_table(case))
-        for layer in range(layers):
-            keys[layer].copy_(case.k_cache.roll(layer, -1))
-            queries[layer].copy_(made[layer])
-            plan.run(queries[layer], keys[layer])
+        for layer, (query, keys) in enumerate(inputs):
+            keys.copy_(sources[layer])
+            query.copy_(made[layer])
+            plan.run(query, keys)
         found = [plan.answer(layer) for layer in range(layers)]
         # What comes after a step may write over its inputs.
-        for each in (*keys, *queries):
-            each.fill_(torch.nan)
-        for layer in range(layers):
+        for each in inputs:
+            each[0].fill_(torch.nan)
+            each[1].fill_(torch.nan)
+        return found
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for once in (step, graph.replay) * 5:
+        for each in made:
+            each.normal_()
+        torch.cuda.synchronize()
+        # Long before it is over, all launches of the step are queued.
+        torch.cuda._sleep(5_000_000)
+        once()
+        for layer, answer in enumerate(found):
             alone.schedule(page_table(case))
-            alone.run(made[layer].to(case.queries.dtype), case.k_cache.roll(layer, -1))
+            alone.run(made[layer], sources[layer])
             expected = alone.answer()
-            assert torch.equal(found[layer].per_head, expected.per_head)
-            assert torch.equal(found[layer].top.positions, expected.top.positions)
-            assert torch.equal(found[layer].top.logits, expected.top.logits)
+            assert torch.equal(answer.per_head, expected.per_head)
+            assert torch.equal(answer.top.positions, expected.top.positions)
+            assert torch.equal(answer.top.logits, expected.top.logits)
 
 
 @pytest.mark.gpu
