@@ -45,8 +45,9 @@ from capture_kernels.tuning import Tuning
 HEADLINE = Shape()
 # Enough of the slow peers.
 PEER_LAYERS = 8
-# Keys of all layers of a batch in the sweep: many times the L2 cache, but for the smallest.
-SWEEP_BYTES, MOST_SWEEP_LAYERS = 2 << 30, 128
+# A step of the sweep has as many layers as one of the headline where their keys take no more than
+# SWEEP_BYTES, and of small ones so many that they are many times the L2 cache.
+SWEEP_LAYERS, SWEEP_BYTES, LEAST_SWEEP_BYTES, MOST_SWEEP_LAYERS = 32, 16 << 30, 2 << 30, 128
 ASKING = (0, 1, 2, 4, 8, 16, 32)
 # In one graph: a step in which nobody asks is over before a host has launched the next one.
 ASKING_STEPS = 8
@@ -240,7 +241,11 @@ def measure_sweep(
     # By bytes: some shapes read as many.
     sums: dict[int, tuple[Timing, list[str]]] = {}
     for shape in shapes:
-        layers = min(MOST_SWEEP_LAYERS, max(2, math.ceil(SWEEP_BYTES / shape.cache_bytes)))
+        layers = max(
+            2,
+            min(SWEEP_LAYERS, SWEEP_BYTES // shape.cache_bytes),
+            min(MOST_SWEEP_LAYERS, math.ceil(LEAST_SWEEP_BYTES / shape.cache_bytes)),
+        )
         # What making a cache takes beside it, and a row's keys in float64 twice.
         beside = 3 * shape.cache_bytes
         truth = 2 * 8 * shape.context * shape.key_heads * shape.head_dim

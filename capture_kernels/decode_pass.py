@@ -19,9 +19,6 @@ Several key heads may be looked at together: a key is then the dims of all of th
 another, and the query of a head is 0 but for those of its own key head. A product has 8 columns at
 least, which the query heads of one key head seldom fill.
 
-Where passes overlap, one begins as soon as all programs of the one before it have begun, and ends
-after it. Passes of a step need nothing of each other.
-
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.
 """
@@ -30,10 +27,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .candidates import NEIGHBOURS, distance_in_tile, keep_two, write_two
 from .constants import LN_2, LOG2_E, LOWEST, PARTIAL
+from .overlap import begin_pass, end_pass
 
 # Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
 COLUMNS = 32
@@ -133,14 +130,6 @@ def add_products(sums, inside, masses, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def await_earlier(OVERLAPS: tl.constexpr):
-    """What every program ends with, also one that had nothing to do: the kernel after a pass waits
-    for this pass only, and relies on it for all that came before."""
-    if OVERLAPS:
-        gdc_wait()
-
-
-@triton.jit
 def next_due(tile, first, after, TILE: tl.constexpr):
     """The first tile, from `tile` on, after which sums must be told to their ranges: the one whose
     range ends in it or with it, or whose successor holds the end of a range.
@@ -204,12 +193,7 @@ def decode_pass(
     UPCAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        # The first pass waits for whatever was launched before it, and only then lets the next one
-        # begin: what that one reads is there as well.
-        if follows == 0:
-            gdc_wait()
-        gdc_launch_dependents()
+    begin_pass(follows, OVERLAPS)
     program = tl.program_id(1)
     if (program == 0) & (tl.program_id(0) == 0):
         tl.store(addresses, keys.to(tl.int64))
@@ -231,7 +215,7 @@ def decode_pass(
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     if block >= end:
-        await_earlier(OVERLAPS)
+        end_pass(OVERLAPS)
         return
 
     columns = tl.arange(0, 32)
@@ -402,4 +386,4 @@ def decode_pass(
                 mask=chosen[None, :] & (value_dims[:, None] < VALUE_DIM),
             )
         block = stop
-    await_earlier(OVERLAPS)
+    end_pass(OVERLAPS)

@@ -71,13 +71,11 @@ def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr
 
 @triton.jit
 def merge_head(
-    partial, rows, block_ptr, program_ptr, heads, sinks, per_head, mean, arrived, row, number,
-    count_rows,
+    partial, rows, block_ptr, program_ptr, heads, sinks, per_head, row, number, count_rows,
     HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one head; the last head of a row to be merged brings the means. Returns its
-    logsumexp: float32[1]."""
+    """The statistics of one head. Returns its logsumexp: float32[1]."""
     AT_ONCE: tl.constexpr = 8
     c = tl.arange(0, 32)
     begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
@@ -121,11 +119,18 @@ def merge_head(
     out = tl.where(c == LOGSUMEXP, logsumexp, out)
     out = tl.where(c > 29, 0.0, out)
     tl.store(per_head + (row.to(tl.int64) * HEADS + number) * 32 + c, out)
+    return logsumexp
 
-    # All threads have written before one of them counts.
+
+@triton.jit
+def count_in(per_head, mean, arrived, row, HEADS: tl.constexpr):
+    """Count one head of a row as merged; the last one brings the means."""
+    c = tl.arange(0, 32)
+    # All threads have written before one of them counts. Only the last one is to see what others
+    # wrote, as that costs a multiprocessor all that its cache holds.
     tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == HEADS - 1:
-        tl.store(arrived + row, 0)
+    if tl.atomic_add(arrived + row, 1, sem="release", scope="gpu") == HEADS - 1:
+        tl.atomic_xchg(arrived + row, 0, sem="acquire", scope="gpu")
         lane = tl.arange(0, 32)
         sums = tl.zeros([32], tl.float32)
         for h in range(0, HEADS, 32):
@@ -138,7 +143,6 @@ def merge_head(
         # Column 28 is 1 for each head that is valid.
         out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
         tl.store(mean + row * 32 + c, tl.where(c > 28, 0.0, out))
-    return logsumexp
 
 
 @triton.jit
@@ -253,14 +257,14 @@ def finish(
             of_stretches = slot * (programs + max_rows) * HEADS
             logsumexp = merge_head(
                 partial + of_stretches * PARTIAL, rows, block_ptr, program_ptr, heads, sinks,
-                per_head + in_answer * (HEADS * 32), mean + in_answer * 32, arrived + in_slot, row,
-                number, count_rows, HEADS, HAS_SINKS,
+                per_head + in_answer * (HEADS * 32), row, number, count_rows, HEADS, HAS_SINKS,
             )  # fmt: skip
             if K:
                 best, doubtful = top_head(
                     candidates + of_stretches * (2 * CLASSES), rows, block_ptr, program_ptr, row,
                     number, count_rows, programs, HEADS, TILE, TILES, CLASSES, PARTS, SIZE,
                 )  # fmt: skip
+            if K:
                 if tl.max(total(tl.where(doubtful >= 0, 1.0, 0.0), SIZE), 0) > 0:
                     lane = ((in_slot + row) * HEADS + number) * SIZE + tl.arange(0, SIZE)
                     tl.store(found + lane, best)
@@ -271,3 +275,7 @@ def finish(
                     write_top(
                         best, place, position, logsumexp, positions, tops, masses, K, SIZE, False
                     )
+            count_in(
+                per_head + in_answer * (HEADS * 32), mean + in_answer * 32, arrived + in_slot, row,
+                HEADS,
+            )  # fmt: skip

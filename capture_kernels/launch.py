@@ -129,8 +129,7 @@ def processors(device: torch.device) -> int:
 
 
 def overlaps() -> bool:
-    """Whether a kernel may begin while the one before it still runs: "programmatic dependent
-    launch", from Hopper on."""
+    """Whether a kernel may begin while the one before it still runs (`overlap`)."""
     return not interpreted() and driver.active.get_current_target().arch >= 90
 
 

@@ -56,7 +56,7 @@ SPLITS = 8
 # at a time.
 AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_KEYS = 16, 2, 64
 # Classes of a row for each key of its top k: of so many, few have three of the top k.
-CLASSES_A_KEY, LEAST_CLASSES = 6, 16
+CLASSES_A_KEY, LEAST_CLASSES = 4, 16
 # Numbers that a search begins with, at most.
 LOOKED_AT = 256
 # Programs a processor of the GPU that make head means, block by block.

@@ -27,10 +27,9 @@ class Tuning(NamedTuple):
         return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
 
 
-# Of small heads two make up a product together, where their query heads have room in it: half as
-# much is done for each byte that is read.
+# Two key heads make up a product together, where their query heads have room in it: half as much is
+# done for each byte that is read.
 PAIRS = Tuning(programs_a_processor=2, key_heads=2)
-LARGEST_OF_PAIRS = 96
 # Smaller programs begin and end sooner. More heads on a key head take more threads: of what is kept
 # of each place and head, few have room in the registers of one.
 SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
@@ -57,19 +56,20 @@ def tuning_for(
 ) -> Tuning:
     """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
     so many small programs would have a row, and `pairs` of key heads may be looked at together."""
+    few = FEW[0] <= programs_a_row < FEW[1]
+    pairs = pairs and block_h == LEAST_GROUP
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
         chosen = MANY_HEADS_TOP
     elif block_h == LARGEST_GROUP:
         chosen = MANY_HEADS
-    elif pairs and block_h == LEAST_GROUP and head_dim <= LARGEST_OF_PAIRS and not has_mean:
+    elif pairs and not has_mean and (head_dim < 128 or (top_k and few)):
         chosen = PAIRS
     elif head_dim > 128 or not (top_k or has_mean):
         chosen = SMALL
     else:
-        few = FEW[0] <= programs_a_row < FEW[1] and not has_mean
-        small = few or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
+        small = (few and not has_mean) or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
         chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
     if head_dim > 128:
         # Tiles are twice as large: half as many programs have room.
