@@ -17,6 +17,8 @@ from .constants import LN_2, LOGSUMEXP
 from .head_mean import layer_inputs, mean_again, shares
 from .packed import NOTHING, better, largest_of, pack, write_top
 
+ROUNDING = tl.constexpr(1e-5)
+
 
 @triton.jit
 def key_logits(
@@ -111,7 +113,9 @@ def look_again(
             block = first_block(program_ptr, program, True, begin)
             after = tl.minimum(tl.load(program_ptr + program + 1), end) - begin
             at = of_stretches + program.to(tl.int64) * HEADS
-            known = lower_half(tl.load(candidates + at * (2 * CLASSES) + which))
+            of_class = candidates + at * (2 * CLASSES) + which
+            known = lower_half(tl.load(of_class))
+            rest = lower_half(tl.load(of_class + CLASSES)).to(tl.float32, bitcast=True)
             count = (after - block) * (TILES * (TILE // CLASSES))
             if LOGITS_KEPT:
                 # All are in the scratch, but for those that a row longer than planned has pushed
@@ -130,6 +134,9 @@ def look_again(
                         tl.where(unknown, distance, -1), real, newest, of_query, of_keys, scaled,
                         soft_cap, STRIDE_KS, HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
+                    # Added up in another order than by the pass, which has told the largest of
+                    # these: what equals that, but for rounding, is to equal other keys as well.
+                    x = tl.where(x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0), rest, x)
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
                 best = put_in(best, packed, SIZE)
             # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.

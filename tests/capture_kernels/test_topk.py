@@ -153,6 +153,19 @@ def test_of_equal_keys_the_first_positions_are_taken(length, scratch):
     assert top.mass[0].tolist() == pytest.approx([min(1.0, 16 / length)] * 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("depth", [16, 80, 128])
+def test_equal_keys_stay_equal_when_some_are_read_again(depth):
+    case = paged_case([1000], 4, 2, depth, dtype=torch.bfloat16)
+    slots = case.req_to_token[case.req_pool_indices[0], :1000].long()
+    case.k_cache[slots] = case.k_cache[slots[0]].clone()
+    plan = plan_for(case, top_k=16)
+    plan.schedule(page_table(case))
+    plan.run(case.queries, case.k_cache)
+    positions = plan.answer().top.positions
+    assert plan.top._kept["waiting"][0] == 4
+    assert positions.tolist() == [[list(range(16))] * 4]
+
+
 def test_large_keys_may_be_next_to_each_other():
     # The newest keys are the largest by far, so the k-th block has a small maximum.
     case = paged_case([1000], 1, 1, 16)
