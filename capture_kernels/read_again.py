@@ -135,8 +135,9 @@ def look_again(
                         soft_cap, STRIDE_KS, HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
                     # Added up in another order than by the pass, which has told the largest of
-                    # these: what equals that, but for rounding, is to equal other keys as well.
-                    x = tl.where(x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0), rest, x)
+                    # these: as large, so that equal keys of other classes are equal to it.
+                    near = x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0)
+                    x = tl.where(near & (x == tl.max(x, 0)), rest, x)
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
                 best = put_in(best, packed, SIZE)
             # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.
