@@ -45,16 +45,16 @@ from capture_kernels.tuning import Tuning
 HEADLINE = Shape()
 # Enough of the slow peers.
 PEER_LAYERS = 8
-# A step of the sweep has as many layers as one of the headline where their keys take no more than
-# SWEEP_BYTES, and of small ones so many that they are many times the L2 cache.
+# A step of the sweep has as many layers as one of the headline, or as have keys of SWEEP_BYTES; of
+# small ones so many that they are many times the L2 cache.
 SWEEP_LAYERS, SWEEP_BYTES, LEAST_SWEEP_BYTES, MOST_SWEEP_LAYERS = 32, 16 << 30, 2 << 30, 128
 ASKING = (0, 1, 2, 4, 8, 16, 32)
 # In one graph: a step in which nobody asks is over before a host has launched the next one.
 ASKING_STEPS = 8
 
 # What --tune tries: keys of a tile, warps, pipeline stages, programs of a multiprocessor.
-TUNED = ("tile", "warps", "stages", "programs")
-TUNINGS = product((32, 64, 128), (1, 2, 4), (3, 5, 7), (1, 2, 3, 4, 5, 8))
+TUNED = ("tile", "warps", "stages", "programs", "key_heads")
+TUNINGS = product((32, 64, 128), (1, 2, 4), (3, 5, 7), (1, 2, 3, 4, 5, 8), (1, 2))
 
 
 def each(call: Callable[[int], object], layers: int) -> None:

@@ -17,7 +17,8 @@ that of their mean it writes all logits (`topk`). A layer is finished after the 
 
 Several key heads may be looked at together: a key is then the dims of all of these, one after
 another, and the query of a head is 0 but for those of its own key head. A product has 8 columns at
-least, which the query heads of one key head seldom fill.
+least, which the query heads of one key head seldom fill. A key that is not finite then spoils what
+is said of all heads of the group, not of its own alone.
 
 m is taken over all keys that are read; a row whose visible keys weigh less than 1e-30 of the
 largest of these is told to have none.

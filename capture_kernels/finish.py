@@ -131,6 +131,8 @@ def count_in(per_head, mean, arrived, row, HEADS: tl.constexpr):
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="release", scope="gpu") == HEADS - 1:
         tl.atomic_xchg(arrived + row, 0, sem="acquire", scope="gpu")
+        # One thread has seen it: the others wait for that.
+        tl.debug_barrier()
         lane = tl.arange(0, 32)
         sums = tl.zeros([32], tl.float32)
         for h in range(0, HEADS, 32):
@@ -264,7 +266,6 @@ def finish(
                     candidates + of_stretches * (2 * CLASSES), rows, block_ptr, program_ptr, row,
                     number, count_rows, programs, HEADS, TILE, TILES, CLASSES, PARTS, SIZE,
                 )  # fmt: skip
-            if K:
                 if tl.max(total(tl.where(doubtful >= 0, 1.0, 0.0), SIZE), 0) > 0:
                     lane = ((in_slot + row) * HEADS + number) * SIZE + tl.arange(0, SIZE)
                     tl.store(found + lane, best)

@@ -123,6 +123,9 @@ class FusedDecodePlan(StatisticsPlan):
     ) -> None:
         """Attention of the scheduled rows in the step's next layer, with its statistics.
 
+        Values and output are free when the step goes on; the others must keep what they hold until
+        the layer is finished, as those of `StatisticsPlan.run`.
+
         Args:
             query, keys, descale, sinks: as `StatisticsPlan.run` takes them.
             values: of the keys' type, [slots, key_heads, value_dim], the last axis contiguous.
@@ -142,7 +145,7 @@ class FusedDecodePlan(StatisticsPlan):
         step = self.next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
-        self.launch_pass(step, overlaps=False, follows=False)
+        self.launch_pass(step)
         if rows:
             launch(
                 merge_values,

@@ -130,7 +130,8 @@ def processors(device: torch.device) -> int:
 
 def overlaps() -> bool:
     """Whether a kernel may begin while the one before it still runs (`overlap`)."""
-    return not interpreted() and driver.active.get_current_target().arch >= 90
+    target = None if interpreted() else driver.active.get_current_target()
+    return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
 def interpreted() -> bool:

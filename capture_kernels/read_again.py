@@ -135,9 +135,10 @@ def look_again(
                         soft_cap, STRIDE_KS, HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
                     # Added up in another order than by the pass, which has told the largest of
-                    # these: as large, so that equal keys of other classes are equal to it.
+                    # these: none is larger, and the largest, where it is so near, is as large, so
+                    # that equal keys of other classes are equal to it.
                     near = x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0)
-                    x = tl.where(near & (x == tl.max(x, 0)), rest, x)
+                    x = tl.where(near & (x == tl.max(x, 0)), rest, tl.minimum(x, rest))
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
                 best = put_in(best, packed, SIZE)
             # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.

@@ -120,7 +120,8 @@ class StatisticsPlan:
             and candidates of one layer. With less, fewer are finished at once, and rows whose
             logits have no room cost the head mean a second look at their keys (`topk`). Without it
             a plan for one row of a million keys takes less than a megabyte.
-        programs: how many programs share a key head's blocks; None for what fills the device.
+        programs: how many programs share the blocks of a group of heads; None for what fills the
+            device.
 
     Attributes:
         per_head: float32[layers, max_rows, H, 32], and
@@ -172,7 +173,7 @@ class StatisticsPlan:
             largest_k, has_mean, head_dim, block, max_length, small, together > 1
         )
         together = min(together, self.tuning.key_heads)
-        self.key_heads, self.pass_table = self.groups.joined(together)
+        self.together, self.pass_table = self.groups.joined(together)
         spread = count * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.pass_table))
         tile = self.tuning.tile
@@ -273,8 +274,9 @@ class StatisticsPlan:
     ) -> None:
         """Take the statistics of the scheduled rows in the step's next layer.
 
-        All tensors must keep what they hold until the layer is finished; `finish` does so at once.
-        Memory that torch manages is not let go of before that.
+        All tensors must keep what they hold until the layer is finished, on the stream that is the
+        current one then; `finish` does so at once. Memory that torch manages is not let go of
+        before that.
 
         Args:
             query: float16, bfloat16 or float32[R, heads, head_dim], the last axis contiguous.
@@ -298,7 +300,7 @@ class StatisticsPlan:
             return
         if self.passes_wait:
             for number, each in enumerate(unfinished):
-                self.launch_pass(each, overlaps=overlaps(), follows=number > 0)
+                self.launch_pass(each, follows=number > 0)
         step = {
             **unfinished[-1],
             **self.top.arguments,
@@ -370,7 +372,7 @@ class StatisticsPlan:
                 "next step"
             )
         steps, groups, absent = self.steps, self.groups, self.partial
-        first_dims, rest_dims = split_dims(self.key_heads * depth)
+        first_dims, rest_dims = split_dims(self.together * depth)
         value_dim = 0 if values is None else values.shape[2]
         tile = self.tuning.tile
         step = {
@@ -399,7 +401,7 @@ class StatisticsPlan:
             "STRIDE_VS": 0 if values is None else values.stride(0),
             "HEADS": groups.count,
             "QUERIES_A_KEY": groups.queries_a_key,
-            "KEY_HEADS": self.key_heads,
+            "KEY_HEADS": self.together,
             "ALL_HEADS": triton.next_power_of_2(groups.count),
             "GROUPS": len(groups),
             "BLOCK_H": groups.block,
@@ -432,18 +434,19 @@ class StatisticsPlan:
             self._ran += 1
         return step
 
-    def launch_pass(self, step: dict[str, Any], *, overlaps: bool, follows: bool) -> None:
+    def launch_pass(self, step: dict[str, Any], *, follows: bool = False) -> None:
         """Launch `decode_pass`, which may overlap the pass of the same step that it follows."""
+        overlap = self.passes_wait and overlaps()
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         launch(
             decode_pass,
             (len(self.pass_table), self.programs),
             {**step, "head_table": self.pass_table},
             follows=int(follows),
-            OVERLAPS=overlaps,
+            OVERLAPS=overlap,
             num_warps=self.tuning.warps,
             num_stages=self.tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),
-            **({"launch_pdl": True} if overlaps else {}),
+            **({"launch_pdl": True} if overlap else {}),
         )
 
     def finish_if_full(self) -> None:

@@ -88,7 +88,7 @@ class TopKPlan:
         groups: the chosen query heads.
         block_keys: keys in a block, a power of two.
         tile: keys of a product of matrices, a power of two, block_keys at most.
-        programs: how many programs share a key head's blocks.
+        programs: how many programs share the blocks of a group of heads.
         all_keys: whether rows that are not looked at have blocks as well.
         k: how many keys of each head, 0..64; 0 for none.
         mean_k: how many keys of the mean over the heads, 0..64; 0 for none.

@@ -126,6 +126,7 @@ def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch
             id="several stretches",
         ),
         pytest.param([150, 9], (4, 2, 32), {"size": 300.0}, {}, id="huge logits"),
+        pytest.param([300, 5], (8, 4, 40), {}, {"k": 16, "mean_k": 0}, id="pairs of key heads"),
         pytest.param([260, 600], (1, 1, 16), {}, {"max_length": 600_000}, id="large blocks"),
         pytest.param([300, 64], (1, 1, 16), {}, {"tuning": Tuning(tile=32)}, id="small tiles"),
     ],
