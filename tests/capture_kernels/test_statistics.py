@@ -733,7 +733,7 @@ def test_key_heads_lie_anywhere_when_they_are_looked_at_together():
         (8, 4, None, 2, 2, [[0, 0, 0, 1, 2, 3], [2, 4, 4, 5, 6, 7]]),
         (8, 4, None, 3, 2, [[0, 0, 0, 1, 2, 3], [2, 4, 4, 5, 6, 7]]),
         (4, 4, None, 8, 4, [[0, 0, 0, 1, 2, 3]]),
-        # The second and third have no room together, and no fourth stands beside a third.
+        # Three key heads are no pairs; 16 query heads fill a group.
         (12, 3, None, 2, 1, [[0, 0, 0, 1, 2, 3], [1, 4, 4, 5, 6, 7], [2, 8, 8, 9, 10, 11]]),
         (32, 2, None, 2, 1, [[0, 0, *range(16)], [1, 16, *range(16, 32)]]),
         # No chosen head reads key head 1.
