@@ -126,13 +126,10 @@ def merge_head(
 def count_in(per_head, mean, arrived, row, HEADS: tl.constexpr):
     """Count one head of a row as merged; the last one brings the means."""
     c = tl.arange(0, 32)
-    # All threads have written before one of them counts. Only the last one is to see what others
-    # wrote, as that costs a multiprocessor all that its cache holds.
+    # All threads have written before one of them counts.
     tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="release", scope="gpu") == HEADS - 1:
-        tl.atomic_xchg(arrived + row, 0, sem="acquire", scope="gpu")
-        # One thread has seen it: the others wait for that.
-        tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == HEADS - 1:
+        tl.store(arrived + row, 0)
         lane = tl.arange(0, 32)
         sums = tl.zeros([32], tl.float32)
         for h in range(0, HEADS, 32):

@@ -95,7 +95,6 @@ class FusedDecodePlan(StatisticsPlan):
     """
 
     all_keys = True
-    passes_wait = False
 
     def __init__(self, *, value_dim: int, statistics: bool = True, **options: Any) -> None:
         if not 1 <= value_dim <= 256:

@@ -5,9 +5,6 @@ nothing of each other. The first one waits for all that was launched before it, 
 the next begin: what that one reads is there as well. The others wait when they are done. What comes
 after a kernel waits for this kernel alone, and relies on it for all that came before: so each
 program waits at some time, also one that has nothing to do.
-
-Only passes overlap. Programs of another kernel, which are many and small, would all be put where
-the first programs of a pass end, and other multiprocessors would have none.
 """
 
 from __future__ import annotations

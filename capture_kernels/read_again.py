@@ -17,6 +17,7 @@ from .constants import LN_2, LOGSUMEXP
 from .head_mean import layer_inputs, mean_again, shares
 from .packed import NOTHING, better, largest_of, pack, write_top
 
+# Of a logit, or of 1 if that is more: by how much the order of a sum may change it.
 ROUNDING = tl.constexpr(1e-5)
 
 

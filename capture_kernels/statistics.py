@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .constants import ADDRESSES, LOG2_E, LOGSUMEXP, PARTIAL
+from .answer import Statistics
+from .constants import ADDRESSES, LOG2_E, PARTIAL
 from .decode_pass import COLUMNS, decode_pass
 from .errors import OptionError
 from .fingerprint import Visibility
@@ -40,10 +41,9 @@ from .launch import (
     processors,
 )
 from .schedule import PageTable, Schedule
-from .topk import TopK, TopKPlan
-from .tuning import SMALL, Tuning, tuning_for
+from .topk import TopKPlan
+from .tuning import SMALL, Tuning, split_dims, tuning_for
 
-ENTROPY, VALID = 27, 28
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
 SCRATCH_BYTES = 288 << 20
@@ -52,54 +52,14 @@ SCRATCH_BYTES = 288 << 20
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
 
 
-class Statistics(NamedTuple):
-    """What the rows of a step did in one layer; views of the plan's buffers, overwritten by its
-    next step. A row that was not asked for, or has no real key, is 0 with a logsumexp of -inf."""
-
-    per_head: Tensor  # float32[R, H, 32]
-    mean: Tensor  # float32[R, 32]
-    top: TopK | None  # where a top k or hubs were planned
-
-    @property
-    def logsumexp(self) -> Tensor:
-        """Natural, over the real keys and learned sinks: float32[R, H]; -inf without any."""
-        return self.per_head[..., LOGSUMEXP.value]
-
-    @property
-    def entropy(self) -> Tensor:
-        """Over the visible keys, divided by ln of their number, in [0, 1]: float32[R, H]."""
-        return self.per_head[..., ENTROPY]
-
-    @property
-    def hist(self) -> Tensor:
-        """Masses in log2 bins of the distance, which sum to 1: float32[R, H, 16]."""
-        return self.per_head[..., :16]
-
-    @property
-    def places(self) -> Tensor:
-        """Masses by relative place of the key, oldest first, which sum to 1: float32[R, H, 8]."""
-        return self.per_head[..., 16:24]
-
-    @property
-    def sink_mass(self) -> Tensor:
-        """The sink tokens' share of the real keys' mass: float32[R, H]."""
-        return self.per_head[..., 26]
-
-    @property
-    def valid(self) -> Tensor:
-        """Which rows have a visible key, and were asked for: bool[R]."""
-        return self.mean[:, VALID] != 0
-
-
 class StatisticsPlan:
     """Buffers and grids for the captured layers of one kind; a step is `schedule`, then `run` for
     each layer in turn.
 
     A run launches nothing but notes the layer. As many layers as the scratch has room for are
     looked at together, and at the latest with the last one: a pass over the keys of each, which
-    from Hopper on begins while the one before it still runs, so that memory is never idle between
-    them, and then what finishes all. A step allocates nothing, copies nothing and waits for
-    nothing, so that a CUDA graph can hold it.
+    from Hopper on begins while the one before it still runs, and then what finishes all. A step
+    allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
 
     Args:
         layers: how many layers a step has.
@@ -131,8 +91,9 @@ class StatisticsPlan:
         OptionError: shapes that do not fit together, or a head_dim that is not supported.
     """
 
-    all_keys = False  # whether keys are read that no fingerprint describes
-    passes_wait = True  # to be launched together
+    # Whether the attention's output is asked for: keys are read that no fingerprint describes, and
+    # no pass waits to be launched with others.
+    all_keys = False
 
     def __init__(
         self,
@@ -298,7 +259,7 @@ class StatisticsPlan:
         layers = len(unfinished)
         if not layers or not self.steps.rows:
             return
-        if self.passes_wait:
+        if not self.all_keys:
             for number, each in enumerate(unfinished):
                 self.launch_pass(each, follows=number > 0)
         step = {
@@ -436,7 +397,7 @@ class StatisticsPlan:
 
     def launch_pass(self, step: dict[str, Any], *, follows: bool = False) -> None:
         """Launch `decode_pass`, which may overlap the pass of the same step that it follows."""
-        overlap = self.passes_wait and overlaps()
+        overlap = not self.all_keys and overlaps()
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         launch(
             decode_pass,
@@ -452,12 +413,3 @@ class StatisticsPlan:
     def finish_if_full(self) -> None:
         if len(self._unfinished) == self.top.at_once or self._ran == self.layers:
             self.finish()
-
-
-def split_dims(head_dim: int) -> tuple[int, int]:
-    """Powers of two, 16 at least, that make up a head's size together, so that nothing is read or
-    multiplied for what lies beyond: two where these are fewer dims than one has."""
-    whole = max(16, triton.next_power_of_2(head_dim))
-    half = whole // 2
-    rest = max(16, triton.next_power_of_2(head_dim - half)) if half >= 16 else whole
-    return (half, rest) if rest < half else (whole, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 from .launch import LARGEST_GROUP, LEAST_GROUP
 
 # Shared memory that stages of keys may take beyond the first five, and the largest tile for which
@@ -27,8 +29,8 @@ class Tuning(NamedTuple):
         return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
 
 
-# Two key heads make up a product together, where their query heads have room in it: half as much is
-# done for each byte that is read.
+# Two key heads make up a product together, where their query heads have room in it: less is done
+# for each byte that is read.
 PAIRS = Tuning(programs_a_processor=2, key_heads=2)
 # Smaller programs begin and end sooner. More heads on a key head take more threads: of what is kept
 # of each place and head, few have room in the registers of one.
@@ -56,7 +58,7 @@ def tuning_for(
 ) -> Tuning:
     """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
     so many small programs would have a row, and `pairs` of key heads may be looked at together."""
-    few = FEW[0] <= programs_a_row < FEW[1]
+    few = FEW[0] <= programs_a_row < FEW[1] and not has_mean
     pairs = pairs and block_h == LEAST_GROUP
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
@@ -69,9 +71,18 @@ def tuning_for(
     elif head_dim > 128 or not (top_k or has_mean):
         chosen = SMALL
     else:
-        small = (few and not has_mean) or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
+        small = few or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
         chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
     if head_dim > 128:
         # Tiles are twice as large: half as many programs have room.
         return chosen._replace(programs_a_processor=chosen.programs_a_processor // 2)
     return chosen
+
+
+def split_dims(head_dim: int) -> tuple[int, int]:
+    """Powers of two, 16 at least, that make up a head's size together, so that nothing is read or
+    multiplied for what lies beyond: two where these are fewer dims than one has."""
+    whole = max(16, triton.next_power_of_2(head_dim))
+    half = whole // 2
+    rest = max(16, triton.next_power_of_2(head_dim - half)) if half >= 16 else whole
+    return (half, rest) if rest < half else (whole, 0)
