@@ -55,7 +55,8 @@ sanitize-gpu:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(PYTHON) -m pytest -m gpu -k 'not graph and not allocates and not 64_bits and not 100K' \
 		tests/capture_kernels/test_statistics.py tests/capture_kernels/test_fused_decode.py \
-		tests/capture_kernels/test_topk.py tests/capture_kernels/test_steps.py
+		tests/capture_kernels/test_topk.py tests/capture_kernels/test_steps.py \
+		tests/capture_kernels/test_scores.py tests/capture_kernels/test_buffers.py
 
 bench-gpu:
 	$(PYTHON) benchmarks/run.py --gpu --out benchmarks/results

@@ -73,10 +73,10 @@ def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr
 def merge_head(
     partial, rows, block_ptr, program_ptr, heads, sinks, per_head, row, number, count_rows,
     HEADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one head. Returns its logsumexp: float32[1]."""
-    AT_ONCE: tl.constexpr = 8
     c = tl.arange(0, 32)
     begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
     m = tl.full([1], LOWEST, tl.float32)
@@ -229,6 +229,7 @@ def finish(
     PARTS: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, 32)
@@ -256,7 +257,8 @@ def finish(
             of_stretches = slot * (programs + max_rows) * HEADS
             logsumexp = merge_head(
                 partial + of_stretches * PARTIAL, rows, block_ptr, program_ptr, heads, sinks,
-                per_head + in_answer * (HEADS * 32), row, number, count_rows, HEADS, HAS_SINKS,
+                per_head + in_answer * (HEADS * 32), row, number, count_rows, HEADS, AT_ONCE,
+                HAS_SINKS,
             )  # fmt: skip
             if K:
                 best, doubtful = top_head(

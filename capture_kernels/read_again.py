@@ -83,6 +83,7 @@ def look_again(
     CLASSES: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
+    DOUBTS: tl.constexpr,
     KEYS: tl.constexpr,
     LOGITS_KEPT: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -107,44 +108,48 @@ def look_again(
         in_slot = (slot * max_rows + row) * HEADS + number
         of_stretches = (slot * (programs + max_rows) + row) * HEADS + number
         best = tl.load(found + in_slot * SIZE + tl.arange(0, SIZE))
-        doubt = in_slot * SIZE
-        code = tl.load(doubts + doubt)
-        while code >= 0:
-            program, which = code // CLASSES, code % CLASSES
-            block = first_block(program_ptr, program, True, begin)
+        each = tl.arange(0, DOUBTS)
+        code = tl.load(doubts + in_slot * SIZE + each, mask=each < SIZE, other=-1)
+        while tl.max(code, 0) >= 0:
+            there = code >= 0
+            program, which = tl.maximum(code, 0) // CLASSES, tl.maximum(code, 0) % CLASSES
+            block = first_block(program_ptr, program, there, begin)
             after = tl.minimum(tl.load(program_ptr + program + 1), end) - begin
             at = of_stretches + program.to(tl.int64) * HEADS
             of_class = candidates + at * (2 * CLASSES) + which
-            known = lower_half(tl.load(of_class))
-            rest = lower_half(tl.load(of_class + CLASSES)).to(tl.float32, bitcast=True)
-            count = (after - block) * (TILES * (TILE // CLASSES))
+            known = lower_half(tl.load(of_class))[:, None]
+            rest = lower_half(tl.load(of_class + CLASSES)).to(tl.float32, bitcast=True)[:, None]
+            count = tl.where(there, (after - block) * (TILES * (TILE // CLASSES)), 0)
             if LOGITS_KEPT:
                 # All are in the scratch, but for those that a row longer than planned has pushed
                 # out: their top k is not told.
                 count = tl.where(end <= logit_blocks, count, 0)
-            for skip in range(0, count, KEYS):
-                n = skip + tl.arange(0, KEYS)
-                unknown = (n < count) & (n != (known & 0xFFFF)) & (n != ((known >> 16) & 0xFFFF))
-                distance = distance_of(block, n, which, TILE, TILES, CLASSES)
+            for skip in range(0, tl.max(count, 0), KEYS):
+                n = skip + tl.arange(0, KEYS)[None, :]
+                unknown = (n < count[:, None]) & (n != (known & 0xFFFF))
+                unknown &= n != ((known >> 16) & 0xFFFF)
+                distance = distance_of(block[:, None], n, which[:, None], TILE, TILES, CLASSES)
                 if LOGITS_KEPT:
                     of_block = (slot * logit_blocks + begin + distance // BLOCK) * HEADS + number
                     kept = logits + of_block * BLOCK + distance % BLOCK
                     x = tl.load(kept, mask=unknown, other=float("-inf"))
                 else:
+                    one_by_one = tl.reshape(tl.where(unknown, distance, -1), [DOUBTS * KEYS])
                     x = key_logits(
-                        tl.where(unknown, distance, -1), real, newest, of_query, of_keys, scaled,
-                        soft_cap, STRIDE_KS, HEAD_DIM, KEYS, BLOCK_D, SOFT_CAP,
+                        one_by_one, real, newest, of_query, of_keys, scaled, soft_cap, STRIDE_KS,
+                        HEAD_DIM, DOUBTS * KEYS, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
+                    x = tl.reshape(x, [DOUBTS, KEYS])
                     # Added up in another order than by the pass, which has told the largest of
                     # these: none is larger, and the largest, where it is so near, is as large, so
                     # that equal keys of other classes are equal to it.
                     near = x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0)
-                    x = tl.where(near & (x == tl.max(x, 0)), rest, tl.minimum(x, rest))
+                    near &= x == tl.max(x, 1)[:, None]
+                    x = tl.where(near, rest, tl.minimum(x, rest))
                 packed = tl.where(x > float("-inf"), pack(x, distance), NOTHING)
-                best = put_in(best, packed, SIZE)
-            # At the end of a head's doubts there is a -1: a class is in doubt for two of its keys.
-            doubt += 1
-            code = tl.load(doubts + doubt)
+                best = put_in(best, tl.reshape(packed, [DOUBTS * KEYS]), SIZE)
+            each += DOUBTS
+            code = tl.load(doubts + in_slot * SIZE + each, mask=each < SIZE, other=-1)
         place = (first_layer.to(tl.int64) * max_rows) * HEADS + in_slot
         logsumexp = tl.zeros([1], tl.float32) + tl.load(per_head + place * 32 + LOGSUMEXP)
         best = largest_of(best, SIZE, SIZE)

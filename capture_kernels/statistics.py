@@ -50,6 +50,8 @@ SCRATCH_BYTES = 288 << 20
 # Warps of `finish` a processor of the GPU, and registers of a thread with which as many are there
 # at once: without a top k, with one, and with one of many stretches.
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
+# Stretches of a row that `finish` merges at a time, at least and at most.
+MERGED = (8, 32)
 
 
 class StatisticsPlan:
@@ -137,6 +139,8 @@ class StatisticsPlan:
         self.together, self.pass_table = self.groups.joined(together)
         spread = count * self.tuning.programs_a_processor
         self.programs = programs or max(1, spread // len(self.pass_table))
+        stretches = triton.next_power_of_2(1 + self.programs // max_rows)
+        self._merged = min(MERGED[1], max(MERGED[0], stretches))
         tile = self.tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
@@ -272,6 +276,7 @@ class StatisticsPlan:
             "mean": self.mean,
             "first_layer": self._ran - layers,
             "max_rows": self.steps.max_rows,
+            "AT_ONCE": self._merged,
         }
         # A larger top k is more than the registers of one warp hold.
         warps = 1 if step["SIZE"] <= 16 else 4

@@ -52,11 +52,11 @@ from .read_again import look_again, merge_shares, select_again
 LARGEST_K = 64
 # Programs that share the chosen blocks of one row's head mean where it is made again.
 SPLITS = 8
-# Programs a processor of the GPU that look at heads again, their warps, and how many keys they read
-# at a time.
-AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_KEYS = 16, 2, 64
+# Programs a processor of the GPU that look at heads again, their warps, and of how many classes one
+# reads how many keys at a time.
+AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_CLASSES, AGAIN_KEYS = 16, 4, 2, 64
 # Classes of a row for each key of its top k: of so many, few have three of the top k.
-CLASSES_A_KEY, LEAST_CLASSES = 4, 16
+CLASSES_A_KEY, LEAST_CLASSES = 6, 16
 # Numbers that a search begins with, at most.
 LOOKED_AT = 256
 # Programs a processor of the GPU that make head means, block by block.
@@ -250,7 +250,8 @@ class TopKPlan:
         if self.k:
             heads = layers * step["count_rows"] * self._heads
             programs = min(heads, AGAIN_PROGRAMS * processors(self._device))
-            launch(look_again, (programs,), step, KEYS=AGAIN_KEYS, num_warps=AGAIN_WARPS)
+            own = {"DOUBTS": AGAIN_CLASSES, "KEYS": AGAIN_KEYS, "num_warps": AGAIN_WARPS}
+            launch(look_again, (programs,), step, **own)
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}

@@ -58,20 +58,19 @@ def tuning_for(
 ) -> Tuning:
     """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
     so many small programs would have a row, and `pairs` of key heads may be looked at together."""
-    few = FEW[0] <= programs_a_row < FEW[1] and not has_mean
-    pairs = pairs and block_h == LEAST_GROUP
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
         chosen = MANY_HEADS_TOP
     elif block_h == LARGEST_GROUP:
         chosen = MANY_HEADS
-    elif pairs and not has_mean and (head_dim < 128 or (top_k and few)):
+    elif pairs and block_h == LEAST_GROUP and not has_mean and head_dim < 128:
         chosen = PAIRS
     elif head_dim > 128 or not (top_k or has_mean):
         chosen = SMALL
     else:
-        small = few or programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
+        small = programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
+        small |= FEW[0] <= programs_a_row < FEW[1] and not has_mean
         chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
     if head_dim > 128:
         # Tiles are twice as large: half as many programs have room.

@@ -293,9 +293,9 @@ def test_blocks_of_several_tiles(max_length, block_keys, programs):
     check(case, max_length=max_length, programs=programs, visibility=Visibility(3, 1))
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", [1, 3, 80])
 def test_tiles_between_the_edges_of_all_ranges_are_told_together(programs):
-    # Long enough that no range begins or ends for several tiles.
+    # Long enough that no range begins or ends for several tiles; or each of 40 is a stretch.
     check(paged_case([2500], 2, 1, 16, size=4.0), max_length=3000, programs=programs)
 
 

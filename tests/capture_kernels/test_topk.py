@@ -160,7 +160,7 @@ def test_equal_keys_stay_equal_when_some_are_read_again(depth):
     slots = case.req_to_token[case.req_pool_indices[0], :1000].long()
     case.k_cache[slots] = case.k_cache[slots[0]].clone()
     # Two places of the tile are a class: of each, two of the first 16 are kept.
-    plan = plan_for(case, top_k=16, tuning=Tuning())
+    plan = plan_for(case, top_k=16, tuning=Tuning(), programs=8)
     plan.schedule(page_table(case))
     plan.run(case.queries, case.k_cache)
     positions = plan.answer().top.positions
