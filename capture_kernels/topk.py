@@ -54,7 +54,7 @@ LARGEST_K = 64
 SPLITS = 8
 # Programs a processor of the GPU that look at heads again, their warps, and of how many classes one
 # reads how many keys at a time.
-AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_CLASSES, AGAIN_KEYS = 16, 4, 2, 64
+AGAIN_PROGRAMS, AGAIN_WARPS, AGAIN_CLASSES, AGAIN_KEYS = 4, 4, 2, 64
 # Classes of a row for each key of its top k: of so many, few have three of the top k.
 CLASSES_A_KEY, LEAST_CLASSES = 6, 16
 # Numbers that a search begins with, at most.
