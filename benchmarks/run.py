@@ -4,8 +4,9 @@
     python benchmarks/run.py --out DIR --gpu [--only NAME,...]   # the ones that need a GPU
 
 Each runs in a process of its own and writes DIR/<name>.json (with --gpu, DIR/<name>-gpu.json):
-its figures, date, versions, machine and command. DIR/README-figures.md is the table of the
-figures of every file that is there. Exits 1 when one failed; the others run all the same.
+its figures, date, versions, machine and command, to which a "note" may be added by hand.
+DIR/README-figures.md is the table of the figures of every file that is there. Exits 1 when one
+failed; the others run all the same.
 """
 
 from __future__ import annotations
@@ -313,6 +314,7 @@ def figures_table(folder: Path) -> str:
             "",
             f"`{found['command']}`, {found['date']}, {machine['cpu']}, {machine['cores']} cores, "
             f"{machine['memory_gib']} GiB{', ' + device if device else ''}",
+            *(["", found["note"]] if "note" in found else []),
             "",
             "| figure | value |",
             "|---|---|",

@@ -919,26 +919,6 @@ def test_a_pass_waits_for_a_kernel_that_has_let_it_begin():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_layers_are_finished_when_the_slowest_pass_is_done():
-    case = paged_case([700, 64, 300], 8, 2, 128, dtype=torch.bfloat16)
-    # Keys in the host's memory are read a hundred times more slowly, and few programs read them, so
-    # that all passes are there at once.
-    slow = case.k_cache.cpu().pin_memory()
-    layers = [slow, *[case.k_cache.roll(layer, -1) for layer in range(1, 5)]]
-    plan, alone = (plan_for(case, layers=count, top_k=4) for count in (len(layers), 1))
-    plan.schedule(page_table(case))
-    for keys in layers:
-        plan.run(case.queries, keys)
-    for layer, keys in enumerate(layers):
-        alone.schedule(page_table(case))
-        alone.run(case.queries, keys.to(DEVICE))
-        found, expected = plan.answer(layer), alone.answer()
-        assert torch.equal(found.per_head, expected.per_head)
-        assert torch.equal(found.top.positions, expected.top.positions)
-
-
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     ("lengths", "shape", "dtype", "descale"),
     [
