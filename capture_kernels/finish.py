@@ -35,7 +35,7 @@ from .packed import (
     write_nothing,
     write_top,
 )
-from .schedule import program_of
+from .schedule import program_of, told_position
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def finish(
                     tl.store(doubts + lane, tl.topk(doubtful, SIZE))
                     tl.store(waiting + 1 + tl.atomic_add(waiting, 1), item)
                 else:
-                    position = tl.load(rows + row)
+                    position = told_position(rows, row, count_rows)
                     write_top(
                         best, place, position, logsumexp, positions, tops, masses, K, SIZE, False
                     )

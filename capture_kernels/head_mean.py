@@ -19,6 +19,7 @@ from .constants import ADDRESSES, LOG2_E, LOGSUMEXP
 from .decode_pass import dims_of_query, products, scaled_logits
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
+from .schedule import told_position
 
 
 @triton.jit
@@ -163,7 +164,8 @@ def head_mean(
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
         row_block = tl.load(block_ptr + row)
         stop = tl.minimum(end, tl.load(block_ptr + row + 1))
-        position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+        position = told_position(rows, row, count_rows)
+        real = tl.load(rows + 2 * count_rows + row)
         for number in range(slot, after_slot):
             layer = tl.full([], 0, tl.int64) + number
             lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
@@ -191,10 +193,11 @@ def head_mean(
         block = kept + program
         while block < total:
             row = tl.sum((row_ends <= block).to(tl.int32), 0)
-            position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+            position = told_position(rows, row, count_rows)
+            real = tl.load(rows + 2 * count_rows + row)
             # A row that is longer than planned may have pushed this one out of the buffers.
             if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
-                newest = slots + tl.load(base + row) + position
+                newest = slots + tl.load(base + row) + tl.load(rows + row)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
                 for number in range(slot, after_slot):
                     layer = tl.full([], 0, tl.int64) + number
@@ -230,7 +233,8 @@ def top_mean(
     """The top k of a row's head mean, or its first blocks where this was not kept."""
     row, slot = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
+    position = told_position(rows, row, count_rows)
+    real = tl.load(rows + 2 * count_rows + row)
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
         largest = mean_maxima + slot.to(tl.int64) * max_blocks + begin

@@ -16,6 +16,7 @@ from .candidates import distance_of, first_block, lower_half
 from .constants import LN_2, LOGSUMEXP
 from .head_mean import layer_inputs, mean_again, shares
 from .packed import NOTHING, better, largest_of, pack, write_top
+from .schedule import told_position
 
 # Of a logit, or of 1 if that is more: by how much the order of a sum may change it.
 ROUNDING = tl.constexpr(1e-5)
@@ -96,8 +97,9 @@ def look_again(
         number, row = item % HEADS, item // HEADS % count_rows
         slot = (item // HEADS // count_rows).to(tl.int64)
         begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-        position, real = tl.load(rows + row), tl.load(rows + 2 * count_rows + row)
-        newest = slots + tl.load(base + row) + position
+        position = told_position(rows, row, count_rows)
+        real = tl.load(rows + 2 * count_rows + row)
+        newest = slots + tl.load(base + row) + tl.load(rows + row)
         of_query, of_keys, descale = layer_inputs(addresses, slot, query, keys)
         head, key_head = tl.load(heads + number), tl.load(heads + HEADS + number)
         of_query += row.to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qh
@@ -226,4 +228,5 @@ def merge_shares(
         lane = tl.arange(0, SHARES * SIZE)
         best = tl.topk(tl.load(lists + in_slot * SHARES * SIZE + lane), SIZE)
         place = in_slot + first_layer.to(tl.int64) * max_rows
-        write_top(best, place, tl.load(rows + row), 0.0, positions, tops, tops, K, SIZE, True)
+        position = told_position(rows, row, count_rows)
+        write_top(best, place, position, 0.0, positions, tops, tops, K, SIZE, True)

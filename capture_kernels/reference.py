@@ -98,7 +98,8 @@ class DecodeStatistics(NamedTuple):
     bands_log16: NDArray[np.float64]  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
     bands_layered: NDArray[np.float64]  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
     sink_mass: NDArray[np.float64]  # float64[H], the sink tokens' share of the real keys' mass
-    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys
+    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys; here
+    # and in mean_top_positions they are counted from the first token after the masked prefix
     top_logits: NDArray[np.float64]  # float64[H, top_k], falling, -inf where there are fewer
     top_mass: NDArray[np.float64]  # float64[H], sum of exp(logit - logsumexp) over the top k
     mean: NDArray[np.float64]  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)
@@ -158,7 +159,7 @@ def decode_statistics(
     visible_lse = np.logaddexp.reduce(logits[:, visible], axis=1)
     sink_lse = np.logaddexp.reduce(logits[:, real & ~visible], axis=1)
     logsumexp = keys_lse = np.logaddexp(sink_lse, visible_lse)
-    top_positions, top_logits = _largest(logits, top_k)
+    top_positions, top_logits = _largest(logits, top_k, visibility.mask_prefix)
     sink_mass, top_mass, mean = np.zeros(heads), np.zeros(heads), np.zeros(t + 1)
     if real.any():
         if sinks is not None:
@@ -166,7 +167,9 @@ def decode_statistics(
         sink_mass = np.exp(sink_lse - keys_lse)
         top_mass = np.exp(top_logits - logsumexp[:, None]).sum(axis=1)
         mean = np.exp(logits - logsumexp[:, None]).mean(axis=0)
-    mean_positions, mean_masses = _largest(np.where(real, mean, -np.inf)[None], mean_top_k)
+    mean_positions, mean_masses = _largest(
+        np.where(real, mean, -np.inf)[None], mean_top_k, visibility.mask_prefix
+    )
 
     entropy = np.zeros(heads)
     hist, places = np.zeros((heads, HIST_BINS)), np.zeros((heads, PLACE_BINS))
@@ -221,18 +224,19 @@ def _head_logits(
 
 
 def _largest(
-    values: NDArray[np.float64], count: int
+    values: NDArray[np.float64], count: int, masked: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Positions int64[H, count] and values float64[H, count] of the largest of float64[H, T].
 
     They fall; of equals the lower position is first; -1 and -inf where no more are above -inf.
+    Positions are counted from `masked` on.
     """
     positions = np.full((len(values), count), -1, np.int64)
     found = np.full((len(values), count), -np.inf)
     # A stable sort leaves equals in the order of their positions.
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
     taken = np.take_along_axis(values, order, axis=1)
-    positions[:, : order.shape[1]] = np.where(taken > -np.inf, order, -1)
+    positions[:, : order.shape[1]] = np.where(taken > -np.inf, order - masked, -1)
     found[:, : order.shape[1]] = taken
     return positions, found
 

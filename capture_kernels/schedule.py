@@ -17,9 +17,10 @@ different number for each such stretch: that is where its partial result goes.
 Tensors (R rows; all written by `Schedule.run` without allocation or synchronisation):
     block_ptr  int32[R + 1]  row r has the blocks from block_ptr[r] to block_ptr[r + 1]
     program_ptr  int32[P + 1]  program p has the blocks from program_ptr[p] to program_ptr[p + 1]
-    rows       int32[7, R]   position, seen, real, visible, count: the visible keys, those that a
+    rows       int32[8, R]   position, seen, real, visible, count: the visible keys, those that a
                              model's own sliding window hides included; first, last: the programs
-                             of the row's first and last stretch
+                             of the row's first and last stretch; masked: the tokens of the masked
+                             prefix
     base       int64[R]      where a row's slots begin: key j lies in slot table[base + j]
 """
 
@@ -34,8 +35,9 @@ from torch import Tensor
 
 from .errors import OptionError
 from .fingerprint import Visibility
+from .launch import check
 
-ROW_FIELDS = 7
+ROW_FIELDS = 8
 
 
 @triton.jit
@@ -47,6 +49,12 @@ def program_of(block, share, larger):
     return tl.where(block < with_larger, block // (share + 1), after)
 
 
+@triton.jit
+def told_position(rows, row, count_rows):
+    """A row's position as it is told: from the first token after a masked prefix on."""
+    return tl.load(rows + row) - tl.load(rows + 7 * count_rows + row)
+
+
 # How many rows a step has must not make a kernel compile anew, while a model is served.
 @triton.jit(do_not_specialize=["count_rows"])
 def _schedule_rows(
@@ -54,6 +62,7 @@ def _schedule_rows(
     starts,
     enabled,
     live,
+    masks,
     block_ptr,
     program_ptr,
     rows,
@@ -69,6 +78,7 @@ def _schedule_rows(
     HAS_LENGTHS: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -92,7 +102,11 @@ def _schedule_rows(
     position = length - 1
     in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
     before_window = tl.where(visible_window > 0, length - visible_window, 0)
-    first_real = tl.maximum(tl.maximum(before_window, mask_prefix), 0)
+    if HAS_MASKS:
+        masked = tl.maximum(tl.load(masks + row, mask=asked, other=0), 0)
+    else:
+        masked = tl.full([ROWS], 0, tl.int32) + mask_prefix
+    first_real = tl.maximum(tl.maximum(before_window, masked), 0)
     count = tl.maximum(length - tl.maximum(first_real, sink_tokens), 0)
     real = tl.minimum(tl.maximum(length - first_real, 0), in_model)
     visible = tl.minimum(count, in_model)
@@ -110,6 +124,7 @@ def _schedule_rows(
     tl.store(rows + 2 * count_rows + row, real, mask=here)
     tl.store(rows + 3 * count_rows + row, tl.where(wanted, visible, 0), mask=here)
     tl.store(rows + 4 * count_rows + row, tl.where(wanted, count, 0), mask=here)
+    tl.store(rows + 7 * count_rows + row, masked, mask=here)
     tl.store(base + row, begin, mask=here)
 
     total = tl.sum(blocks, 0)
@@ -209,7 +224,12 @@ class Schedule:
         self.slots = self.fields
 
     def run(
-        self, table: PageTable, *, enabled: Tensor | None = None, live: Tensor | None = None
+        self,
+        table: PageTable,
+        *,
+        enabled: Tensor | None = None,
+        live: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> None:
         """Read the lengths of a step's rows.
 
@@ -218,6 +238,8 @@ class Schedule:
             enabled: uint8 or bool[R], which rows are asked for; None for all.
             live: int32[1] on the device, how many of the first rows are real requests and no
                 padding of a CUDA graph; None for all.
+            masks: int32[R] on the device, of each row what `Visibility.mask_prefix` is of all; None
+                for that.
 
         Raises:
             OptionError: more rows than the plan has room for, or flags of another form.
@@ -230,6 +252,8 @@ class Schedule:
             raise OptionError(f"enabled must be a contiguous bool or uint8[{table.rows}]")
         if live is not None and (live.dtype != torch.int32 or live.numel() != 1):
             raise OptionError("live must be int32[1]")
+        if masks is not None:
+            check(masks, "masks", [table.rows], {torch.int32})
         self.rows, self.slots = table.rows, table.slots
         absent = self.block_ptr
         _schedule_rows[(1,)](
@@ -237,6 +261,7 @@ class Schedule:
             table.starts,
             absent if enabled is None else enabled.view(torch.uint8),
             absent if live is None else live,
+            absent if masks is None else masks,
             self.block_ptr,
             self.program_ptr,
             self.fields,
@@ -252,6 +277,7 @@ class Schedule:
             HAS_LENGTHS=table.seq_lens is not None,
             HAS_ENABLED=enabled is not None,
             HAS_LIVE=live is not None,
+            HAS_MASKS=masks is not None,
             ALL_KEYS=self._all_keys,
             BLOCK_KEYS=self.block_keys,
             ROWS=triton.next_power_of_2(self.max_rows),

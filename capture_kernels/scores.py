@@ -71,7 +71,8 @@ class ScoresPlan:
         soft_cap: the bound that tanh puts on the logits; None for none.
         window: the model's own sliding window, the query's own key included; 0 for none.
         mask_prefix: how many tokens at the start of the sequence are never looked at (privacy):
-            their probability is 0, and the others' are of the softmax without them.
+            their probability is 0, and the others' are of the softmax without them. What is left
+            is [mask_prefix:, :, mask_prefix:] of the output.
         tuning: how kernels are cut; None for what suits the shape.
 
     Raises:

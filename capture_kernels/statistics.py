@@ -205,18 +205,19 @@ class StatisticsPlan:
         *,
         enabled: Tensor | None = None,
         live: Tensor | None = None,
+        masks: Tensor | None = None,
         hubs: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows.
 
         Args:
-            table, enabled, live: as `Schedule.run` takes them. The table's slots must stay until
-                the step's layers are finished.
+            table, enabled, live, masks: as `Schedule.run` takes them. The table's slots must stay
+                until the step's layers are finished.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
-                position; what lies beyond `longest` is left out.
+                position as `TopK` counts it; what lies beyond `longest` is left out.
 
         Raises:
-            OptionError: rows, flags or hubs that do not fit the plan.
+            OptionError: rows, flags, masks or hubs that do not fit the plan.
         """
         if hubs is not None:
             if not self.top.hubs:
@@ -224,7 +225,7 @@ class StatisticsPlan:
             check(hubs, "hubs", [table.rows, hubs.shape[-1] if hubs.dim() else 0], FLOAT32)
             if hubs.stride(0) < hubs.shape[1] and table.rows > 1:
                 raise OptionError("hubs must have memory of its own for each row")
-        self.steps.run(table, enabled=enabled, live=live)
+        self.steps.run(table, enabled=enabled, live=live, masks=masks)
         # Layers of the last step that were never finished are given up.
         self._hubs, self._ran = hubs, 0
         self._unfinished.clear()

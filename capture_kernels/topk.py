@@ -67,7 +67,8 @@ NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
 
 class TopK(NamedTuple):
     """The top k of the rows of a step in one layer, best first; views of the plan's buffers,
-    overwritten by its next step. A row that was not asked for has no keys."""
+    overwritten by its next step. A row that was not asked for has no keys. Positions are counted
+    from the first token that is not of a masked prefix, so that they do not tell its length."""
 
     positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
     logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
@@ -245,7 +246,8 @@ class TopKPlan:
             step: what `finish` was launched with.
             layers: how many layers were finished.
             hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
-                by position; what lies beyond `longest` is left out. None for none.
+                by position as `TopK` counts it; what lies beyond `longest` is left out. None for
+                none.
         """
         if self.k:
             heads = layers * step["count_rows"] * self._heads

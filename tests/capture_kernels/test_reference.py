@@ -71,6 +71,8 @@ def slow_statistics(logits, t, visibility, window, sinks, top_k, mean_top_k):
     n = t - low + 1
     mean = [0.0] * (t + 1)
     heads = []
+    # A masked prefix is not counted.
+    masked = visibility.mask_prefix
     for h, row in enumerate(logits):
         weight = {j: math.exp(row[j]) for j in real}
         total = sum(weight.values()) + (math.exp(sinks[h]) if sinks is not None else 0.0)
@@ -93,7 +95,7 @@ def slow_statistics(logits, t, visibility, window, sinks, top_k, mean_top_k):
                 "bands_log16": log16,
                 "bands_layered": layered,
                 "sink_mass": 1 - seen / sum(weight.values()) if real else 0.0,
-                "top_positions": best + [-1] * (top_k - len(best)),
+                "top_positions": [j - masked for j in best] + [-1] * (top_k - len(best)),
                 "top_logits": [row[j] for j in best] + [-math.inf] * (top_k - len(best)),
                 "top_mass": sum(weight[j] / total for j in best),
             }
@@ -103,7 +105,7 @@ def slow_statistics(logits, t, visibility, window, sinks, top_k, mean_top_k):
     found = {name: [head[name] for head in heads] for name in heads[0]}
     best = sorted(real, key=lambda j: (-mean[j], j))[:mean_top_k]
     found["mean"] = mean
-    found["mean_top_positions"] = best + [-1] * (mean_top_k - len(best))
+    found["mean_top_positions"] = [j - masked for j in best] + [-1] * (mean_top_k - len(best))
     found["mean_top_mass"] = [mean[j] for j in best] + [0.0] * (mean_top_k - len(best))
     return found, bool(n > 0)
 
@@ -297,8 +299,8 @@ def test_equal_logits_go_to_the_lower_position_first():
         top_k=4,
         mean_top_k=8,
     )
-    assert found.top_positions.tolist() == [[2, 3, 4, 5]] * 2
-    assert found.mean_top_positions.tolist() == [2, 3, 4, 5, 6, 7, 8, -1]
+    assert found.top_positions.tolist() == [[0, 1, 2, 3]] * 2
+    assert found.mean_top_positions.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
     assert found.top_logits.tolist() == [[0.0] * 4] * 2
     np.testing.assert_allclose(found.mean_top_mass, [1 / 7] * 7 + [0])
     np.testing.assert_allclose(found.logsumexp, math.log(7))

@@ -1,5 +1,7 @@
 """What a step's rows read, against `Visibility` and plain Python."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,7 +60,7 @@ def assert_rows(steps, fields):
     assert found[:, :5].tolist() == fields
     blocks = [-(-seen // steps.block_keys) for _, seen, *_ in fields]
     assert steps.block_ptr[: rows + 1].tolist() == [0, *np.cumsum(blocks, dtype=int).tolist()]
-    assert_shares(steps, blocks, found[:, 5:].tolist())
+    assert_shares(steps, blocks, found[:, 5:7].tolist())
     # What has no row keeps what it held.
     assert (steps.block_ptr[rows + 1 :] == -77).all() and (steps.base[rows:] == -77).all()
     assert (steps.fields[ROW_FIELDS * rows :] == -77).all()
@@ -204,9 +206,10 @@ def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, a
     form=st.sampled_from(FORMS),
     live=st.integers(0, 16),
     flags=st.lists(st.booleans(), min_size=16, max_size=16),
+    masks=st.none() | st.lists(st.integers(-2, 60), min_size=16, max_size=16),
 )
 def test_any_rows_agree_with_a_walk_over_their_keys(
-    lengths, visibility, window, block_keys, all_keys, programs, form, live, flags
+    lengths, visibility, window, block_keys, all_keys, programs, form, live, flags, masks
 ):
     rows = len(lengths)
     indptr = np.cumsum([0, *lengths])
@@ -217,12 +220,20 @@ def test_any_rows_agree_with_a_walk_over_their_keys(
         table = PageTable.of_requests(numbers([[0] * 9] * rows), places, numbers(lengths))
     options = {"window": window, "all_keys": all_keys, "programs": programs}
     steps = make(17, block_keys, visibility, **options)
-    steps.run(table, enabled=numbers(flags[:rows], torch.bool), live=numbers([live]))
+    own = None if masks is None else numbers(masks[:rows])
+    enabled = numbers(flags[:rows], torch.bool)
+    steps.run(table, enabled=enabled, live=numbers([live]), masks=own)
+    # Less than nothing is nothing.
+    seen = [visibility] * rows
+    if masks is not None:
+        seen = [replace(visibility, mask_prefix=max(masked, 0)) for masked in masks[:rows]]
     fields = [
-        row_fields(length, visibility, window, asked=asked, live=row < live, all_keys=all_keys)
-        for row, (length, asked) in enumerate(zip(lengths, flags[:rows], strict=True))
+        row_fields(length, each, window, asked=asked, live=row < live, all_keys=all_keys)
+        for row, (length, each, asked) in enumerate(zip(lengths, seen, flags[:rows], strict=True))
     ]
     assert_rows(steps, fields)
+    masked = steps.fields[7 * rows : 8 * rows].tolist()
+    assert masked[:live] == [each.mask_prefix for each in seen[:live]]
     begins = indptr[:-1] if form == "kv_indptr" else np.arange(rows) * 9
     expected = [int(begin) if row < live else 0 for row, begin in enumerate(begins)]
     assert steps.base[:rows].tolist() == expected
@@ -318,8 +329,20 @@ def test_page_tables_that_would_be_misread_are_refused(build):
         {"enabled": numbers([1] * 6, torch.uint8)[::2]},
         {"live": numbers([3], torch.int64)},
         {"live": numbers([3, 3])},
+        {"masks": numbers([1, 1])},
+        {"masks": numbers([1, 1, 1], torch.int64)},
+        {"masks": numbers([1] * 6)[::2]},
     ],
-    ids=["int32", "too few", "strided", "int64 live", "two lives"],
+    ids=[
+        "int32",
+        "too few",
+        "strided",
+        "int64 live",
+        "two lives",
+        "too few masks",
+        "int64 masks",
+        "strided masks",
+    ],
 )
 def test_flags_that_would_be_misread_are_refused(options):
     table = PageTable.of_requests(numbers([[0] * 4]), numbers([0] * 3), numbers([1] * 3))

@@ -120,10 +120,10 @@ def plan_for(case, plan=StatisticsPlan, *, max_length=1000, scale=None, programs
     return made
 
 
-def measure(case, *, enabled=None, sinks=None, **options):
+def measure(case, *, enabled=None, masks=None, sinks=None, **options):
     """The statistics of a case's rows by the kernels."""
     plan = plan_for(case, **options)
-    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
+    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case), masks=masks)
     plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
     found = plan.answer()
     # No row but those of the step is written.
@@ -364,6 +364,18 @@ def test_rows_that_are_not_asked_for_are_not_read(flags, dtype):
     # Nobody sets the flags of padding rows.
     found = check(case, enabled=on_device(*flags, 1, dtype=dtype))
     assert found.valid[: case.live].tolist() == [bool(flag) for flag in flags]
+
+
+def test_a_row_may_have_a_masked_prefix_of_its_own():
+    case = paged_case([70, 130, 64, 5], 4, 2, 32, padding_rows=1)
+    # Less than nothing is nothing; and nobody sets those of padding rows.
+    masks = [0, 100, 7, -3, -7]
+    found = measure(
+        case, masks=on_device(*masks, dtype=torch.int32), visibility=Visibility(1, 33)
+    ).per_head
+    for row, masked in enumerate(masks[: case.live]):
+        alone = measure(case, visibility=Visibility(1, max(masked, 0))).per_head
+        assert_close(found[row], alone[row].double().cpu(), **MASSES)
 
 
 @pytest.mark.parametrize("sinks", [None, on_device(1.0, 2.0)])

@@ -245,11 +245,16 @@ def test_a_graph_of_several_layers_follows_the_lengths_of_each_step():
     with torch.cuda.graph(graph):
         found = step(captured, hubs[0])
     random = np.random.default_rng(0)
+    step(eager, hubs[1])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         graph.replay()
+        step(eager, hubs[1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for _ in range(30):
         random_step(case, random, case.seq_lens)
         enabled[: case.live].copy_(torch.tensor(random.integers(0, 2, case.live), device=DEVICE))

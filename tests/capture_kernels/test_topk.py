@@ -1,5 +1,7 @@
 """The exact top k of heads and of their mean, and hubs, against float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,11 +26,12 @@ NATS, MASS = (1e-4, 1e-3) if ON_GPU else (3e-6, 2e-6)
 SCRATCH = {"kept": 64 << 20, "computed again": 0, "some kept": 3_500}
 
 
-def find(case, *, k, mean_k, hubs=None, enabled=None, sinks=None, **options):
+def find(case, *, k, mean_k, hubs=None, enabled=None, masks=None, sinks=None, **options):
     """The top k of a case's rows, in buffers that are poisoned before."""
     plan = plan_for(case, top_k=k, mean_top_k=mean_k, hubs=hubs is not None, **options)
     poison(plan)
-    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case), hubs=hubs)
+    asked = {"enabled": enabled, "masks": masks, "hubs": hubs}
+    plan.schedule(page_table(case), live=live_rows(case), **asked)
     plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
     return plan.answer().top
 
@@ -38,12 +41,14 @@ def poison(plan):
         buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
 
 
-def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch=None, **options):
+def check(
+    case, *, k=5, mean_k=5, enabled=None, masks=None, chosen=None, sinks=None, scratch=None,
+    **options,
+):  # fmt: skip
     """The top k of every row is that of the reference; nothing is said of other rows."""
     bytes_ = {} if scratch is None else {"scratch_bytes": scratch}
-    top = find(
-        case, k=k, mean_k=mean_k, enabled=enabled, chosen=chosen, sinks=sinks, **bytes_, **options
-    )
+    asked_for = {"enabled": enabled, "masks": masks, "chosen": chosen, "sinks": sinks}
+    top = find(case, k=k, mean_k=mean_k, **asked_for, **bytes_, **options)
     heads = sorted(chosen) if chosen is not None else list(range(case.queries.shape[1]))
     learned = None if sinks is None else sinks.double().cpu().numpy()
     described = {name: options[name] for name in ("soft_cap", "window") if name in options}
@@ -54,17 +59,22 @@ def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch
             assert (top.mean_positions[row] == -1).all() and not top.mean_masses[row].any()
             assert k == 0 or not top.mass[row].any()
             continue
+        visibility = options.get("visibility", Visibility())
+        if masks is not None:
+            visibility = replace(visibility, mask_prefix=int(masks[row]))
         truth = decode_statistics(
             case.query_rows[row],
             case.keys[row],
             scale=options.get("scale", case.queries.shape[2] ** -0.5),
             position=case.lengths[row] - 1,
-            visibility=options.get("visibility", Visibility()),
+            visibility=visibility,
             sinks=learned,
             top_k=k,
             **described,
         )
-        logits, lse = truth.logits[heads], truth.logsumexp[heads]
+        # Positions are counted after the masked prefix; keys that are masked away have none.
+        masked = min(visibility.mask_prefix, case.lengths[row])
+        logits, lse = truth.logits[heads][:, masked:], truth.logsumexp[heads]
         nats = NATS * max(1.0, np.abs(logits[np.isfinite(logits)]).max(initial=0.0) / 10)
         assert_top_k(top.positions[row], top.logits[row], logits, k, nats)
         if k:
@@ -103,6 +113,17 @@ def check(case, *, k=5, mean_k=5, enabled=None, chosen=None, sinks=None, scratch
             {},
             {"window": 90, "visibility": Visibility(2, 5, 130)},
             id="windows and a masked prefix",
+        ),
+        pytest.param(
+            [140, 7, 3, 90, 64],
+            (4, 2, 32),
+            {},
+            {
+                "masks": on_device(0, 5, 3, 89, 100, 7, dtype=torch.int32),
+                "visibility": Visibility(2, 70),
+                "k": 9,
+            },
+            id="masked prefixes by row",
         ),
         pytest.param(
             [150, 9], (4, 2, 64), {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]}, {},
@@ -247,13 +268,16 @@ def test_ties_are_broken_by_the_lower_position(length, k, largest, again, progra
     assert top.mean_positions[0].tolist() == expected
 
 
+@pytest.mark.parametrize("masked", [None, [30, 4, 0, 2, 1]])
 @pytest.mark.parametrize("scratch", SCRATCH.values(), ids=SCRATCH)
-def test_hubs_add_up_the_mean_probability_of_every_position(scratch):
+def test_hubs_add_up_the_mean_probability_of_every_position(scratch, masked):
     case = paged_case([150, 0, 70, 20], 4, 2, 32, padding_rows=1)
+    masks = None if masked is None else on_device(*masked, dtype=torch.int32)
     enabled = on_device(1, 1, 1, 0, 1, dtype=torch.uint8)
     hubs = torch.zeros(case.rows, 100, device=DEVICE)
     for _ in range(2):
-        find(case, k=0, mean_k=0, hubs=hubs, enabled=enabled, scratch_bytes=scratch)
+        asked = {"hubs": hubs, "enabled": enabled, "masks": masks, "scratch_bytes": scratch}
+        find(case, k=0, mean_k=0, **asked)
     expected = np.zeros((case.rows, 100))
     for row in (0, 2):
         truth = decode_statistics(
@@ -261,9 +285,11 @@ def test_hubs_add_up_the_mean_probability_of_every_position(scratch):
             case.keys[row],
             scale=32**-0.5,
             position=case.lengths[row] - 1,
-            visibility=Visibility(),
+            visibility=Visibility(mask_prefix=masked[row] if masked else 0),
         )
-        expected[row, : min(100, case.lengths[row])] = 2 * truth.mean[:100]
+        # From the first position after the masked prefix on.
+        mean = truth.mean[masked[row] if masked else 0 :][:100]
+        expected[row, : len(mean)] = 2 * mean
     assert_close(hubs, expected, largest=MASS, rms=MASS)
 
 
