@@ -82,7 +82,11 @@ def test_the_loop_over_keys_is_within_its_budget(for_hopper, plan):
     assert 0 < for_hopper[plan]["decode_pass"]["loop"] <= LOOP_BUDGET[plan]
 
 
+# What other GPUs get is compiled for these; float8 is not for those before Hopper.
+EVERYWHERE = ["beside", "top 16", "heads, top 16", "top 64", "fused", "scores", "records"]
+
+
 @pytest.mark.parametrize("capability", [80, 100])
 def test_kernels_compile_for_other_gpus_with_next_to_no_spills(capability):
-    for kernels in compiled(capability, ["top 16", "fused"]).values():
+    for kernels in compiled(capability, EVERYWHERE).values():
         assert all(kernel["spilled"] <= 16 for kernel in kernels.values()), kernels
