@@ -90,7 +90,10 @@ def look_again(
     SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr,
 ):  # fmt: skip
-    """The top k of heads of which some classes may have more than the two keys that were kept."""
+    """The top k of heads of which some classes may have more than the two keys that were kept.
+
+    DOUBTS of these classes are read at a time, KEYS keys of each.
+    """
     BLOCK: tl.constexpr = TILE * TILES
     for turn in range(tl.program_id(0), tl.load(waiting), tl.num_programs(0)):
         item = tl.load(waiting + 1 + turn)

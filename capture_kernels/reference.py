@@ -86,7 +86,8 @@ class DecodeStatistics(NamedTuple):
 
     Real keys are those that the row sees and that are neither masked nor outside a window; sink
     tokens are among them. Visible keys are the real ones without the sink tokens; entropy, bins and
-    bands describe these alone, renormalised.
+    bands describe these alone, renormalised. Positions of a top k are counted from the first token
+    after the masked prefix.
     """
 
     valid: bool  # whether a key is visible
@@ -98,8 +99,7 @@ class DecodeStatistics(NamedTuple):
     bands_log16: NDArray[np.float64]  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
     bands_layered: NDArray[np.float64]  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
     sink_mass: NDArray[np.float64]  # float64[H], the sink tokens' share of the real keys' mass
-    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys; here
-    # and in mean_top_positions they are counted from the first token after the masked prefix
+    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys
     top_logits: NDArray[np.float64]  # float64[H, top_k], falling, -inf where there are fewer
     top_mass: NDArray[np.float64]  # float64[H], sum of exp(logit - logsumexp) over the top k
     mean: NDArray[np.float64]  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)

@@ -82,7 +82,8 @@ def test_the_loop_over_keys_is_within_its_budget(for_hopper, plan):
     assert 0 < for_hopper[plan]["decode_pass"]["loop"] <= LOOP_BUDGET[plan]
 
 
-# What other GPUs get is compiled for these; float8 is not for those before Hopper.
+# Plans that are compiled for GPUs other than Hopper as well; none has float8 keys, which compute
+# capability 8.0 does not know.
 EVERYWHERE = ["beside", "top 16", "heads, top 16", "top 64", "fused", "scores", "records"]
 
 
