@@ -4,17 +4,17 @@
         [--variants statistics,heads,mean] [--sglang FOLDER] [--json PATH]
     python benchmarks/gpu_kernels.py --tune [--variants NAME] [--json PATH]
 
-One step is a CUDA graph of its schedule and of so many layers, each with a key cache of its own,
-whose passes overlap; its time over the layers is what counts, the median of rounds in which the
-ways take turns. Keys are bfloat16 in random slots, page size 1. The floor is K, read once at the
-bandwidth at which a sum reads 4 GiB in the same run; a share is the floor over the time.
+One step is a CUDA graph of its schedule and of so many layers, each with a key cache of its own;
+its time over the layers is what counts, the median of rounds in which the ways take turns. Keys are
+bfloat16 in random slots, page size 1. The floor is K, read once at the bandwidth at which a sum
+reads 4 GiB in the same run; a share is the floor over the time.
 
     headline   32 requests of 8,192 keys, 32/8 heads, D=128: our variants (statistics alone; with
                the top 16 of each head; with the top 16 of the heads' mean as well), the same in
                steps of one layer each, and the peers of `kernel_peers` that take statistics
     fused      decode attention at the same shape, statistics off and on, and peers without any
     asking     the same step as the number of rows that ask for statistics grows, from none, eight
-               steps a graph; of the first two variants
+               steps a graph
     memory     what a plan for 1,048,576 keys allocates; whether a step allocates or waits
     replay     one graph replayed 10,000 times while lengths, queries, live and asking rows change,
                compared with eager steps of another plan every 1,000
@@ -166,7 +166,7 @@ def measure(asked: argparse.Namespace, kept: Kept) -> None:
             found = kept.add("fused", measures.measure_fused(asked, batch, read, sglang))
             telling.print_ways(found, telling.ON)
         if "asking" in asked.parts:
-            asking = {name: measures.measure_asking(batch, name) for name in asked.variants[:2]}
+            asking = {name: measures.measure_asking(batch, name) for name in asked.variants}
             for found in kept.add("asking", asking).values():
                 telling.print_asking(found)
         del batch

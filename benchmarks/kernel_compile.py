@@ -19,6 +19,8 @@ from triton.runtime.jit import KernelInterface
 from benchmarks.kernel_cases import DEVICE, SPARE_SLOTS, Batch, Shape
 from benchmarks.kernel_ways import Beside, Fused, step
 
+# Layers of a step.
+MOST_LAYERS = 2
 # What is compiled: a variant of our pass by its name, or fused decode by its top k.
 Job = tuple[Shape, str | int | None]
 
@@ -28,16 +30,18 @@ def without_keys(shape: Shape) -> Batch:
     cache = torch.zeros(
         SPARE_SLOTS, shape.key_heads, shape.head_dim, dtype=shape.dtype, device=DEVICE
     )
-    sizes = (shape.batch, shape.heads, shape.head_dim)
+    query = torch.zeros(
+        shape.batch, shape.heads, shape.head_dim, dtype=shape.query_dtype, device=DEVICE
+    )
     return Batch(
         shape,
         [0] * shape.batch,
         torch.zeros(shape.batch, dtype=torch.int32, device=DEVICE),
         torch.zeros(shape.batch, dtype=torch.int64, device=DEVICE),
         torch.zeros(shape.batch + 1, shape.context, dtype=torch.int32, device=DEVICE),
-        [torch.zeros(sizes, dtype=shape.query_dtype, device=DEVICE)],
-        [cache],
-        [cache],
+        [query] * MOST_LAYERS,
+        [cache] * MOST_LAYERS,
+        [cache] * MOST_LAYERS,
     )
 
 
@@ -50,7 +54,10 @@ def compile_one(job: Job) -> None:
     KernelInterface.__getitem__ = compile_only
     shape, what = job
     batch = without_keys(shape)
-    step(Beside(batch, what) if isinstance(what, str) else Fused(batch, what), 1)
+    # A pass over one layer is compiled for itself.
+    for layers in range(1, MOST_LAYERS + 1):
+        way = Beside(batch, what, layers) if isinstance(what, str) else Fused(batch, what)
+        step(way, layers)
 
 
 def compile_ahead(jobs: Sequence[Job]) -> float:

@@ -12,8 +12,11 @@ e is given to it as the sum of two bfloat16, good to 17 bits. With values the sa
 ordinary attention: o = sum e_d v_d.
 
 For a top k of heads it keeps the largest logits of each place of the tile (`candidates`), and for
-that of their mean it writes all logits (`topk`). A layer is finished after the passes of others
-(`statistics`), and so the pass notes where its inputs are.
+that of their mean it writes all logits (`topk`).
+
+One launch passes over the keys of several layers, whose inputs are noted first (`note_layers`): so
+a layer's programs begin as those of the one before it end. A pass over one layer alone notes where
+its inputs are itself, for what finishes it.
 
 Several key heads may be looked at together: a key is then the dims of all of these, one after
 another, and the query of a head is 0 but for those of its own key head. A product has 8 columns at
@@ -30,8 +33,7 @@ import triton
 import triton.language as tl
 
 from .candidates import NEIGHBOURS, distance_in_tile, keep_two, write_two
-from .constants import LN_2, LOG2_E, LOWEST, PARTIAL
-from .overlap import begin_pass, end_pass
+from .constants import ADDRESSES, LN_2, LOG2_E, LOWEST, PARTIAL
 
 # Columns of range masses; in a partial result m, L and S stand after them (`PARTIAL`).
 COLUMNS = 32
@@ -143,7 +145,35 @@ def next_due(tile, first, after, TILE: tl.constexpr):
     return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE - 1)
 
 
-@triton.jit(do_not_specialize=["count_rows", "follows"])
+@triton.jit
+def of_layer(address, like):
+    """A tensor of another layer, by its address: of the type of `like`, and a multiple of 16 bytes
+    apart from it."""
+    # From a pointer that is known to be aligned: what is made of a number alone is not.
+    bytes_apart = tl.multiple_of(address - like.to(tl.int64), 16)
+    return (like.to(tl.pointer_type(tl.int8)) + bytes_apart).to(like.dtype)
+
+
+@triton.jit
+def layer_inputs(addresses, slot, query, keys):
+    """A layer's queries, keys and the keys' scales, where they are noted to be; `query` and `keys`
+    are those of some layer of the same kind."""
+    at = addresses + slot * ADDRESSES
+    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    return of_layer(tl.load(at + 3), query), of_layer(tl.load(at), keys), descale
+
+
+@triton.jit
+def note_layers(addresses, waiting, inputs, COUNT: tl.constexpr, CLASSES: tl.constexpr):
+    """Write down where the inputs of some layers are: COUNT addresses, of which `inputs` has twice
+    each and 1 more."""
+    for number in tl.static_range(COUNT):
+        tl.store(addresses + number, inputs[number] >> 1)
+    if CLASSES:
+        tl.store(waiting, 0)
+
+
+@triton.jit(do_not_specialize=["count_rows"])
 def decode_pass(
     query,
     keys,
@@ -170,7 +200,8 @@ def decode_pass(
     stride_vh,
     count_rows,
     logit_blocks,
-    follows,
+    programs,
+    max_rows,
     STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -192,17 +223,17 @@ def decode_pass(
     DESCALE: tl.constexpr,
     TO_HALF: tl.constexpr,
     UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    begin_pass(follows, OVERLAPS)
     program = tl.program_id(1)
-    if (program == 0) & (tl.program_id(0) == 0):
-        tl.store(addresses, keys.to(tl.int64))
-        tl.store(addresses + 1, descale.to(tl.int64))
-        tl.store(addresses + 2, sinks.to(tl.int64))
-        tl.store(addresses + 3, query.to(tl.int64))
-        if CLASSES:
-            tl.store(waiting, 0)
+    if not LISTED:
+        if (program == 0) & (tl.program_id(0) == 0):
+            tl.store(addresses, keys.to(tl.int64))
+            tl.store(addresses + 1, descale.to(tl.int64))
+            tl.store(addresses + 2, sinks.to(tl.int64))
+            tl.store(addresses + 3, query.to(tl.int64))
+            if CLASSES:
+                tl.store(waiting, 0)
     of_key_head = head_table + tl.program_id(0) * (BLOCK_H + 2)
     key_head, first_head = tl.load(of_key_head), tl.load(of_key_head + 1)
     lane_h = tl.arange(0, BLOCK_H)
@@ -216,7 +247,6 @@ def decode_pass(
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
     if block >= end:
-        end_pass(OVERLAPS)
         return
 
     columns = tl.arange(0, 32)
@@ -224,9 +254,14 @@ def decode_pass(
         four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
         in_tile = four[:, :, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
     lane = distance_in_tile(tl.arange(0, TILE), TILE)
+    layer = tl.full([], 0, tl.int64)
+    if LISTED:
+        layer += tl.program_id(2)
+        query, keys, descale = layer_inputs(addresses, layer, query, keys)
     if DESCALE:
         factor *= tl.load(descale + key_head + tl.maximum(part, 0))[None, :]
     keys += key_head.to(tl.int64) * stride_kh
+    of_stretches, of_logits = layer * (programs + max_rows), layer * logit_blocks
     if VALUE_DIM:
         value_dims = tl.arange(0, BLOCK_V)
         value_type = query.dtype.element_ty
@@ -345,7 +380,7 @@ def decode_pass(
                 if has_logits:
                     x = in_order(y, TILE, BLOCK_H) * LN_2
                     this = row_block + tile // TILES
-                    at = (this.to(tl.int64) * HEADS + out_head) * (TILE * TILES)
+                    at = ((of_logits + this) * HEADS + out_head) * (TILE * TILES)
                     at = logits + at[None, None, None, :] + (tile % TILES) * TILE
                     at += in_tile[:, :, :, None]
                     tl.store(at, x, mask=chosen[None, None, None, :])
@@ -364,7 +399,7 @@ def decode_pass(
             m = m_new
 
         # Each stretch has a number of its own: from one to the next, the row or the program grows.
-        place = ((program + row).to(tl.int64) * HEADS + out_head) * PARTIAL
+        place = ((of_stretches + program + row) * HEADS + out_head) * PARTIAL
         if STATISTICS:
             tl.store(partial + place + 32, m_told, mask=chosen)
             tl.store(partial + place + 33, total_l, mask=chosen)
@@ -375,16 +410,15 @@ def decode_pass(
             tl.store(partial + place + 33, tl.sum(sums, 0), mask=chosen)
         if CLASSES:
             kept = largest if VALUE_DIM else m
-            place = ((program + row).to(tl.int64) * HEADS + out_head) * (2 * CLASSES)
+            place = ((of_stretches + program + row) * HEADS + out_head) * (2 * CLASSES)
             write_two(
                 candidates + place, kept, second, others, numbers, chosen, TILE, BLOCK_H, CLASSES
             )
         if VALUE_DIM:
-            place = ((program + row).to(tl.int64) * HEADS + out_head) * VALUE_DIM
+            place = ((of_stretches + program + row) * HEADS + out_head) * VALUE_DIM
             tl.store(
                 partial_values + place[None, :] + value_dims[:, None],
                 o,
                 mask=chosen[None, :] & (value_dims[:, None] < VALUE_DIM),
             )
         block = stop
-    end_pass(OVERLAPS)

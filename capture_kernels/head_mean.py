@@ -15,29 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .constants import ADDRESSES, LOG2_E, LOGSUMEXP
-from .decode_pass import dims_of_query, products, scaled_logits
+from .constants import LOG2_E, LOGSUMEXP
+from .decode_pass import dims_of_query, layer_inputs, products, scaled_logits
 from .groups import all_parts, first_groups
 from .packed import NOTHING, number_of, value_of, write_top
 from .schedule import told_position
-
-
-@triton.jit
-def of_layer(address, like):
-    """A tensor of another layer, by its address: of the type of `like`, and a multiple of 16 bytes
-    apart from it."""
-    # From a pointer that is known to be aligned: what is made of a number alone is not.
-    bytes_apart = tl.multiple_of(address - like.to(tl.int64), 16)
-    return (like.to(tl.pointer_type(tl.int8)) + bytes_apart).to(like.dtype)
-
-
-@triton.jit
-def layer_inputs(addresses, slot, query, keys):
-    """A layer's queries, keys and the keys' scales, where its pass has noted them to be; `query`
-    and `keys` are those of some layer of the same kind."""
-    at = addresses + slot * ADDRESSES
-    descale = tl.load(at + 1).to(tl.pointer_type(tl.float32))
-    return of_layer(tl.load(at + 3), query), of_layer(tl.load(at), keys), descale
 
 
 @triton.jit
@@ -143,31 +125,34 @@ def head_mean(
 ):  # fmt: skip
     """Mean probabilities of blocks of keys, and the largest of each block.
 
-    Rows with logits come first: their blocks are shared out in stretches. Those of the others cost
-    far more, and are taken in turns. Layers are shared out as well, but where there are hubs: to
-    these a program adds layer after layer, and no other program to the same ones, so that the sums
-    are the same every time.
+    Rows with logits come first: their blocks are shared out in stretches, layer after layer. Those
+    of the others cost far more, and are taken in turns. Where there are hubs, a program takes a
+    block of all layers: no other program adds to the same ones, so that the sums are the same every
+    time.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
-    slot = tl.program_id(1)
-    after_slot = layers if HUBS else slot + 1
+    # A program takes a block of all layers, or of one.
+    together = layers if HUBS else 1
+    apart = 1 if HUBS else layers
     per_head += first_layer.to(tl.int64) * max_rows * (HEADS * 32)
     row_lane = tl.arange(0, ROWS)
     row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < count_rows, other=2147483647)
-    kept = tl.max(tl.where(row_ends <= logit_blocks, row_ends, 0), 0)
+    kept = tl.max(tl.where(row_ends <= logit_blocks, row_ends, 0), 0).to(tl.int64)
     lane = tl.arange(0, TILE)
     head = tl.arange(0, ALL_HEADS)
-    block = kept * program // turns
-    end = kept * (program + 1) // turns
-    while block < end:
+    item = kept * apart * program // turns
+    end = kept * apart * (program + 1) // turns
+    while item < end:
+        slot = item // kept
+        block = (item - slot * kept).to(tl.int32)
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
         row_block = tl.load(block_ptr + row)
-        stop = tl.minimum(end, tl.load(block_ptr + row + 1))
+        stop = tl.minimum(block + (end - item).to(tl.int32), tl.load(block_ptr + row + 1))
         position = told_position(rows, row, count_rows)
         real = tl.load(rows + 2 * count_rows + row)
-        for number in range(slot, after_slot):
-            layer = tl.full([], 0, tl.int64) + number
+        for number in range(together):
+            layer = slot + number
             lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
             of_logits = layer * logit_blocks
             of_maxima = mean_maxima + layer * max_blocks
@@ -186,12 +171,14 @@ def head_mean(
                     p, largest, tile, row, this, position, real, lane, of_maxima, hubs, stride_hubs,
                     longest, TILE, TILES, KEEP, HUBS,
                 )  # fmt: skip
-        block = stop
+        item += stop - block
 
     if AGAIN:
-        total = tl.minimum(tl.load(block_ptr + count_rows), max_blocks)
-        block = kept + program
-        while block < total:
+        others = tl.minimum(tl.load(block_ptr + count_rows), max_blocks) - kept
+        item = tl.zeros([], tl.int64) + program
+        while item < others * apart:
+            slot = item // others
+            block = (kept + item - slot * others).to(tl.int32)
             row = tl.sum((row_ends <= block).to(tl.int32), 0)
             position = told_position(rows, row, count_rows)
             real = tl.load(rows + 2 * count_rows + row)
@@ -199,8 +186,8 @@ def head_mean(
             if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
                 newest = slots + tl.load(base + row) + tl.load(rows + row)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
-                for number in range(slot, after_slot):
-                    layer = tl.full([], 0, tl.int64) + number
+                for number in range(together):
+                    layer = slot + number
                     of_query, of_keys, descale = layer_inputs(addresses, layer, query, keys)
                     lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
                     largest = tl.full([TILE], float("-inf"), tl.float32)
@@ -216,7 +203,7 @@ def head_mean(
                             mean_maxima + layer * max_blocks, hubs, stride_hubs,
                             longest, TILE, TILES, KEEP, HUBS,
                         )  # fmt: skip
-            block += turns
+            item += turns
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
 from .errors import OptionError
 
@@ -126,12 +125,6 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def overlaps() -> bool:
-    """Whether a kernel may begin while the one before it still runs (`overlap`)."""
-    target = None if interpreted() else driver.active.get_current_target()
-    return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
 def interpreted() -> bool:

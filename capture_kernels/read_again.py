@@ -14,7 +14,8 @@ import triton.language as tl
 
 from .candidates import distance_of, first_block, lower_half
 from .constants import LN_2, LOGSUMEXP
-from .head_mean import layer_inputs, mean_again, shares
+from .decode_pass import layer_inputs
+from .head_mean import mean_again, shares
 from .packed import NOTHING, better, largest_of, pack, write_top
 from .schedule import told_position
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .answer import Statistics
 from .constants import ADDRESSES, LOG2_E, PARTIAL
-from .decode_pass import COLUMNS, decode_pass
+from .decode_pass import COLUMNS, decode_pass, note_layers
 from .errors import OptionError
 from .fingerprint import Visibility
 from .finish import finish
@@ -37,7 +37,6 @@ from .launch import (
     check_layer,
     interpreted,
     launch,
-    overlaps,
     processors,
 )
 from .schedule import PageTable, Schedule
@@ -47,6 +46,8 @@ from .tuning import SMALL, Tuning, split_dims, tuning_for
 # Blocks of a row, at most; longer rows have larger blocks.
 MOST_BLOCKS = 4096
 SCRATCH_BYTES = 288 << 20
+# Layers whose inputs one launch notes, at most.
+NOTED = 32
 # Warps of `finish` a processor of the GPU, and registers of a thread with which as many are there
 # at once: without a top k, with one, and with one of many stretches.
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
@@ -58,10 +59,10 @@ class StatisticsPlan:
     """Buffers and grids for the captured layers of one kind; a step is `schedule`, then `run` for
     each layer in turn.
 
-    A run launches nothing but notes the layer. As many layers as the scratch has room for are
-    looked at together, and at the latest with the last one: a pass over the keys of each, which
-    from Hopper on begins while the one before it still runs, and then what finishes all. A step
-    allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it.
+    A run launches nothing but remembers the layer. As many layers as the scratch has room for are
+    looked at together, and at the latest with the last one: one launch passes over the keys of all
+    of them, and a few more finish them. A step allocates nothing, copies nothing and waits for
+    nothing, so that a CUDA graph can hold it.
 
     Args:
         layers: how many layers a step has.
@@ -94,7 +95,7 @@ class StatisticsPlan:
     """
 
     # Whether the attention's output is asked for: keys are read that no fingerprint describes, and
-    # no pass waits to be launched with others.
+    # no layer waits for a pass with others.
     all_keys = False
 
     def __init__(
@@ -178,7 +179,9 @@ class StatisticsPlan:
         )
         at_once = self.top.at_once
         self.partial = self._floats(at_once, *partial)
-        self.addresses = self._zeros(at_once, ADDRESSES.value, dtype=torch.int64)
+        self._noted = min(NOTED, triton.next_power_of_2(at_once))
+        noted = triton.cdiv(at_once, self._noted) * self._noted
+        self.addresses = self._zeros(noted, ADDRESSES.value, dtype=torch.int64)
         self.arrived = self._zeros(at_once, max_rows, dtype=torch.int32)
         self.per_head = self._floats(layers, max_rows, count, COLUMNS)
         self.mean = self._floats(layers, max_rows, COLUMNS)
@@ -190,7 +193,7 @@ class StatisticsPlan:
         self._kind: tuple[Any, ...] = ()
         self._slots = [
             {**self.top.slots[slot], "partial": self.partial[slot], "addresses": address}
-            for slot, address in enumerate(self.addresses)
+            for slot, address in enumerate(self.addresses[:at_once])
         ]
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -265,8 +268,9 @@ class StatisticsPlan:
         if not layers or not self.steps.rows:
             return
         if not self.all_keys:
-            for number, each in enumerate(unfinished):
-                self.launch_pass(each, follows=number > 0)
+            if layers > 1:
+                self._note(unfinished)
+            self.launch_pass(unfinished[0], layers)
         step = {
             **unfinished[-1],
             **self.top.arguments,
@@ -276,7 +280,6 @@ class StatisticsPlan:
             "per_head": self.per_head,
             "mean": self.mean,
             "first_layer": self._ran - layers,
-            "max_rows": self.steps.max_rows,
             "AT_ONCE": self._merged,
         }
         # A larger top k is more than the registers of one warp hold.
@@ -364,6 +367,7 @@ class StatisticsPlan:
             "stride_vh": 0 if values is None else values.stride(1),
             "count_rows": steps.rows,
             "programs": self.programs,
+            "max_rows": steps.max_rows,
             "STRIDE_KS": keys.stride(0),
             "STRIDE_VS": 0 if values is None else values.stride(0),
             "HEADS": groups.count,
@@ -401,20 +405,31 @@ class StatisticsPlan:
             self._ran += 1
         return step
 
-    def launch_pass(self, step: dict[str, Any], *, follows: bool = False) -> None:
-        """Launch `decode_pass`, which may overlap the pass of the same step that it follows."""
-        overlap = not self.all_keys and overlaps()
+    def launch_pass(self, step: dict[str, Any], layers: int = 1) -> None:
+        """Launch `decode_pass`, of one layer, or of several whose inputs are noted."""
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         launch(
             decode_pass,
-            (len(self.pass_table), self.programs),
+            (len(self.pass_table), self.programs, layers),
             {**step, "head_table": self.pass_table},
-            follows=int(follows),
-            OVERLAPS=overlap,
+            LISTED=layers > 1,
             num_warps=self.tuning.warps,
             num_stages=self.tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),
-            **({"launch_pdl": True} if overlap else {}),
         )
+
+    def _note(self, layers: list[dict[str, Any]]) -> None:
+        """Launch what notes where the inputs of layers are, which their passes read."""
+        # As many in each launch, so that it is compiled once.
+        layers = layers + layers[-1:] * (-len(layers) % self._noted)
+        for first in range(0, len(layers), self._noted):
+            # Odd numbers: for one that 16 divides it would be compiled anew.
+            inputs = tuple(
+                2 * each[name].data_ptr() + 1
+                for each in layers[first : first + self._noted]
+                for name in ("keys", "descale", "sinks", "query")
+            )
+            step = {**layers[0], "addresses": self.addresses[first:]}
+            launch(note_layers, (1,), step, inputs=inputs, COUNT=len(inputs), num_warps=1)
 
     def finish_if_full(self) -> None:
         if len(self._unfinished) == self.top.at_once or self._ran == self.layers:

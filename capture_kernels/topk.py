@@ -259,7 +259,7 @@ class TopKPlan:
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
         launch(
             head_mean,
-            (self._mean_programs, layers if hubs is None else 1),
+            (self._mean_programs,),
             step,
             hubs=step["partial"] if hubs is None else hubs,
             stride_hubs=0 if hubs is None else hubs.stride(0),

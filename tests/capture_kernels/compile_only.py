@@ -140,11 +140,12 @@ def options(**changes: Any) -> dict[str, Any]:
     return {"max_rows": ROWS, "max_length": LENGTH, "device": "cpu", **shape, **changes}
 
 
-def beside(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
-    plan = StatisticsPlan(**options(**changes))
+def beside(dtype: torch.dtype = torch.bfloat16, layers: int = 2, **changes: Any) -> None:
+    plan = StatisticsPlan(**options(layers=layers, **changes))
     plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
-    plan.run(query, keys)
+    for _ in range(plan.layers):
+        plan.run(query, keys)
 
 
 def fused(emit: bool, **changes: Any) -> None:
@@ -173,10 +174,12 @@ def records() -> None:
 
 PLANS: dict[str, Callable[[], None]] = {
     "beside": beside,
+    "beside, one layer": lambda: beside(layers=1),
     "beside float8": lambda: beside(torch.float8_e4m3fn),
     "beside head_dim 80": lambda: beside(head_dim=80),
     "beside head_dim 256": lambda: beside(head_dim=256),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
+    "top 16, one layer": lambda: beside(layers=1, top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),
     "heads, head_dim 80, top 16": lambda: beside(head_dim=80, top_k=16),
     "heads, top 3": lambda: beside(top_k=3),

@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
-from triton.language.extra.cuda import gdc_launch_dependents  # noqa: E402
 
 from capture_kernels.constants import LOGSUMEXP  # noqa: E402
 from capture_kernels.decode_pass import column_ranges, next_due  # noqa: E402
@@ -25,7 +24,7 @@ from capture_kernels.fingerprint import (  # noqa: E402
     log2_bins,
     place_bins,
 )
-from capture_kernels.launch import HeadGroups, overlaps  # noqa: E402
+from capture_kernels.launch import HeadGroups  # noqa: E402
 from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.schedule import PageTable  # noqa: E402
 from capture_kernels.statistics import StatisticsPlan  # noqa: E402
@@ -858,7 +857,7 @@ def test_a_graph_follows_the_lengths_of_each_step():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_passes_that_overlap_wait_for_what_makes_their_inputs():
+def test_layers_of_a_step_read_what_was_written_right_before():
     case = paged_case([700, 64, 2000, 1] * 8, 8, 2, 128, dtype=torch.bfloat16)
     layers, options = 6, {"programs": None, "max_length": 2000, "top_k": 16}
     plan, alone = plan_for(case, layers=layers, **options), plan_for(case, **options)
@@ -898,35 +897,6 @@ def test_passes_that_overlap_wait_for_what_makes_their_inputs():
             assert torch.equal(answer.per_head, expected.per_head)
             assert torch.equal(answer.top.positions, expected.top.positions)
             assert torch.equal(answer.top.logits, expected.top.logits)
-
-
-@triton.jit
-def copy_late(source, target, count, turns, sink, BLOCK: tl.constexpr):
-    """Lets the next kernel begin, from Hopper on, and writes long after."""
-    gdc_launch_dependents()
-    before = tl.load(sink)
-    for _ in range(turns):
-        # One after the other.
-        before = tl.atomic_add(sink, tl.where(before >= 0, 1, 2))
-    for first in range(0, count, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not (ON_GPU and overlaps()), reason="no GPU on which kernels overlap answers")
-def test_a_pass_waits_for_a_kernel_that_has_let_it_begin():
-    case = paged_case([300, 64], 4, 2, 64, dtype=torch.bfloat16)
-    plan, expected = plan_for(case, top_k=4), plan_for(case, top_k=4)
-    keys, sink = torch.zeros_like(case.k_cache), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    expected.schedule(page_table(case))
-    expected.run(case.queries, case.k_cache)
-    for turns in (0, 10_000):
-        keys.zero_()
-        plan.schedule(page_table(case))
-        copy_late[(1,)](case.k_cache, keys, keys.numel(), turns, sink, BLOCK=1024, launch_pdl=True)
-        plan.run(case.queries, keys)
-        assert torch.equal(plan.answer().per_head, expected.answer().per_head)
 
 
 @pytest.mark.gpu

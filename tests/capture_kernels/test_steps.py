@@ -22,6 +22,7 @@ from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
 from capture_kernels.buffers import Ring  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
+from capture_kernels.statistics import NOTED  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 LOOKED_FOR = {"top_k": 5, "mean_top_k": 3, "hubs": True}
@@ -99,6 +100,20 @@ def test_layers_are_what_each_is_alone(at_once, again, differ):
         assert plan.per_head[number, case.rows :].isnan().all()
     assert_close(hubs, summed, largest=MASS, rms=MASS)
     assert not plan.arrived.any()
+
+
+def test_there_may_be_more_layers_than_one_launch_notes():
+    case, layers = layers_of(NOTED + 3)
+    plan, one_by_one = (
+        plan_for(case, layers=len(layers), top_k=3, scratch_bytes=scratch)
+        for scratch in (1 << 30, 0)
+    )
+    assert (plan.top.at_once, one_by_one.top.at_once) == (len(layers), 1)
+    for each in (plan, one_by_one):
+        poison(each)
+        run_steps(each, case, layers)
+    for number in range(len(layers)):
+        assert_same(plan.answer(number), one_by_one.answer(number))
 
 
 @pytest.mark.parametrize("strided", [False, True])
