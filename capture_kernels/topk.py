@@ -187,7 +187,7 @@ class TopKPlan:
             self._answers(layers, max_rows, mean_k),
         )
         self._row_blocks = row_blocks
-        self._mean_programs = min(blocks, MEAN_PROGRAMS * processors(self._device))
+        self._blocks = blocks
         sizes = {"logit_blocks": self.logit_blocks, "max_blocks": blocks}
         flags = {
             "CLASSES": self._classes,
@@ -257,9 +257,12 @@ class TopKPlan:
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
+        # Two were faster than four where no key is read again; nothing else was tried.
+        warps = 2 if self._heads <= 32 and not self._mean_again else 4 if self._heads <= 64 else 8
+        blocks = self._blocks * (layers if hubs is None else 1)
         launch(
             head_mean,
-            (self._mean_programs,),
+            (min(blocks, MEAN_PROGRAMS * processors(self._device)),),
             step,
             hubs=step["partial"] if hubs is None else hubs,
             stride_hubs=0 if hubs is None else hubs.stride(0),
@@ -267,7 +270,7 @@ class TopKPlan:
             layers=layers,
             KEEP=self.mean_k > 0,
             HUBS=hubs is not None,
-            num_warps=4 if self._heads <= 64 else 8,
+            num_warps=warps,
         )
         if self.mean_k:
             warps = 1 if step["SIZE"] <= 16 else 4

@@ -72,6 +72,20 @@ def assert_same(found, expected):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("mean_top_k", [1, 5])
+def test_a_head_mean_without_hubs_is_what_each_layer_has_alone(mean_top_k):
+    case, layers = layers_of(3)
+    plan = plan_for(case, layers=3, mean_top_k=mean_top_k)
+    assert plan.top.at_once == 3
+    poison(plan)
+    run_steps(plan, case, layers)
+    for number, layer in enumerate(layers):
+        alone = plan_for(case, mean_top_k=mean_top_k)
+        run_steps(alone, case, [layer])
+        assert_same(plan.answer(number), alone.answer())
+        assert alone.answer().top.mean_positions[0].min() >= 0
+
+
 @pytest.mark.parametrize(
     ("at_once", "again", "differ"),
     [
