@@ -19,7 +19,7 @@ from triton.runtime.jit import KernelInterface
 from benchmarks.kernel_cases import DEVICE, SPARE_SLOTS, Batch, Shape
 from benchmarks.kernel_ways import Beside, Fused, step
 
-# Layers of a step.
+# Layers of a step, at most.
 MOST_LAYERS = 2
 # What is compiled: a variant of our pass by its name, or fused decode by its top k.
 Job = tuple[Shape, str | int | None]
@@ -54,10 +54,12 @@ def compile_one(job: Job) -> None:
     KernelInterface.__getitem__ = compile_only
     shape, what = job
     batch = without_keys(shape)
+    if not isinstance(what, str):
+        step(Fused(batch, what), batch.layers)
+        return
     # A pass over one layer is compiled for itself.
     for layers in range(1, MOST_LAYERS + 1):
-        way = Beside(batch, what, layers) if isinstance(what, str) else Fused(batch, what)
-        step(way, layers)
+        step(Beside(batch, what, layers), layers)
 
 
 def compile_ahead(jobs: Sequence[Job]) -> float:

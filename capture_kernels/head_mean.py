@@ -174,11 +174,10 @@ def head_mean(
         item += stop - block
 
     if AGAIN:
-        others = tl.minimum(tl.load(block_ptr + count_rows), max_blocks) - kept
-        item = tl.zeros([], tl.int64) + program
-        while item < others * apart:
-            slot = item // others
-            block = (kept + item - slot * others).to(tl.int32)
+        # Of one layer, as its logits leave no room for those of another.
+        total = tl.minimum(tl.load(block_ptr + count_rows), max_blocks)
+        block = kept.to(tl.int32) + program
+        while block < total:
             row = tl.sum((row_ends <= block).to(tl.int32), 0)
             position = told_position(rows, row, count_rows)
             real = tl.load(rows + 2 * count_rows + row)
@@ -186,24 +185,21 @@ def head_mean(
             if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
                 newest = slots + tl.load(base + row) + tl.load(rows + row)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
-                for number in range(together):
-                    layer = slot + number
-                    of_query, of_keys, descale = layer_inputs(addresses, layer, query, keys)
-                    lse = shares(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
-                    largest = tl.full([TILE], float("-inf"), tl.float32)
-                    for tile in range(first_tile, first_tile + TILES):
-                        p = mean_again(
-                            row, newest, tile * TILE + lane, real, of_query, of_keys, head_table,
-                            descale, lse, factor, soft_cap, stride_qr, stride_qh, stride_kh,
-                            STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE,
-                            SOFT_CAP, DESCALE, UPCAST,
-                        )  # fmt: skip
-                        largest = told(
-                            p, largest, tile, row, block, position, real, lane,
-                            mean_maxima + layer * max_blocks, hubs, stride_hubs,
-                            longest, TILE, TILES, KEEP, HUBS,
-                        )  # fmt: skip
-            item += turns
+                of_query, of_keys, descale = layer_inputs(addresses, 0, query, keys)
+                lse = shares(per_head, row, HEADS, ALL_HEADS)
+                largest = tl.full([TILE], float("-inf"), tl.float32)
+                for tile in range(first_tile, first_tile + TILES):
+                    p = mean_again(
+                        row, newest, tile * TILE + lane, real, of_query, of_keys, head_table,
+                        descale, lse, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS,
+                        HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP,
+                        DESCALE, UPCAST,
+                    )  # fmt: skip
+                    largest = told(
+                        p, largest, tile, row, block, position, real, lane, mean_maxima, hubs,
+                        stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                    )  # fmt: skip
+            block += turns
 
 
 @triton.jit(do_not_specialize=["count_rows", "first_layer"])

@@ -4,7 +4,7 @@ Mathematics: `decode_pass`, and `finish` for what stands in each column.
 
 Tensors (L layers, A of them finished at once, R rows, H chosen query heads in ascending order):
     partial   float32[A, programs + R, H, 36]  range masses, m, L and S of each stretch
-    addresses int64[A, 4]                   of a layer's keys, their scales, learned sinks, queries
+    addresses int64[A or more, 4]           of a layer's keys, their scales, learned sinks, queries
     per_head  float32[L, R, H, 32]          0..15 log2 bins; 16..23 relative places; 24 mass at
                                             d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy;
                                             28 whether a key is visible, 1 or 0; 29 logsumexp
@@ -62,7 +62,8 @@ class StatisticsPlan:
     A run launches nothing but remembers the layer. As many layers as the scratch has room for are
     looked at together, and at the latest with the last one: one launch passes over the keys of all
     of them, and a few more finish them. A step allocates nothing, copies nothing and waits for
-    nothing, so that a CUDA graph can hold it.
+    nothing, so that a CUDA graph can hold it, once the same step has run outside of one: kernels
+    are compiled when they are first launched.
 
     Args:
         layers: how many layers a step has.

@@ -102,7 +102,8 @@ class TopKPlan:
         at_once: how many layers the scratch has room for, which are finished together.
         logit_blocks: for how many blocks of a layer logits have room.
         arguments: what `finish` is launched with.
-        slots: for each of the `at_once` layers, what its pass is launched with.
+        slots: for each of the `at_once` layers, what a pass over it alone is launched with; a pass
+            over several, with what the first one has.
 
     Raises:
         OptionError: a k that is too large, or rows too long for a top k.
@@ -171,7 +172,10 @@ class TopKPlan:
         bytes_a_layer = partial_bytes + sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in own.values()
         )
-        self.at_once = max(1, min(layers, scratch_bytes // bytes_a_layer))
+        # Where not all logits have room, those of one layer take it all.
+        self.at_once = (
+            1 if self._mean_again else max(1, min(layers, scratch_bytes // bytes_a_layer))
+        )
         self._kept = {
             name: torch.zeros((self.at_once, *shape), dtype=dtype, device=self._device)
             for name, (shape, dtype) in own.items()
@@ -187,7 +191,6 @@ class TopKPlan:
             self._answers(layers, max_rows, mean_k),
         )
         self._row_blocks = row_blocks
-        self._blocks = blocks
         sizes = {"logit_blocks": self.logit_blocks, "max_blocks": blocks}
         flags = {
             "CLASSES": self._classes,
@@ -259,7 +262,7 @@ class TopKPlan:
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
         # Two were faster than four where no key is read again; nothing else was tried.
         warps = 2 if self._heads <= 32 and not self._mean_again else 4 if self._heads <= 64 else 8
-        blocks = self._blocks * (layers if hubs is None else 1)
+        blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
             head_mean,
             (min(blocks, MEAN_PROGRAMS * processors(self._device)),),

@@ -144,8 +144,9 @@ def beside(dtype: torch.dtype = torch.bfloat16, layers: int = 2, **changes: Any)
     plan = StatisticsPlan(**options(layers=layers, **changes))
     plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
+    descale = torch.ones(plan.groups.key_heads) if dtype.itemsize == 1 else None
     for _ in range(plan.layers):
-        plan.run(query, keys)
+        plan.run(query, keys, descale=descale)
 
 
 def fused(emit: bool, **changes: Any) -> None:
@@ -188,7 +189,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "one row, top 16": lambda: beside(top_k=16, tuning=SMALL, programs=512),
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(
-        top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0
+        layers=1, top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0
     ),
     "fused": lambda: fused(True),
     "fused, top 16": lambda: fused(True, top_k=16),

@@ -25,7 +25,7 @@ LOOP_BUDGET = {
     "heads, head_dim 80, top 16": 850,
     "heads, top 16": 750,
     "heads, top 16, small programs": 750,
-    "float8, top 16": 850,
+    "float8, top 16": 900,
     "fused": 900,
     "fused, top 16": 950,
     "fused without statistics": 600,
@@ -86,7 +86,10 @@ def test_the_loop_over_keys_is_within_its_budget(for_hopper, plan):
 
 # Plans that are compiled for GPUs other than Hopper as well; none has float8 keys, which compute
 # capability 8.0 does not know.
-EVERYWHERE = ["beside", "top 16", "heads, top 16", "top 64", "fused", "scores", "records"]
+EVERYWHERE = [
+    *("beside", "top 16", "top 16, one layer", "heads, top 16", "top 64", "fused"),
+    *("scores", "records"),
+]
 
 
 @pytest.mark.parametrize("capability", [80, 100])

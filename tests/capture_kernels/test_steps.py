@@ -39,7 +39,7 @@ def layers_of(count, *, differ=None):
         keys = other.k_cache[torch.randperm(len(other.k_cache), device=DEVICE)]
         # Slots lie alike in all layers.
         keys = torch.where(case.k_cache.isnan(), torch.nan, keys.nan_to_num(0.25))
-        if differ == "float8" and number == 1:
+        if differ == "all float8" or (differ == "float8" and number == 1):
             keys = keys.to(torch.float8_e5m2)
             inputs["descale"] = on_device(2.0 + number)
         if differ == "sinks" and number == 1:
@@ -94,6 +94,7 @@ def test_a_head_mean_without_hubs_is_what_each_layer_has_alone(mean_top_k):
         pytest.param(3, False, None, id="all at once"),
         pytest.param(1, True, None, id="computed again"),
         pytest.param(3, False, "float8", id="some are float8"),
+        pytest.param(3, False, "all float8", id="all are float8"),
         pytest.param(3, False, "sinks", id="some have learned sinks"),
     ],
 )
