@@ -260,7 +260,7 @@ class TopKPlan:
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._asked("mean", self.mean_k), "AGAIN": self._mean_again}
-        # Two were faster than four where no key is read again; nothing else was tried.
+        # Where no key is read again, two warps were faster than four for 32 heads.
         warps = 2 if self._heads <= 32 and not self._mean_again else 4 if self._heads <= 64 else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
