@@ -35,10 +35,10 @@ class Zoned(NamedTuple):
         return [ZONES[i] for i in self.zone]
 
 
-def ripple_basis(reach: int, bins: int) -> NDArray[np.float32]:
+def ripple_basis(reach: int, bins: int) -> NDArray[np.float64]:
     """Cosines 1 .. reach - 1 of the orthonormal DCT-II over the first `reach` of `bins` bins:
-    float32[bins, bins - 1], zero for the bins and the cosines past the reach."""
-    basis = np.zeros((bins, bins - 1), np.float32)
+    float64[bins, bins - 1], zero for the bins and the cosines past the reach."""
+    basis = np.zeros((bins, bins - 1))
     angles = np.pi / reach * np.outer(np.arange(reach) + 0.5, np.arange(1, reach))
     basis[:reach, : reach - 1] = np.cos(angles) * np.sqrt(2 / reach)
     return basis
@@ -85,7 +85,9 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
         rows = xp.flatnonzero(reach == bins_reached)
         if not len(rows):
             continue
-        energy = xp.square(amplitudes[rows] @ bases[bins_reached])
+        # In float64, rounded once: a product may add up a row in another order where other rows are
+        # beside it.
+        energy = xp.square((amplitudes[rows] @ bases[bins_reached]).astype(np.float32))
         total = energy.sum(axis=1)
         # Rounding leaves some energy to a constant histogram.
         waves = total > 1e-9
