@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from capture_kernels.errors import AttnError
-from discovery.classify_command import classify
-from discovery.commands import discover, runs_app
+from discovery.commands.classify import classify
+from discovery.commands.discover import discover, runs_app
 from pipeline.capture_command import capture
 from pipeline.store.commands import db_app
 

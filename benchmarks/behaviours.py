@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import REPO, SAMPLE, WrongAnswerError, by_key
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 from pipeline.record import KEY
 from pipeline.record import vectors as record_vectors
 

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 # The repository is no installed package where a GPU host runs this.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from capture_kernels.fingerprint import fingerprint
+from capture_kernels.fingerprint.vector import fingerprint
 from pipeline.engines.options import CaptureOptions
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import vectors

@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError
-from capture_kernels.fingerprint import Layout
-from discovery.artifacts import Artifacts, load_artifacts
-from discovery.classifier import NOISE, Classified, Classifier
-from discovery.projection import Projection
+from capture_kernels.fingerprint.vector import Layout
+from discovery.artifacts.classifier import NOISE, Classified, Classifier
+from discovery.artifacts.projection import Projection
+from discovery.artifacts.read import Artifacts, load_artifacts
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 

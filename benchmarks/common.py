@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from capture_kernels.errors import AttnError
-from discovery.artifacts import Artifacts, load_artifacts
+from discovery.artifacts.read import Artifacts, load_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from pipeline.record import KEY, conform

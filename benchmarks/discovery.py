@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError, by_key
-from capture_kernels.fingerprint import DIMENSIONS, Layout
-from discovery.classifier import Classifier
-from discovery.cpu_engine import CpuEngine
-from discovery.metrics import map_quality
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.algorithms.metrics import map_quality
+from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.projection import Moments, Projection, square_roots
+from discovery.engines.cpu import CpuEngine
 from discovery.options import DiscoverOptions
-from discovery.projection import Moments, Projection, square_roots
 from discovery.stages import neighbors as neighbors_stage
 from discovery.stages import quality as quality_stage
 from discovery.stages import umap as umap_stage

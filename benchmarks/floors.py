@@ -37,8 +37,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from capture_kernels.arrays import array_module
-from capture_kernels.fingerprint import DIMENSIONS
-from discovery.engine import Engine
+from capture_kernels.fingerprint.vector import DIMENSIONS
+from discovery.engines.protocol import Engine
 from discovery.stages.extract import COLUMNS
 from discovery.stages.quality import SAMPLE_ROWS
 

@@ -44,10 +44,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from capture_kernels.fingerprint import DIMENSIONS, Layout
-from discovery.engine import ENGINES, Engine, open_engine
-from discovery.projection import Moments, Projection
-from discovery.rapids import why_not
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.artifacts.projection import Moments, Projection
+from discovery.engines.protocol import ENGINES, Engine, open_engine
+from discovery.engines.rapids import why_not
 from discovery.stages.cluster import smallest_cluster
 from discovery.stages.neighbors import self_first
 from discovery.stages.umap import INIT_SPREAD

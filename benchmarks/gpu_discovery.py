@@ -46,10 +46,10 @@ from benchmarks.common import SAMPLE, WrongAnswerError
 from benchmarks.floors import Rates, measured_rates, stage_work
 from benchmarks.gpu import cuml_recipe
 from benchmarks.timed_run import Timed, timed_run
-from discovery.engine import ENGINES, Engine, open_engine
-from discovery.metrics import map_quality
+from discovery.algorithms.metrics import map_quality
+from discovery.engines.protocol import ENGINES, Engine, open_engine
+from discovery.engines.rapids import why_not
 from discovery.options import DiscoverOptions
-from discovery.rapids import why_not
 from discovery.stages.quality import NEIGHBORS, SAMPLE_ROWS
 from pipeline.record import KEY
 

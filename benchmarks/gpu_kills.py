@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common, large
 from benchmarks.common import NOW, REPO, WrongAnswerError
 from benchmarks.interruptions import published
-from discovery.artifacts import load_artifacts
-from discovery.engine import ENGINES
+from discovery.artifacts.read import load_artifacts
+from discovery.engines.protocol import ENGINES
 from discovery.job import CHECKPOINT, RUN_FILE
 from discovery.stages.neighbors import rest_part
 

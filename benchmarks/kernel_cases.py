@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from capture_kernels.fingerprint import HIST_BINS, Visibility
+from capture_kernels.fingerprint.vector import HIST_BINS, Visibility
 
 DEVICE = torch.device("cuda")
 TOP_K = 16

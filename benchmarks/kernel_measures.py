@@ -39,8 +39,8 @@ from benchmarks.kernel_ways import (
     step,
     steps_of_one_layer,
 )
+from capture_kernels.decode.tuning import Tuning
 from capture_kernels.errors import AttnError
-from capture_kernels.tuning import Tuning
 
 HEADLINE = Shape()
 # Enough of the slow peers.

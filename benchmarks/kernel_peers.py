@@ -54,7 +54,7 @@ from benchmarks.kernel_cases import (
     wrong_picks,
 )
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import HIST_BINS, Visibility
+from capture_kernels.fingerprint.vector import HIST_BINS, Visibility
 
 FLOOR_BYTES = 1 << 32
 # Blocks of a program and its warps: the fastest read counts.

@@ -18,10 +18,10 @@ from benchmarks.kernel_cases import (
     compare,
     truth_of,
 )
-from capture_kernels.answer import Statistics
-from capture_kernels.fused_decode import FusedDecodePlan
-from capture_kernels.schedule import PageTable
-from capture_kernels.statistics import StatisticsPlan
+from capture_kernels.decode.answer import Statistics
+from capture_kernels.decode.fused import FusedDecodePlan
+from capture_kernels.decode.plan import StatisticsPlan
+from capture_kernels.decode.schedule import PageTable
 
 LONGEST = Shape(batch=1, context=1 << 20)
 

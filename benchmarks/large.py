@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 from pipeline.store import open_store
 from tests.planted import planted, planted_batch
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from tests.nights import Night, Origin, fortnight, two_nights

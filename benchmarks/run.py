@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from discovery.rapids import why_not
+from discovery.engines.rapids import why_not
 
 HERE = Path(__file__).resolve().parent
 # By name: the script and its options.

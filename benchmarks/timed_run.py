@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import NOW, REPO, WrongAnswerError
 from benchmarks.gpu import DeviceWatch
-from discovery.artifacts import read_manifest
+from discovery.artifacts.read import read_manifest
 from discovery.job import CHECKPOINT, discover
 from discovery.options import DiscoverOptions
 

@@ -31,8 +31,8 @@ from threadpoolctl import threadpool_limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from capture_kernels.fingerprint import HIST_BINS, Layout
-from capture_kernels.zones import ZONES, ZoneRules, ripple
+from capture_kernels.fingerprint.vector import HIST_BINS, Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules, ripple
 from pipeline import record
 from pipeline.store import open_store
 

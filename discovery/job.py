@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import NewRunNeededError, RunError
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
+from discovery.artifacts.read import MANIFEST, read_manifest
+from discovery.engines.gpu_memory import GpuMemoryErrors
+from discovery.engines.protocol import Engine, open_engine
+from discovery.events.log import Listener, Progress
+from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
+from discovery.execution.memory import MemoryPlan, MemoryWatch, plan_memory
+from discovery.execution.stopping import Interrupted, StopRequest
+from discovery.runs import folder as runs
+from discovery.runs.checkpoint import StageParts, chained_key, write_json
+from discovery.runs.deletion import sweep
+from discovery.runs.parent import Parent, before_this_run, open_parent
+from discovery.stages import extract, publish
+from discovery.stages.rows import Rows
 from pipeline.store import Store, open_store
 from pipeline.tokens import open_tokens
 
-from . import runs
-from .artifacts import MANIFEST, read_manifest
-from .checkpoint import StageParts, chained_key, write_json
-from .deletion import sweep
-from .engine import Engine, open_engine
-from .executor import DaskExecutor, Executor, InlineExecutor
-from .gpu_memory import GpuMemoryErrors
-from .memory import MemoryPlan, MemoryWatch, plan_memory
 from .options import FREE_ON_RESUME, RULES, DiscoverOptions
-from .parent import Parent, before_this_run, open_parent
-from .progress import Listener, Progress
-from .rows import Rows
-from .stages import STAGES, extract, publish
-from .stopping import Interrupted, StopRequest
+from .stages import STAGES
 
 CHECKPOINT = ".checkpoint"
 RUN_FILE = "run.json"

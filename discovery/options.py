@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZoneRules
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZoneRules
 
 from .gate import GateRules
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from discovery.engines.protocol import Engine
 
 # A century: further back there is nothing, and before the year 1 there are no dates.
 MOST_HOURS = 876_600

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from pipeline.engines.options import PromptError
+from pipeline.store.base import Appended, Store
 
-from .engines.options import PromptError
 from .interrupts import lost_interrupts_again
 from .record import PHASES, vectors
-from .store.base import Appended, Store
 
 if TYPE_CHECKING:
-    from .engines.transformers import CapturedPrompt, TransformersEngine
+    from pipeline.engines.transformers import CapturedPrompt, TransformersEngine
 
 JSON_LINES = (".jsonl", ".ndjson")
 

@@ -11,10 +11,10 @@ from uuid import uuid4
 import typer
 
 from capture_kernels.errors import MissingExtraError
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
+from pipeline.engines.options import CaptureOptions
 
 from .capture import CaptureSummary, read_prompts, run_capture, shown_progress
-from .engines.options import CaptureOptions
 
 # Exit code of a program that Ctrl+C ended: 128 + SIGINT.
 INTERRUPTED = 130
@@ -80,8 +80,8 @@ def capture(
     try:
         from transformers.utils import logging as transformers_logging
 
-        from .engines.loading import load_engine
-        from .engines.transformers import utc_now
+        from pipeline.engines.loading import load_engine
+        from pipeline.engines.transformers import utc_now
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers"):
             raise

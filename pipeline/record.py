@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RecordError
-from capture_kernels.fingerprint import DIMENSIONS, Layout
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 
 PHASES = ("prompt", "think", "output")
 # `layer` of a record that is the mean over all captured layers.

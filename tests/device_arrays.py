@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from capture_kernels.arrays import DEVICE_PACKAGES
-from discovery.cpu_engine import CpuEngine
+from discovery.engines.cpu import CpuEngine
 
 DEVICE_PACKAGES.add(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..telling import Told, clusters_named, map_found, zones_found
 from . import cluster, extract, lineage, neighbors, project, publish, quality, umap, zones
+from .stage_events import Told, clusters_named, map_found, zones_found
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 
 class Stage(NamedTuple):

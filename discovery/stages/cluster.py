@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from discovery.algorithms.landmarks import Landmarks, train_landmarks
+from discovery.algorithms.voting import Votes, vote
+from discovery.artifacts.classifier import NOISE, nearest_of_run
+from discovery.engines.protocol import Clustering, Engine
 from pipeline.record import vectors as batch_vectors
 
-from ..classifier import NOISE, nearest_of_run
-from ..engine import Clustering, Engine
-from ..landmarks import Landmarks, train_landmarks
-from ..rows import ArraysOfPart
-from ..voting import Votes, vote
 from .neighbors import fit_distances, rest_part
+from .rows import ArraysOfPart
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # Below this many rows a group is chance, however small a share of the window was fitted.
 LEAST_CLUSTER = 5

@@ -14,14 +14,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import NewRunNeededError, RunError
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
 from pipeline.store import Group, Selection, Store
 
-from ..sampling import RequestLimit, request_hashes, row_hashes
-
 if TYPE_CHECKING:
-    from ..checkpoint import StageParts
-    from ..job import Job
+    from discovery.job import Job
+    from discovery.runs.checkpoint import StageParts
 
 COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
 # One more column of a part: uint64, what `sampling.request_hashes` gives.

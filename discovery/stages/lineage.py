@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.fingerprint import DIMENSIONS
-from capture_kernels.zones import ZONES
+from capture_kernels.fingerprint.vector import DIMENSIONS
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.consistency import inconsistent
+from discovery.algorithms.drift import DistinctCount, RequestCounts, Shares
+from discovery.algorithms.lineage import cluster_ids, events, match
+from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
+from discovery.artifacts.classifier import NOISE, Codebook, labels_within
+from discovery.engines.protocol import Engine
+from discovery.runs.folder import reserve_cluster_ids
+from discovery.runs.parent import Parent
 
-from ..classifier import NOISE, Codebook, labels_within
-from ..consistency import inconsistent
-from ..drift import DistinctCount, RequestCounts, Shares
-from ..engine import Engine
-from ..lineage import cluster_ids, events, match
-from ..parent import Parent
-from ..rows import VectorsOfPart
-from ..runs import reserve_cluster_ids
-from ..sampling import highest_keys, lowest, request_table, row_hashes
 from .cluster import labelled_rows
 from .project import saved_projection
+from .rows import VectorsOfPart
 from .zones import zones_part
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # Rows of each cluster that stand for it when the next run looks back.
 REFERENCES_EACH = 256

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.sampling import cell_fit_rows, fit_cells, stratified_rows
+from discovery.artifacts.classifier import nearest_landmark
+from discovery.artifacts.projection import Projection
+from discovery.engines.protocol import Engine
 
-from ..classifier import nearest_landmark
-from ..engine import Engine
-from ..projection import Projection
-from ..rows import VectorsOfPart
-from ..sampling import cell_fit_rows, fit_cells, stratified_rows
 from .project import saved_projection
+from .rows import VectorsOfPart
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # Fewest rows of a cell in a stratified sample: enough to be seen as dense.
 CELL_FLOOR = 40

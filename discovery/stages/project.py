@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capture_kernels.fingerprint import DIMENSIONS, Layout
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.artifacts.projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
+from discovery.describe.axes import axes_in_words
+from discovery.engines.protocol import Engine
 
-from ..axes import axes_in_words
-from ..engine import Engine
-from ..projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
-from ..rows import VectorsOfPart
+from .rows import VectorsOfPart
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 
 def standardize_parameters(job: Job) -> dict[str, Any]:

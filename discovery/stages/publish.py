@@ -12,25 +12,25 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
-
-from .. import runs
-from ..artifacts import (
+from discovery.algorithms.lineage import in_words
+from discovery.artifacts.read import (
     EMBEDDING,
     MANIFEST,
     SCHEMA_VERSION,
     load_artifacts,
     write_parquet,
 )
-from ..checkpoint import write_atomically, write_json
-from ..lineage import in_words
-from ..options import FREE_ON_RESUME, RULES
-from ..parent import REFERENCES, SHARES, references_table, shares_table, was_served
-from ..report import report_html
-from ..tables import clusters_table, embedding_batches, landmarks_table, projection_table
+from discovery.options import FREE_ON_RESUME, RULES
+from discovery.report import report_html
+from discovery.runs import folder as runs
+from discovery.runs.checkpoint import write_atomically, write_json
+from discovery.runs.parent import REFERENCES, SHARES, references_table, shares_table, was_served
+
 from . import lineage
+from .tables import clusters_table, embedding_batches, landmarks_table, projection_table
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # Stages whose summary has a place of its own in the manifest.
 TOLD_ELSEWHERE = {"extract", "lineage", "quality", "publish"}

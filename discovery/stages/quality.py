@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.zones import ZONES
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.drift import drift
+from discovery.algorithms.metrics import map_quality
+from discovery.gate import Measures, judge
+from discovery.runs.parent import IDENTITY
 
-from ..drift import drift
-from ..gate import Measures, judge
-from ..metrics import map_quality
-from ..parent import IDENTITY
 from .lineage import from_arrays
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 SAMPLE_ROWS = 2_000
 NEIGHBORS = 15

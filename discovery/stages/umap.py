@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..classifier import Codebook
-from ..engine import Engine
-from ..parent import Parent
-from ..rows import VectorsOfPart
+from discovery.artifacts.classifier import Codebook
+from discovery.engines.protocol import Engine
+from discovery.runs.parent import Parent
+
 from .neighbors import fit_neighbors
+from .rows import VectorsOfPart
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # umap-learn spreads its own initial layouts over this range.
 INIT_SPREAD = 10.0

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, Zoned, ZoneRules
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, Zoned, ZoneRules
+from discovery.engines.protocol import Engine
 
-from ..engine import Engine
-from ..rows import VectorsOfPart
 from .extract import captured_at
+from .rows import VectorsOfPart
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from discovery.job import Job
 
 # Most bins that the zones are counted in over time, and how long one may be, in seconds; above the
 # last it is doubled until there are few enough.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture_kernels.eager import head_logits
 from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.eager import head_logits
 
 from .attention_tap import AttentionCall
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from capture_kernels.errors import AttnError, OptionError
-from capture_kernels.fingerprint import Layout, Visibility
+from capture_kernels.fingerprint.vector import Layout, Visibility
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

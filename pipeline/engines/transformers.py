@@ -22,9 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from capture_kernels.eager import LayerStatistics, RowPlan, combine, layer_statistics, plan_rows
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.fingerprint.eager import (
+    LayerStatistics,
+    RowPlan,
+    combine,
+    layer_statistics,
+    plan_rows,
+)
+from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline.record import MEAN_LAYER, capture_id, make_batch
 
 from .attention_scores import check_output, read_first_keys, read_scores

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.store.sqlite.file import BUSY_TIMEOUT_S
+
 from .base import Appended, Counts, Group, Selection, Store
-from .sqlite_file import BUSY_TIMEOUT_S
 
 __all__ = ["Appended", "Counts", "Group", "Selection", "Store", "open_store"]
 
@@ -30,11 +31,11 @@ def open_store(
     Raises:
         StoreError: missing, not ours, damaged, of a newer version, locked, or not permitted.
     """
-    from .sqlite import SqliteStore
+    from pipeline.store.sqlite.store import SqliteStore
 
     path = Path(url)
     if path.is_file() or (path.suffix in SQLITE_SUFFIXES and not path.is_dir()):
         return SqliteStore(path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s)
-    from .parquet import ParquetStore
+    from pipeline.store.parquet.store import ParquetStore
 
     return ParquetStore(path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint import DIMENSIONS
+from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
 
 BATCH_ROWS = 65_536

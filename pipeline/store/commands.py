@@ -16,10 +16,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
+from pipeline.store import Selection, open_store
+from pipeline.store.parquet.store import ParquetStore
 
-from . import Selection, open_store
-from .parquet import ParquetStore
 from .transfer import Imported, export_file, import_file
 
 # Without a terminal, a line is printed each time this many more rows are done.

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 from capture_kernels.errors import OptionError, RecordError, StoreError
 from pipeline import record
 from pipeline.durable import sync
+from pipeline.store.parquet.parts import damaged, write_error
 
 from .base import BATCH_ROWS, EVERYTHING, Selection, Store
-from .parquet_parts import damaged, write_error
 
 # Lines made into one batch; a line takes some hundred times the memory of its record.
 BATCH_LINES = 8_192

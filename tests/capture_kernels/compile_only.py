@@ -25,13 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
-from capture_kernels.append_records import AppendPlan, StepRows
-from capture_kernels.buffers import Ring
-from capture_kernels.fused_decode import FusedDecodePlan
-from capture_kernels.schedule import PageTable
-from capture_kernels.scores import ScoresPlan
-from capture_kernels.statistics import StatisticsPlan
-from capture_kernels.tuning import SMALL
+from capture_kernels.decode.fused import FusedDecodePlan
+from capture_kernels.decode.plan import StatisticsPlan
+from capture_kernels.decode.schedule import PageTable
+from capture_kernels.decode.tuning import SMALL
+from capture_kernels.ring.append import AppendPlan, StepRows
+from capture_kernels.ring.ring import Ring
+from capture_kernels.scores.plan import ScoresPlan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS, LENGTH, SLOTS, HEADS, KEY_HEADS, DEPTH = 32, 8192, 64, 32, 8, 128
@@ -202,7 +202,7 @@ PLANS: dict[str, Callable[[], None]] = {
 def main() -> None:
     driver.set_active(NoDevice(int(sys.argv[1])))
     # As many as an H200 has, so that rows are cut as they are there.
-    for name in ("statistics", "topk", "scores"):
+    for name in ("decode.plan", "decode.topk", "scores.plan"):
         sys.modules[f"capture_kernels.{name}"].processors = lambda device: 132
     launched: dict[str, Any] = {}
 

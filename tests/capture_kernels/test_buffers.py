@@ -12,12 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE  # noqa: E402
 
-from capture_kernels import buffers  # noqa: E402
-from capture_kernels.append_records import MEAN_LAYER, AppendPlan, StepRows  # noqa: E402
 from capture_kernels.arrays import on_host  # noqa: E402
-from capture_kernels.buffers import RECORD_DTYPE, Drain, Ring  # noqa: E402
 from capture_kernels.errors import MissingExtraError, OptionError  # noqa: E402
-from capture_kernels.fingerprint import (  # noqa: E402
+from capture_kernels.fingerprint.vector import (  # noqa: E402
     LAYERED_BAND_EDGES,
     Layout,
     Visibility,
@@ -28,6 +25,9 @@ from capture_kernels.fingerprint import (  # noqa: E402
     normalised_entropy,
     place_bins,
 )
+from capture_kernels.ring import ring as buffers  # noqa: E402
+from capture_kernels.ring.append import MEAN_LAYER, AppendPlan, StepRows  # noqa: E402
+from capture_kernels.ring.ring import RECORD_DTYPE, Drain, Ring  # noqa: E402
 
 torch.set_num_threads(1)
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.

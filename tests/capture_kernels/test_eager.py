@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from capture_kernels.eager import (  # noqa: E402
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint.eager import (  # noqa: E402
     combine,
     first_in_window,
     head_logits,
     layer_statistics,
     plan_rows,
 )
-from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fingerprint import Layout, Visibility, fingerprint  # noqa: E402
-from capture_kernels.reference import attention_rows  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
+from capture_kernels.fingerprint.vector import Layout, Visibility, fingerprint  # noqa: E402
 
 # Tiny tensors: on a busy machine a second thread only waits.
 torch.set_num_threads(1)

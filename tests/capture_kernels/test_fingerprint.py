@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import (
+from capture_kernels.fingerprint.vector import (
     DIMENSIONS,
     Layout,
     Visibility,

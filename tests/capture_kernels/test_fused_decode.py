@@ -23,10 +23,10 @@ from test_statistics import (  # noqa: E402
     zeros,
 )
 
+from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fingerprint import Visibility  # noqa: E402
-from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
-from capture_kernels.reference import attention_rows  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 # What rows hold that no kernel may write.

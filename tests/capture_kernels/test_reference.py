@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout, Visibility, fingerprint
-from capture_kernels.reference import attention_rows, decode_statistics
+from capture_kernels.fingerprint.reference import attention_rows, decode_statistics
+from capture_kernels.fingerprint.vector import Layout, Visibility, fingerprint
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, HUGE, HUGE_REQUEST, paged_case  # noqa: E402
 
+from capture_kernels.decode.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fingerprint import Visibility  # noqa: E402
-from capture_kernels.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

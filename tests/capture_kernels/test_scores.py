@@ -13,8 +13,8 @@ from paged import DEVICE, as_float64, assert_close, paged_case  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.reference import attention_rows  # noqa: E402
-from capture_kernels.scores import ScoresPlan, ScoresTuning  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
+from capture_kernels.scores.plan import ScoresPlan, ScoresTuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"
@@ -409,7 +409,7 @@ def test_a_run_only_makes_views(monkeypatch):
     plan = plan_for(case)
     out, _ = poisoned(7, 2, 40)
     sinks, launches = torch.zeros(2), Launches()
-    monkeypatch.setattr("capture_kernels.scores.scores_pass", launches)
+    monkeypatch.setattr("capture_kernels.scores.plan.scores_pass", launches)
     with Operations() as seen:
         plan.run(
             case.query, case.keys, case.table, 0, out, last=7, descale=case.descale, sinks=sinks

@@ -15,9 +15,13 @@ import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
 
 from capture_kernels.constants import LOGSUMEXP  # noqa: E402
-from capture_kernels.decode_pass import column_ranges, next_due  # noqa: E402
+from capture_kernels.decode.decode_pass import column_ranges, next_due  # noqa: E402
+from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
+from capture_kernels.decode.schedule import PageTable  # noqa: E402
+from capture_kernels.decode.tuning import PAIRS, Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fingerprint import (  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows, decode_statistics  # noqa: E402
+from capture_kernels.fingerprint.vector import (  # noqa: E402
     Layout,
     Visibility,
     fingerprint,
@@ -25,10 +29,6 @@ from capture_kernels.fingerprint import (  # noqa: E402
     place_bins,
 )
 from capture_kernels.launch import HeadGroups  # noqa: E402
-from capture_kernels.reference import attention_rows, decode_statistics  # noqa: E402
-from capture_kernels.schedule import PageTable  # noqa: E402
-from capture_kernels.statistics import StatisticsPlan  # noqa: E402
-from capture_kernels.tuning import PAIRS, Tuning  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"

@@ -18,11 +18,11 @@ from test_statistics import (  # noqa: E402
 )
 from test_topk import MASS, ON_GPU, large_keys, poison  # noqa: E402
 
-from capture_kernels.append_records import AppendPlan, StepRows  # noqa: E402
-from capture_kernels.buffers import Ring  # noqa: E402
+from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
+from capture_kernels.decode.plan import NOTED  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
-from capture_kernels.statistics import NOTED  # noqa: E402
+from capture_kernels.ring.append import AppendPlan, StepRows  # noqa: E402
+from capture_kernels.ring.ring import Ring  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 LOOKED_FOR = {"top_k": 5, "mean_top_k": 3, "hubs": True}

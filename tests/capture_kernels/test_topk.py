@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 from paged import DEVICE, assert_close, assert_top_k, paged_case  # noqa: E402
 from test_statistics import live_rows, on_device, page_table, plan_for  # noqa: E402
 
+from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
+from capture_kernels.decode.tuning import Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
-from capture_kernels.fingerprint import Visibility  # noqa: E402
-from capture_kernels.fused_decode import FusedDecodePlan  # noqa: E402
-from capture_kernels.reference import decode_statistics  # noqa: E402
-from capture_kernels.tuning import Tuning  # noqa: E402
+from capture_kernels.fingerprint.reference import decode_statistics  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import BLOCK_ROWS, ZONES, ZoneRules, ripple
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import BLOCK_ROWS, ZONES, ZoneRules, ripple
 
 LAYOUTS = list(Layout)
 # Where each zone's signal stands in a vector; the ripple is computed from the histogram.

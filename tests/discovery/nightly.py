@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from shared import REPO
 
-from discovery.artifacts import FILES
-from discovery.checkpoint import file_facts
-from discovery.runs import move_latest
+from discovery.artifacts.read import FILES
+from discovery.runs.checkpoint import file_facts
+from discovery.runs.folder import move_latest
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 # event, cluster id, parents, children: as the manifest's.

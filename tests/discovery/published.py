@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import NOW, START, AttnCommand
 
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 from pipeline.store import open_store
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"

@@ -15,8 +15,8 @@ from published import RUN_ID, Mixed, Published, mixed, published
 from shared import REPO
 
 from capture_kernels.errors import ArtifactError
-from capture_kernels.zones import ZONES
-from discovery.artifacts import CLUSTERS, EMBEDDING, load_artifacts, read_manifest
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.artifacts.read import CLUSTERS, EMBEDDING, load_artifacts, read_manifest
 from pipeline.store import open_store
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"

@@ -15,7 +15,13 @@ import pytest
 from shared import REPO
 
 from capture_kernels.errors import RunError
-from discovery.checkpoint import StageParts, chained_key, file_facts, write_atomically, write_json
+from discovery.runs.checkpoint import (
+    StageParts,
+    chained_key,
+    file_facts,
+    write_atomically,
+    write_json,
+)
 
 # Writes a part of each kind in a process that may write no file above 20,000 bytes: a disk that
 # is full in the middle of a file. Says for each kind what came of it.
@@ -25,8 +31,8 @@ FULL_DISK = textwrap.dedent(
     from pathlib import Path
     import numpy as np, pyarrow as pa
     from capture_kernels.errors import RunError
-    from discovery.artifacts import write_parquet
-    from discovery.checkpoint import StageParts, write_json
+    from discovery.artifacts.read import write_parquet
+    from discovery.runs.checkpoint import StageParts, write_json
 
     folder = Path(sys.argv[1])
     parts = StageParts(folder / "stage", "key")

@@ -15,10 +15,10 @@ from published import RUN_ID, Mixed, Published, labels_by_row, layered, mixed, p
 from shared import REPO
 
 from capture_kernels.errors import RecordError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
-from discovery.classifier import Classifier, nearest_landmark
-from discovery.classify_command import parse_line
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.artifacts.classifier import Classifier, nearest_landmark
+from discovery.commands.classify import parse_line
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +165,7 @@ def test_classifying_needs_no_library_but_numpy_and_arrow(run):
     script = textwrap.dedent(
         """
         import json, sys
-        from discovery.classifier import Classifier
+        from discovery.artifacts.classifier import Classifier
         classifier = Classifier.load(sys.argv[1])
         print(len(classifier.answer([[0.05] * 20] * 3)))
         print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planted import planted
 from shared import REPO
 
-from capture_kernels.fingerprint import Layout, Visibility, fingerprint
-from discovery.consistency import BLOCK_ROWS, TOLERANCE, entropy_bound, inconsistent
+from capture_kernels.fingerprint.vector import Layout, Visibility, fingerprint
+from discovery.algorithms.consistency import BLOCK_ROWS, TOLERANCE, entropy_bound, inconsistent
 
 LOG16, LAYERED = Layout.LOG16, Layout.LAYERED
 

@@ -22,8 +22,8 @@ from shared import NOW, REPO
 from test_resume import OPTIONS, RUN_ID, fingerprint_of
 
 from capture_kernels.errors import ArtifactError, RunError
-from discovery.executor import AHEAD, DaskExecutor, InlineExecutor
-from discovery.gpu_memory import GpuMemoryErrors
+from discovery.engines.gpu_memory import GpuMemoryErrors
+from discovery.execution.executor import AHEAD, DaskExecutor, InlineExecutor
 
 SHARED = np.arange(1_000.0)
 
@@ -275,11 +275,12 @@ KILLER = textwrap.dedent(
     """
     import sys, time
     import psutil
-    import discovery.commands, discovery.flight, discovery.job
+    import discovery.commands.discover, discovery.execution.dask_retry, discovery.job
     from cli import app
 
     stage, done, most = sys.argv[1].split(":")
-    at_once, listener = discovery.flight.on_worker, discovery.commands.listener_for_terminal
+    at_once = discovery.execution.dask_retry.on_worker
+    listener = discovery.commands.discover.listener_for_terminal
 
     def slowly(function, *arguments):
         time.sleep(0.3)
@@ -300,8 +301,8 @@ KILLER = textwrap.dedent(
         return listen
 
     if __name__ == "__main__":
-        discovery.commands.listener_for_terminal = killer
-        discovery.flight.on_worker = slowly
+        discovery.commands.discover.listener_for_terminal = killer
+        discovery.execution.dask_retry.on_worker = slowly
         app(sys.argv[2:])
     """
 )

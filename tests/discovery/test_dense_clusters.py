@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from discovery.checkpoint import StageParts
-from discovery.cpu_engine import CpuEngine
-from discovery.engine import Clustering
+from discovery.engines.cpu import CpuEngine
+from discovery.engines.protocol import Clustering
+from discovery.runs.checkpoint import StageParts
 from discovery.stages.cluster import SPARSE, dense_clusters
 from discovery.stages.neighbors import fit_part, self_first
 

@@ -10,13 +10,13 @@ from planted import BEHAVIOURS, planted
 from published import layered
 from test_profiles import rows_of
 
-from capture_kernels.fingerprint import Layout
-from discovery.axes import axes_in_words
-from discovery.claims import TRAITS
-from discovery.describe import Earlier, describe_clusters
-from discovery.profiles import Profiles, TokenCounts
-from discovery.projection import Moments, Projection
-from discovery.token_words import KINDS, RunTokens, kinds_of
+from capture_kernels.fingerprint.vector import Layout
+from discovery.artifacts.projection import Moments, Projection
+from discovery.describe.axes import axes_in_words
+from discovery.describe.claims import TRAITS
+from discovery.describe.clusters import Earlier, describe_clusters
+from discovery.describe.profiles import Profiles, TokenCounts
+from discovery.describe.tokens import KINDS, RunTokens, kinds_of
 from pipeline.record import PHASES
 
 LETTERS = dict(enumerate(["␣the", "a", "⏎", "1", "␣2", "(", ")", "␣|", ",", "3", "4"]))

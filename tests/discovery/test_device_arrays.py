@@ -16,22 +16,23 @@ from published import layered
 from shared import NOW
 
 from capture_kernels.arrays import array_module, on_host
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZoneRules, ripple
-from discovery import job, landmarks
-from discovery.classifier import Codebook, nearest_landmark, nearest_of_run
-from discovery.consistency import inconsistent
-from discovery.cpu_engine import CpuEngine
-from discovery.exemplars import candidates
-from discovery.landmarks import learn_borders, train_landmarks
-from discovery.metrics import map_quality
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZoneRules, ripple
+from discovery import job
+from discovery.algorithms import landmarks
+from discovery.algorithms.consistency import inconsistent
+from discovery.algorithms.landmarks import learn_borders, train_landmarks
+from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.sampling import drawn_rows, mix64, stratified_rows
+from discovery.algorithms.voting import vote
+from discovery.artifacts.classifier import Codebook, nearest_landmark, nearest_of_run
+from discovery.artifacts.projection import Moments, Projection, context_octave, square_roots
+from discovery.describe.exemplars import candidates
+from discovery.describe.profiles import Profiles
+from discovery.engines.cpu import CpuEngine
+from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import DiscoverOptions
-from discovery.profiles import Profiles
-from discovery.projection import Moments, Projection, context_octave, square_roots
-from discovery.rows import VectorsOfPart
-from discovery.sampling import drawn_rows, mix64, stratified_rows
-from discovery.stopping import Interrupted, StopRequest
-from discovery.voting import vote
+from discovery.stages.rows import VectorsOfPart
 
 ROWS = 1_500
 moved = device_arrays.asarray
@@ -62,10 +63,10 @@ def assert_same(found, wanted) -> None:
 def small_blocks(monkeypatch):
     """Blocks that the rows of these tests need several of."""
     monkeypatch.setattr("capture_kernels.arrays.DEVICE_BLOCK_ROWS", 400)
-    monkeypatch.setattr("discovery.classifier.DEVICE_SCORES", 400 * 30)
-    monkeypatch.setattr("discovery.metrics.DEVICE_BLOCK_DISTANCES", 400 * ROWS)
-    monkeypatch.setattr("discovery.profiles.ONE_HOT", 400 * 64)
-    monkeypatch.setattr("discovery.sampling.DEVICE_DRAW_ROWS", 400)
+    monkeypatch.setattr("discovery.artifacts.classifier.DEVICE_SCORES", 400 * 30)
+    monkeypatch.setattr("discovery.algorithms.metrics.DEVICE_BLOCK_DISTANCES", 400 * ROWS)
+    monkeypatch.setattr("discovery.describe.profiles.ONE_HOT", 400 * 64)
+    monkeypatch.setattr("discovery.algorithms.sampling.DEVICE_DRAW_ROWS", 400)
 
 
 def test_the_device_of_these_tests_refuses_what_cupy_does():

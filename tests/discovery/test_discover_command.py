@@ -28,10 +28,10 @@ from published import (
 from shared import NOW, REPO, START
 from sklearn.metrics import adjusted_rand_score
 
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
-from discovery.artifacts import load_artifacts
-from discovery.classifier import Classifier
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.read import load_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from discovery.stages import STAGES

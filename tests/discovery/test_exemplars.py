@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery.exemplars import Exemplars, candidates
+from discovery.describe.exemplars import Exemplars, candidates
 
 
 def plainly(targets, points, label, requests, most) -> list[list[int]]:

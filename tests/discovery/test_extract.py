@@ -15,8 +15,8 @@ from planted import planted, planted_batch
 from shared import NOW
 
 from capture_kernels.errors import RunError
-from discovery.checkpoint import StageParts
-from discovery.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.runs.checkpoint import StageParts
 from discovery.stages.extract import (
     COLUMNS,
     REQUEST_HASH,

@@ -17,8 +17,9 @@ from shared import REPO
 from test_runs import another_job
 
 from capture_kernels.errors import RunError
-from discovery import deletion, retention, runs
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
+from discovery.runs import deletion, retention
+from discovery.runs import folder as runs
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import Lineage, run_id_of
 
-from discovery.artifacts import read_manifest
-from discovery.history import ancestry, descent
-from discovery.history_commands import manifests_there, sparkline
+from discovery.artifacts.read import read_manifest
+from discovery.commands.history import manifests_there, sparkline
+from discovery.runs.history import ancestry, descent
 
 
 def week(output: Path) -> list[str]:

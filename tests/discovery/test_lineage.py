@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery.lineage import GONE, cluster_ids, events, in_words, match
+from discovery.algorithms.lineage import GONE, cluster_ids, events, in_words, match
 
 PARENTS = np.array([4, 7, 9], np.int32)
 

@@ -18,7 +18,8 @@ from watching import SCHEMA, Client, free_port, logged
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from discovery.live import (
+from discovery.events.log import Progress
+from discovery.events.websocket import (
     BEHIND,
     COMMANDS,
     MOST_BYTES,
@@ -27,9 +28,8 @@ from discovery.live import (
     Backlog,
     LiveEvents,
 )
-from discovery.progress import Progress
+from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.stages import STAGES
-from discovery.stopping import Interrupted, StopRequest
 
 RUN_ID = "2026-01-10T04-02-11"
 

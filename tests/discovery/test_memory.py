@@ -23,9 +23,9 @@ from published import make_store
 from shared import NOW, REPO
 
 from capture_kernels.errors import OptionError
-from capture_kernels.zones import ZONES
-from discovery.cpu_engine import CpuEngine
-from discovery.memory import EXCEEDED, SCRATCH_MOST, MemoryPlan, MemoryWatch, plan_memory
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.engines.cpu import CpuEngine
+from discovery.execution.memory import EXCEEDED, SCRATCH_MOST, MemoryPlan, MemoryWatch, plan_memory
 from discovery.options import DiscoverOptions
 from discovery.stages.zones import MICROS, MOST_BINS, bin_seconds
 
@@ -207,10 +207,10 @@ SPIKE = textwrap.dedent(
     """
     import sys, time
     import numpy as np
-    import discovery.memory
-    from discovery.memory import MemoryWatch
+    import discovery.execution.memory
+    from discovery.execution.memory import MemoryWatch
 
-    discovery.memory.LOOK_EVERY = 2.0
+    discovery.execution.memory.LOOK_EVERY = 2.0
     with MemoryWatch(None, print) as watch:
         while not watch.peak_gb:
             time.sleep(0.01)
@@ -237,11 +237,11 @@ def test_memory_that_was_taken_between_two_looks_is_seen_all_the_same():
 OPTIMIST = textwrap.dedent(
     """
     import sys
-    import discovery.cpu_engine, discovery.memory
+    import discovery.engines.cpu, discovery.execution.memory
     from cli import app
 
-    discovery.cpu_engine.CpuEngine.at_rest_bytes //= 10
-    discovery.memory.SCRATCH_LEAST //= 10
+    discovery.engines.cpu.CpuEngine.at_rest_bytes //= 10
+    discovery.execution.memory.SCRATCH_LEAST //= 10
     app(sys.argv[1:])
     """
 )

@@ -20,10 +20,10 @@ from rich.table import Table
 from shared import NOW, REPO
 from test_resume import fingerprint_of, killed_at
 
-from capture_kernels.fingerprint import Layout
-from discovery.artifacts import load_artifacts
-from discovery.commands import console
-from discovery.consistency import entropy_bound, inconsistent
+from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.consistency import entropy_bound, inconsistent
+from discovery.artifacts.read import load_artifacts
+from discovery.commands.discover import console
 from pipeline.store import open_store
 
 ROWS = 4_000

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from discovery.npz import ALIGNMENT, read_npz, write_npz
+from discovery.runs.npz import ALIGNMENT, read_npz, write_npz
 
 DTYPES = st.sampled_from(["?", "i1", "<u8", "<f2", "<f4", ">f8", "<U3", "S5", "<M8[us]"])
 ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0)))

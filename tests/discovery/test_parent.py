@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from planted import planted
 
 from capture_kernels.errors import RunError
-from capture_kernels.fingerprint import DIMENSIONS
-from capture_kernels.zones import ZONES
-from discovery.artifacts import landmark_schema, write_parquet
-from discovery.checkpoint import file_facts
-from discovery.drift import Shares, shares_of
-from discovery.parent import (
+from capture_kernels.fingerprint.vector import DIMENSIONS
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.drift import Shares, shares_of
+from discovery.artifacts.read import landmark_schema, write_parquet
+from discovery.runs.checkpoint import file_facts
+from discovery.runs.folder import move_latest
+from discovery.runs.parent import (
     NIGHTS_BACK,
     REFERENCES,
     SHARES,
@@ -34,7 +35,6 @@ from discovery.parent import (
     saved_shares,
     shares_table,
 )
-from discovery.runs import move_latest
 
 TONIGHT = run_id_of(28)
 WINDOW = {"model": "model", "layout": 1, "capture_id": "a"}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from planted import planted
 from published import layered
 
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
-from discovery.profiles import MOST_PAIRS, Profiles
-from discovery.projection import context_octave
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.artifacts.projection import context_octave
+from discovery.describe.profiles import MOST_PAIRS, Profiles
 from pipeline.record import PHASES
 
 CLUSTERS = 4

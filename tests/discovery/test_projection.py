@@ -10,8 +10,8 @@ from hypothesis.extra.numpy import arrays
 from planted import planted
 from published import layered
 
-from capture_kernels.fingerprint import Layout
-from discovery.projection import (
+from capture_kernels.fingerprint.vector import Layout
+from discovery.artifacts.projection import (
     EXPLAINED,
     MAX_COMPONENTS,
     Moments,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from shared import NOW, REPO
 
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 from discovery.stages import STAGES
 
 OPTIONS = ["--hours", "0", "--batch-size", "256", "--umap-sample-size", "700", "--seed", "7"]
@@ -24,11 +24,11 @@ RUN_ID = "2026-01-10T04-02-11"
 KILLER = textwrap.dedent(
     """
     import os, signal, sys
-    import discovery.commands, discovery.job
+    import discovery.commands.discover, discovery.job
     from cli import app
 
     kind, stage, done = sys.argv[1].split(":")
-    original = discovery.commands.listener_for_terminal
+    original = discovery.commands.discover.listener_for_terminal
 
     def killer():
         inner = original()
@@ -39,7 +39,7 @@ KILLER = textwrap.dedent(
                     os.kill(os.getpid(), signal.SIGKILL)
         return listen
 
-    discovery.commands.listener_for_terminal = killer
+    discovery.commands.discover.listener_for_terminal = killer
     app(sys.argv[2:])
     """
 )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shared import NOW, REPO
 
 from capture_kernels.errors import ArtifactError, RunError
-from discovery import runs
+from discovery.runs import folder as runs
 
 FIRST = "2026-01-10T04-02-11"
 
@@ -90,7 +90,7 @@ HOLDER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from discovery.runs import output_lock
+    from discovery.runs.folder import output_lock
     with output_lock(Path(sys.argv[1])):
         print("held", flush=True)
         sys.stdin.read()

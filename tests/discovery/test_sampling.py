@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from capture_kernels.errors import RunError
-from discovery.classifier import nearest_landmark
-from discovery.sampling import (
+from discovery.algorithms.sampling import (
     DRAW_ROWS,
     HASHED_BYTES,
     RequestLimit,
@@ -24,6 +23,7 @@ from discovery.sampling import (
     stratified_rows,
     within_request_limit,
 )
+from discovery.artifacts.classifier import nearest_landmark
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:
@@ -201,7 +201,7 @@ def test_the_rows_drawn_do_not_depend_on_how_many_are_looked_at_together(monkeyp
     quota = np.array([1, 2, 3, 5, 40, 300, 0])
     whole = drawn_rows(cell, quota, seed)
     assert len(cell) < DRAW_ROWS
-    monkeypatch.setattr("discovery.sampling.DRAW_ROWS", 64)
+    monkeypatch.setattr("discovery.algorithms.sampling.DRAW_ROWS", 64)
     assert np.array_equal(drawn_rows(cell, quota, seed), whole)
     assert not np.array_equal(drawn_rows(cell, quota, seed + 1), whole)
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
 
-from capture_kernels.fingerprint import DIMENSIONS, Layout
-from discovery import cpu_engine
-from discovery.cpu_engine import CpuEngine, EpochCounter, prunes
-from discovery.projection import Moments, Projection
-from discovery.rapids import engine as rapids_engine
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.artifacts.projection import Moments, Projection
+from discovery.engines import cpu as cpu_engine
+from discovery.engines.cpu import CpuEngine, EpochCounter, prunes
+from discovery.engines.rapids import engine as rapids_engine
 from discovery.stages.umap import turned_onto
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.manifold import trustworthiness
 
-from discovery.cpu_engine import CpuEngine, by_size
-from discovery.metrics import map_quality
+from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.voting import Votes, vote
+from discovery.engines.cpu import CpuEngine, by_size
 from discovery.stages.neighbors import self_first
-from discovery.voting import Votes, vote
 
 
 def one_vote(distances: list[float], labels: list[int]) -> Votes:

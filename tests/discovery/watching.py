@@ -13,7 +13,7 @@ from shared import REPO
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-SCHEMA = json.loads((REPO / "discovery" / "events.schema.json").read_text())
+SCHEMA = json.loads((REPO / "discovery" / "events" / "events.schema.json").read_text())
 MESSAGE = Draft202012Validator(SCHEMA)
 COMMAND = Draft202012Validator({**SCHEMA, "oneOf": [{"$ref": "#/$defs/command"}]})
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from shared import REPO
 
-from discovery.artifacts import load_artifacts
+from discovery.artifacts.read import load_artifacts
 
 MODEL = REPO / "examples" / "demo_model"
 PROMPTS = REPO / "examples" / "sample" / "prompts.jsonl"

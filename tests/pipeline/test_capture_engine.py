@@ -18,7 +18,7 @@ from capture_models import (
 from transformers import DynamicCache
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint import Layout, Visibility, fingerprint
+from capture_kernels.fingerprint.vector import Layout, Visibility, fingerprint
 from pipeline.engines.attention_tap import AttentionTap
 from pipeline.engines.loading import load_engine, local_revision
 from pipeline.engines.options import CaptureOptions, PromptError

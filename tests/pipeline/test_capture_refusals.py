@@ -4,7 +4,7 @@ import pytest
 from capture_models import make_engine, make_model, run, save_model, torch, words
 
 from capture_kernels.errors import MissingExtraError, OptionError
-from capture_kernels.fingerprint import Layout
+from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.loading import load_engine
 from pipeline.engines.options import CaptureOptions
 

@@ -15,8 +15,8 @@ from capture_models import save_model, words
 from typer.testing import CliRunner
 
 from capture_kernels.errors import AttnError, MissingExtraError, OptionError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline.capture import (
     CaptureSummary,
     Prompt,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from discovery.stopping import StopRequest, stop_on_signals
+from discovery.execution.stopping import StopRequest, stop_on_signals
 from pipeline.capture import first_interrupt_noted
 from pipeline.interrupts import lost_interrupts_again
 

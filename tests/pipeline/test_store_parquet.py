@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store import Selection, open_store
-from pipeline.store.parquet_folder import FILES_LOCK, MARKER, STATE
-from pipeline.store.parquet_parts import _from_base85
+from pipeline.store.parquet.folder import FILES_LOCK, MARKER, STATE
+from pipeline.store.parquet.parts import _from_base85
 
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
 

@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[2]
 PRELUDE = """
 import os, resource, sys
 import numpy as np, pyarrow as pa
-import pipeline.store.parquet, pipeline.store.sqlite
+import pipeline.store.parquet.store, pipeline.store.sqlite.store
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store import open_store

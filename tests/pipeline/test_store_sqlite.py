@@ -18,13 +18,14 @@ import pytest
 
 import pipeline.store
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint import Layout
-from capture_kernels.zones import ZONES, ZoneRules
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
-from pipeline.store import open_store, sqlite_file
-from pipeline.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION, open_database
+from pipeline.store import open_store
+from pipeline.store.sqlite import file as sqlite_file
+from pipeline.store.sqlite.file import APPLICATION_ID, SCHEMA_VERSION, open_database
 
-SCHEMA = Path(pipeline.store.__file__).with_name("schema.sql")
+SCHEMA = Path(pipeline.store.__file__).parent / "sqlite" / "schema.sql"
 
 
 def sql(path: Path, *statements: str) -> list[Any]:
@@ -290,7 +291,7 @@ def test_an_append_that_fails_leaves_nothing_behind(filled, records, monkeypatch
         before = store.counts()
         # The last statement of an append: what a full disk would do at the worst moment.
         monkeypatch.setattr(
-            "pipeline.store.sqlite_insert._ADD_TO_SESSION", "UPDATE songs SET x = ?"
+            "pipeline.store.sqlite.insert._ADD_TO_SESSION", "UPDATE songs SET x = ?"
         )
         with pytest.raises(StoreError, match="no such table"):
             store.append(records(100, first=90_000))

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-SOURCE = Path(__file__).parents[3] / "discovery" / "rapids" / "spanning_tree.cu"
+SOURCE = Path(__file__).parents[3] / "discovery" / "engines" / "rapids" / "spanning_tree.cu"
 SHIM = Path(__file__).with_name("cuda_on_host.h")
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class HostLaunch:
-    """Stands in for `discovery.rapids.kernels.Launch`.
+    """Stands in for `discovery.engines.rapids.kernels.Launch`.
 
     Args:
         folder: where the libraries are built.

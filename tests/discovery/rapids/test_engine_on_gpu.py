@@ -15,15 +15,15 @@ from sklearn.metrics import adjusted_rand_score
 from test_spanning_tree import blobs
 
 from capture_kernels.errors import RunError
-from discovery.artifacts import load_artifacts
-from discovery.classifier import Classifier
-from discovery.cpu_engine import CpuEngine
-from discovery.engine import open_engine
+from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.read import load_artifacts
+from discovery.engines.cpu import CpuEngine
+from discovery.engines.protocol import open_engine
+from discovery.engines.rapids import why_not
+from discovery.engines.rapids.engine import epochs_for
+from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.job import discover
 from discovery.options import DiscoverOptions
-from discovery.rapids import why_not
-from discovery.rapids.engine import epochs_for
-from discovery.stopping import Interrupted, StopRequest
 from pipeline.store import open_store
 
 pytestmark = [
@@ -46,8 +46,8 @@ def test_auto_is_rapids_where_a_gpu_answers():
 def test_the_tree_is_the_hosts_to_the_bit(n, tmp_path):
     import cupy
 
-    from discovery.rapids.kernels import launch
-    from discovery.rapids.plane import spanning_tree
+    from discovery.engines.rapids.kernels import launch
+    from discovery.engines.rapids.plane import spanning_tree
 
     for points in (blobs(n), np.round(blobs(n))):
         min_samples = min(10, n - 1)
@@ -72,7 +72,7 @@ def test_few_rows_have_exact_neighbours(engine, n, d, k):
 
 
 def test_many_rows_say_how_many_of_their_neighbours_were_found(engine):
-    from discovery.rapids.neighbors import BRUTE_ROWS
+    from discovery.engines.rapids.neighbors import BRUTE_ROWS
 
     rng = np.random.default_rng(0)
     centre = rng.normal(size=(50, 13))

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.spatial import KDTree
 from sklearn.metrics import adjusted_rand_score
 
-from discovery.rapids.hdbscan import clusters_of_tree
-from discovery.rapids.plane import SpanningTree, nearest, plane_tree, spanning_tree
+from discovery.engines.rapids.hdbscan import clusters_of_tree
+from discovery.engines.rapids.plane import SpanningTree, nearest, plane_tree, spanning_tree
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from capture_kernels.zones import ZONES
-from discovery.artifacts import CLUSTERS, EMBEDDING
+from capture_kernels.fingerprint.zones import ZONES
+from discovery.artifacts.read import CLUSTERS, EMBEDDING
 from discovery.report import report_html
 from pipeline.record import PHASES
 

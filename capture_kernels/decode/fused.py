@@ -1,0 +1,161 @@
+"""Decode attention over a paged cache that emits its statistics as it goes.
+
+Mathematics: `decode_pass` with values. With the sums o_i of its stretches, the output of a row and
+query head is sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m)), where L_i counts
+every key that is read, sink tokens and masked ones too: the output is the model's own, whatever a
+fingerprint leaves out. The statistics are finished later, as `StatisticsPlan` does.
+
+Tensors (R rows, H query heads):
+    partial_values  float32[programs + R, H, value_dim]  sums of e v of each stretch
+    output          float16/bfloat16/float32[R, H, value_dim], of the queries' type
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from capture_kernels.constants import LOG2_E, LOWEST, PARTIAL
+from capture_kernels.errors import OptionError
+from capture_kernels.launch import FLOAT32, check, launch
+
+from .merge import is_stretch, stretches
+from .plan import StatisticsPlan
+from .tuning import Tuning
+
+# Values take registers and shared memory that programs would have; with a top k, two warps would
+# need more registers than a thread can have.
+TUNING = Tuning(programs_a_processor=2)
+TUNING_TOP = TUNING._replace(warps=4)
+
+
+@triton.jit(do_not_specialize=["count_rows"])
+def merge_values(
+    partial, partial_values, rows, block_ptr, program_ptr, sinks, value_descale, output, stride_or,
+    stride_oh, count_rows,
+    HEADS: tl.constexpr,
+    QUERIES_A_KEY: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    VALUE_DESCALE: tl.constexpr,
+):  # fmt: skip
+    """The output of one head; a row without keys keeps what it holds."""
+    PARTS: tl.constexpr = 16
+    row, number = tl.program_id(0), tl.program_id(1)
+    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
+    if begin == end:
+        return
+    dims = tl.arange(0, BLOCK_V)
+    is_dim = dims < VALUE_DIM
+    m = tl.full([1], LOWEST, tl.float32)
+    if HAS_SINKS:
+        m = tl.zeros([1], tl.float32) + tl.load(sinks + number).to(tl.float32) * LOG2_E
+    weight = tl.where(m > LOWEST, 1.0, 0.0)
+    o = tl.zeros([BLOCK_V], tl.float32)
+    for p in range(first, last + 1, PARTS):
+        program = p + tl.arange(0, PARTS)
+        there = is_stretch(program_ptr, program, begin, end, last)
+        place = (program + row).to(tl.int64) * HEADS + number
+        m_i = tl.load(partial + place * PARTIAL + 32, mask=there, other=LOWEST)
+        l_i = tl.load(partial + place * PARTIAL + 33, mask=there, other=0.0)
+        if STATISTICS:
+            # 33 is of the visible keys; sink tokens and the others that were read stand apart.
+            l_i += tl.load(partial + place * PARTIAL + 26, mask=there, other=0.0)
+            l_i += tl.load(partial + place * PARTIAL + 27, mask=there, other=0.0)
+        o_i = tl.load(
+            partial_values + place[:, None] * VALUE_DIM + dims[None, :],
+            mask=there[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        old = tl.exp2(m - m_new)
+        new = tl.exp2(m_i - m_new)
+        weight = weight * old + tl.sum(l_i * new, 0)
+        o = o * old + tl.sum(o_i * new[:, None], 0)
+        m = m_new
+    o = o / weight
+    if VALUE_DESCALE:
+        o *= tl.load(value_descale + number // QUERIES_A_KEY)
+    place = row.to(tl.int64) * stride_or + number * stride_oh + dims
+    tl.store(output + place, o.to(output.dtype.element_ty), mask=is_dim)
+
+
+class FusedDecodePlan(StatisticsPlan):
+    """A decode attention for engines that let theirs be replaced; a step is `schedule`, then
+    `decode` for each layer in turn.
+
+    Args:
+        value_dim: the size of a value, 256 at most.
+        statistics: whether statistics are emitted as well.
+        options: those of `StatisticsPlan` but `chosen`: all heads have an output.
+    """
+
+    all_keys = True
+
+    def __init__(self, *, value_dim: int, statistics: bool = True, **options: Any) -> None:
+        if not 1 <= value_dim <= 256:
+            raise OptionError(f"value_dim {value_dim} is not supported: 1 to 256, and no MLA")
+        if options.get("chosen") is not None:
+            raise OptionError("fused decode takes all query heads: leave `chosen` out")
+        with_top = options.get("top_k") or options.get("mean_top_k") or options.get("hubs")
+        if with_top and not statistics:
+            raise OptionError("a top k or hubs need statistics: leave them out, or emit statistics")
+        options["tuning"] = options.get("tuning") or (TUNING_TOP if with_top else TUNING)
+        super().__init__(**options)
+        self.value_dim, self.statistics = value_dim, statistics
+        self.partial_values = self._floats(self.partial.shape[1], self.query_heads, value_dim)
+
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        *,
+        descale: Tensor | None = None,
+        value_descale: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attention of the scheduled rows in the step's next layer, with its statistics.
+
+        Values and output are free when the step goes on; the others must keep what they hold until
+        the layer is finished, as those of `StatisticsPlan.run`.
+
+        Args:
+            query, keys, descale, sinks: as `StatisticsPlan.run` takes them.
+            values: of the keys' type, [slots, key_heads, value_dim], the last axis contiguous.
+            output: of the queries' type, [R, heads, value_dim], the last axis contiguous; written.
+                Rows that are not live, or have no keys, keep what they hold.
+            value_descale: float32[key_heads], what float8 values are multiplied by; None for 1.
+
+        Raises:
+            OptionError: shapes or types that do not fit the plan, or more layers than it has.
+        """
+        rows, heads = self.steps.rows, self.query_heads
+        key_heads, depth = self.groups.key_heads, self.value_dim
+        check(values, "values", [len(values), key_heads, depth], {keys.dtype})
+        check(output, "output", [rows, heads, depth], {query.dtype})
+        if value_descale is not None:
+            check(value_descale, "value_descale", [key_heads], FLOAT32)
+        step = self.next_layer(
+            query, keys, descale, sinks, values, self.partial_values, self.statistics
+        )
+        self.launch_pass(step)
+        if rows:
+            launch(
+                merge_values,
+                (rows, heads),
+                step,
+                value_descale=self.partial if value_descale is None else value_descale,
+                output=output,
+                stride_or=output.stride(0),
+                stride_oh=output.stride(1),
+                VALUE_DESCALE=value_descale is not None,
+                num_warps=1,
+            )
+        self.finish_if_full()

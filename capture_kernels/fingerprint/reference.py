@@ -1,0 +1,247 @@
+"""Exact attention rows in float64: the truth that every kernel is tested against. NumPy only.
+
+For the query at logical position t and the keys j the model lets it see,
+
+    x_j = scale * (q . k_j);    x_j := cap * tanh(x_j / cap) where logits are soft-capped;
+    p_j = exp(x_j) / (sum over seen i of exp(x_i) + exp(sink)),
+
+where a learned sink adds to the denominator only. It is written for reading, not for speed: it
+makes the whole [R, H, T] in memory.
+
+`decode_statistics` is what the decode kernels say of one such row, before and after its heads are
+averaged. It subtracts logarithms and divides no masses, which a huge sink can make underflow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from capture_kernels.errors import OptionError
+
+from .vector import (
+    HIST_BINS,
+    LAYERED_BAND_EDGES,
+    LOG16_BAND_EDGES,
+    PLACE_BINS,
+    Visibility,
+    log2_bins,
+    place_bins,
+)
+
+
+def attention_rows(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    scale: float,
+    positions: ArrayLike,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    window: int = 0,
+) -> NDArray[np.float64]:
+    """The softmax rows of some queries: float64[R, H, T], 0 where a key is not seen.
+
+    Args:
+        q: float[R, H, D], the queries.
+        k: float[T, Hkv, D], the keys of positions 0..T-1. Query head h reads the key head
+            h // (H / Hkv).
+        scale: what q . k is multiplied by.
+        positions: int[R], the logical position of each query, in 0..T-1; a query sees the keys up
+            to its own position.
+        soft_cap: the bound that tanh puts on the logits; None for none.
+        sinks: float[H], a logit for each head that adds to the denominator and is no key, so that
+            a row may sum to less than 1.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+
+    Raises:
+        OptionError: the shapes do not fit together.
+    """
+    queries, keys = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    t = np.asarray(positions, np.int64)[:, None]
+    logits = _head_logits(queries, keys, scale, soft_cap)
+    if t.size and not 0 <= t.min() <= t.max() < len(keys):
+        raise OptionError(f"positions must lie in 0..{len(keys) - 1}")
+
+    j = np.arange(len(keys))
+    seen = j <= t
+    if window:
+        seen &= j > t - window
+    logits = np.where(seen[:, None, :], logits, -np.inf)
+
+    # The largest logit, sink included, is taken off first so that nothing overflows.
+    top = logits.max(axis=2, keepdims=True)
+    learned = np.full((1, queries.shape[1], 1), -np.inf)
+    if sinks is not None:
+        learned = np.asarray(sinks, np.float64).reshape(1, -1, 1)
+    top = np.maximum(top, learned)
+    weights = np.exp(logits - top)
+    return weights / (weights.sum(axis=2, keepdims=True) + np.exp(learned - top))
+
+
+class DecodeStatistics(NamedTuple):
+    """What one query row did, per query head: the truth of the decode kernels.
+
+    Real keys are those that the row sees and that are neither masked nor outside a window; sink
+    tokens are among them. Visible keys are the real ones without the sink tokens; entropy, bins and
+    bands describe these alone, renormalised. Positions of a top k are counted from the first token
+    after the masked prefix.
+    """
+
+    valid: bool  # whether a key is visible
+    logits: NDArray[np.float64]  # float64[H, t + 1], -inf where a key is not real
+    logsumexp: NDArray[np.float64]  # float64[H], natural: real keys and the learned sink
+    entropy: NDArray[np.float64]  # float64[H], in [0, 1]: -sum p ln p / ln n, 0 where n = 1
+    hist: NDArray[np.float64]  # float64[H, 16], log2 bins of distance (`log2_bins`)
+    places: NDArray[np.float64]  # float64[H, 8], relative place, oldest first (`place_bins`)
+    bands_log16: NDArray[np.float64]  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
+    bands_layered: NDArray[np.float64]  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
+    sink_mass: NDArray[np.float64]  # float64[H], the sink tokens' share of the real keys' mass
+    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys
+    top_logits: NDArray[np.float64]  # float64[H, top_k], falling, -inf where there are fewer
+    top_mass: NDArray[np.float64]  # float64[H], sum of exp(logit - logsumexp) over the top k
+    mean: NDArray[np.float64]  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)
+    mean_top_positions: NDArray[np.int64]  # int64[mean_top_k], -1 where there are fewer real keys
+    mean_top_mass: NDArray[np.float64]  # float64[mean_top_k], falling, 0 where there are fewer
+
+
+def decode_statistics(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    scale: float,
+    position: int,
+    visibility: Visibility,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    window: int = 0,
+    top_k: int = 0,
+    mean_top_k: int = 0,
+) -> DecodeStatistics:
+    """The statistics of one query row over its keys, in logical positions.
+
+    A row with no real key has logsumexp -inf and is 0, -1 and -inf elsewhere; one that sees sink
+    tokens only has a logsumexp, a top k and a sink mass of 1, and no other mass. Keys that only the
+    model's window hides have no mass, but count in the n of entropy and places.
+
+    Args:
+        q: float[H, D], the query.
+        k: float[t + 1, Hkv, D], the keys of positions 0..t. Query head h reads the key head
+            h // (H / Hkv).
+        scale: what q . k is multiplied by.
+        position: t, the query's logical position; -1 for a row without keys.
+        visibility: which keys a fingerprint describes.
+        soft_cap: the bound that tanh puts on the logits; None for none.
+        sinks: float[H], a logit for each head that adds to the denominator and is no key.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+        top_k: how many real keys of the largest logits to name, per head; of equals, those of lower
+            position first.
+        mean_top_k: as many of the largest `mean`.
+
+    Raises:
+        OptionError: the shapes do not fit together.
+
+    Source: DESIGN.md sections 2 and 7.
+    """
+    queries, keys = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    t, heads = position, len(queries)
+    if len(keys) != t + 1:
+        raise OptionError(f"position {t} needs {t + 1} keys, got {len(keys)}")
+    start = visibility.start(t)
+    seen = max(visibility.first_real(t), t - window + 1 if window else 0)
+    j = np.arange(t + 1)
+    real, visible = j >= seen, j >= max(start, seen)
+    logits = _head_logits(queries[None], keys, scale, soft_cap)[0]
+    logits = np.where(real, logits, -np.inf)
+
+    visible_lse = np.logaddexp.reduce(logits[:, visible], axis=1)
+    sink_lse = np.logaddexp.reduce(logits[:, real & ~visible], axis=1)
+    logsumexp = keys_lse = np.logaddexp(sink_lse, visible_lse)
+    top_positions, top_logits = _largest(logits, top_k, visibility.mask_prefix)
+    sink_mass, top_mass, mean = np.zeros(heads), np.zeros(heads), np.zeros(t + 1)
+    if real.any():
+        if sinks is not None:
+            logsumexp = np.logaddexp(keys_lse, np.asarray(sinks, np.float64))
+        sink_mass = np.exp(sink_lse - keys_lse)
+        top_mass = np.exp(top_logits - logsumexp[:, None]).sum(axis=1)
+        mean = np.exp(logits - logsumexp[:, None]).mean(axis=0)
+    mean_positions, mean_masses = _largest(
+        np.where(real, mean, -np.inf)[None], mean_top_k, visibility.mask_prefix
+    )
+
+    entropy = np.zeros(heads)
+    hist, places = np.zeros((heads, HIST_BINS)), np.zeros((heads, PLACE_BINS))
+    bands_log16, bands_layered = np.zeros((heads, 3)), np.zeros((heads, 3))
+    valid = start <= t
+    if valid:
+        count, distances = t - start + 1, t - j[start:]
+        logs = logits[:, start:] - visible_lse[:, None]
+        p = np.exp(logs)
+        if count > 1:
+            terms = np.multiply(p, logs, out=np.zeros_like(p), where=p > 0)
+            entropy = np.clip(-terms.sum(axis=1) / math.log(count), 0.0, 1.0)
+        hist = _masses(p, log2_bins(distances), HIST_BINS)
+        places = _masses(p, place_bins(count), PLACE_BINS)
+        bands_log16 = _masses(p, np.digitize(distances, LOG16_BAND_EDGES), 3)
+        bands_layered = _masses(p, np.digitize(distances, LAYERED_BAND_EDGES), 3)
+    return DecodeStatistics(
+        valid=valid,
+        logits=logits,
+        logsumexp=logsumexp,
+        entropy=entropy,
+        hist=hist,
+        places=places,
+        bands_log16=bands_log16,
+        bands_layered=bands_layered,
+        sink_mass=sink_mass,
+        top_positions=top_positions,
+        top_logits=top_logits,
+        top_mass=top_mass,
+        mean=mean,
+        mean_top_positions=mean_positions[0],
+        mean_top_mass=np.maximum(mean_masses[0], 0.0),
+    )
+
+
+def _head_logits(
+    queries: NDArray[np.float64],
+    keys: NDArray[np.float64],
+    scale: float,
+    soft_cap: float | None,
+) -> NDArray[np.float64]:
+    """x of every query, query head and key, seen or not: float64[R, H, T]."""
+    rows, heads, depth = queries.shape
+    key_heads = keys.shape[1]
+    if heads % key_heads:
+        raise OptionError(f"{heads} query heads over {key_heads} key heads")
+    grouped = queries.reshape(rows, key_heads, heads // key_heads, depth)
+    logits = scale * np.einsum("rgmd,tgd->rgmt", grouped, keys).reshape(rows, heads, len(keys))
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    return logits
+
+
+def _largest(
+    values: NDArray[np.float64], count: int, masked: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Positions int64[H, count] and values float64[H, count] of the largest of float64[H, T].
+
+    They fall; of equals the lower position is first; -1 and -inf where no more are above -inf.
+    Positions are counted from `masked` on.
+    """
+    positions = np.full((len(values), count), -1, np.int64)
+    found = np.full((len(values), count), -np.inf)
+    # A stable sort leaves equals in the order of their positions.
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    taken = np.take_along_axis(values, order, axis=1)
+    positions[:, : order.shape[1]] = np.where(taken > -np.inf, order - masked, -1)
+    found[:, : order.shape[1]] = taken
+    return positions, found
+
+
+def _masses(p: NDArray[np.float64], bins: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """The mass of each head in each bin: float64[H, count], of float64[H, n] and int64[n]."""
+    return np.stack([np.bincount(bins, weights=row, minlength=count) for row in p])

@@ -1,0 +1,374 @@
+"""One launch a step that turns statistics into fingerprint records in the ring (`buffers`).
+
+Mathematics, for one row with the statistics s_l of its L captured layers (means over heads):
+
+    log16    hist = mean_l hist_l;  local, mid, long = hist[0:3].sum(), [3:8].sum(), [8:16].sum();
+             entropy = mean_l entropy_l
+    layered  local, mid = mean_l mass_l(d < 10), mean_l mass_l(10 <= d < 100);  long is the rest;
+             entropy and places = mean_l of each;  depth i of 0..7 = sum_l w_il entropy_l with
+             w_il = max(0, 1 - |i (L - 1) / 7 - l|), as `fingerprint.at_depths` interpolates
+
+so each of the 20 numbers is a weighted sum over the layers of one column of the statistics, but for
+the bands, which are sums of those. A record for each layer is the same with L = 1.
+
+Tensors (R rows, L layers), beside the ring's:
+    statistics  float32[L, R, 32]  `statistics` of each captured layer: 0-15 log2 bins; 16-23
+                                   relative places, oldest first; 24 mass at d < 10; 25 at
+                                   10 <= d < 100; 26 sink mass; 27 entropy; 28 whether the row has a
+                                   visible key, 1 or 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from capture_kernels.decode.decode_pass import COLUMNS
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import Layout
+
+from . import ring as buffers
+from .ring import Ring
+
+# `layer` of a record that is the mean over the captured layers.
+MEAN_LAYER = -1
+COMMITTED, CLAIMED, DONE = (
+    tl.constexpr(place) for place in (buffers.COMMITTED, buffers.CLAIMED, buffers.DONE)
+)
+# Rows whose flags are read at a time, and numbers of statistics that a program holds at a time.
+SCAN = 1024
+TILE_NUMBERS = 2048
+# Each of them reads all rows' flags, so no more than this.
+MAX_PROGRAMS = 16
+WARPS = 4
+# A few programs leave most of the device free: better their registers than spilled ones.
+REGISTERS = 192
+
+
+@triton.jit
+def _is_recorded(
+    item,
+    items,
+    statistics,
+    position,
+    enabled,
+    layer_stride,
+    LAYERS: tl.constexpr,
+    PER_LAYER: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Which of some records-to-be are asked for, and see a key in all of their layers."""
+    recorded = item < items
+    row = item // LAYERS if PER_LAYER else item
+    recorded = recorded & (tl.load(enabled + row, mask=recorded, other=0) != 0)
+    recorded = recorded & (tl.load(position + row, mask=recorded, other=-1) >= 0)
+    valid = statistics + row.to(tl.int64) * 32 + 28
+    if PER_LAYER:
+        layer = (item % LAYERS).to(tl.int64)
+        # Not `== 0`: a NaN is no 1 either.
+        recorded = recorded & (
+            tl.load(valid + layer * layer_stride, mask=recorded, other=0.0) > 0.5
+        )
+    else:
+        for first in range(0, LAYERS, BLOCK_L):
+            layer = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
+            found = tl.load(
+                valid[:, None] + layer[None, :] * layer_stride,
+                mask=recorded[:, None] & (layer < LAYERS)[None, :],
+                other=1.0,
+            )
+            recorded = recorded & (tl.sum((found > 0.5).to(tl.int32), 1) == BLOCK_L)
+    return recorded
+
+
+@triton.jit(do_not_specialize=["rows", "layer_stride"])
+def append_records(
+    statistics,
+    position,
+    handle,
+    phase,
+    enabled,
+    live,
+    layer_numbers,
+    slots,
+    state,
+    rows,
+    layer_stride,
+    LAYERS: tl.constexpr,
+    PER_LAYER: tl.constexpr,
+    LAYERED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SCAN_ROWS: tl.constexpr,
+    SCAN_ITEMS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    rows = tl.minimum(tl.load(live), rows)
+    asked = tl.full([], 0, tl.int32)
+    begin = tl.full([], 0, tl.int32)
+    while begin < rows:
+        row = begin + tl.arange(0, SCAN_ROWS)
+        wanted = (row < rows) & (tl.load(enabled + row, mask=row < rows, other=0) != 0)
+        asked += tl.sum(wanted.to(tl.int32), 0)
+        begin += SCAN_ROWS
+    if asked == 0:
+        return
+
+    # An item is a record-to-be: a row, or a row's layer. Programs share them out in order, and
+    # each counts all of them, so that record numbers are in the order of the items.
+    group: tl.constexpr = 1 if PER_LAYER else LAYERS
+    items = rows * LAYERS if PER_LAYER else rows
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    share = tl.cdiv(tl.cdiv(items, programs), BLOCK) * BLOCK
+    mine = program * share
+    after_mine = tl.minimum(mine + share, items)
+    before = tl.full([], 0, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    total = tl.full([], 0, tl.int32)
+    begin = tl.full([], 0, tl.int32)
+    while begin < items:
+        item = begin + tl.arange(0, SCAN_ITEMS)
+        recorded = _is_recorded(
+            item, items, statistics, position, enabled, layer_stride, LAYERS, PER_LAYER, BLOCK_L
+        ).to(tl.int32)
+        before += tl.sum(tl.where(item < mine, recorded, 0), 0)
+        count += tl.sum(tl.where((item >= mine) & (item < after_mine), recorded, 0), 0)
+        total += tl.sum(recorded, 0)
+        begin += SCAN_ITEMS
+    if total == 0:
+        return
+
+    # `committed` stands still until every program of this launch is done.
+    start = tl.load(state + COMMITTED)
+    first = start + before
+    seq = slots.to(tl.pointer_type(tl.int64))
+    lane = tl.arange(0, LANES)
+    begin = tl.full([], 0, tl.int32)
+    while begin < count:
+        slot = (first + begin + lane) & (CAPACITY - 1)
+        tl.store(seq + slot * 16, tl.zeros([LANES], tl.int64), mask=begin + lane < count)
+        begin += LANES
+    tl.debug_barrier()
+    claimed = tl.atomic_max(state + CLAIMED, start + total, sem="acq_rel", scope="sys")
+    # It was `start` or more; the smaller of the two is `start`, but no record's address, and so no
+    # record, can be written before the claim has been answered.
+    first = tl.minimum(claimed, start) + before
+    tl.debug_barrier()
+
+    word = tl.arange(0, 32)
+    c = word - 8
+    is_vector = (c >= 0) & (c < 20)
+    if LAYERED:
+        depth = tl.where((c >= 12) & is_vector, c - 12, -1)
+        column = tl.where(c < 2, 24 + c, tl.where(c < 4, 27, tl.where(c < 12, c + 12, 27)))
+        is_loaded = is_vector & (c != 2)
+    else:
+        depth = tl.full([32], -1, tl.int32)
+        column = tl.where(c < 4, 27, c - 4)
+        is_loaded = is_vector & (c >= 3)
+    column = tl.where(word == 6, 26, tl.where(is_loaded, column, 0))
+    is_loaded = is_loaded | (word == 6)
+
+    begin = mine
+    while begin < after_mine:
+        item = begin + tl.arange(0, BLOCK)
+        recorded = (item < after_mine) & _is_recorded(
+            item, items, statistics, position, enabled, layer_stride, LAYERS, PER_LAYER, BLOCK_L
+        )
+        ones = recorded.to(tl.int32)
+        slot = (first + tl.cumsum(ones, 0) - ones) & (CAPACITY - 1)
+        first += tl.sum(ones, 0)
+        row = item // LAYERS if PER_LAYER else item
+        own_layer = item % LAYERS if PER_LAYER else tl.zeros([BLOCK], tl.int32)
+        source = statistics + row.to(tl.int64) * 32 + own_layer.to(tl.int64) * layer_stride
+
+        value = tl.zeros([BLOCK, 32], tl.float32)
+        for first_layer in range(0, group, BLOCK_L):
+            layer = first_layer + tl.arange(0, BLOCK_L)
+            part = tl.load(
+                source[:, None, None]
+                + layer.to(tl.int64)[None, :, None] * layer_stride
+                + column[None, None, :],
+                mask=recorded[:, None, None]
+                & (layer < group)[None, :, None]
+                & is_loaded[None, None, :],
+                other=0.0,
+            )
+            # In sevenths, whole numbers: a captured layer at one of the depths has all the weight.
+            away = tl.abs(depth[None, :] * (group - 1) - 7 * layer[:, None])
+            near = tl.maximum(7 - away, 0).to(tl.float32) * (1.0 / 7.0)
+            weight = tl.where(depth[None, :] < 0, 1.0 / group, near)
+            value += tl.sum(part * weight[None, :, :], 1)
+
+        if LAYERED:
+            near = tl.sum(tl.where(((c == 0) | (c == 1))[None, :], value, 0.0), 1)
+            value = tl.where((c == 2)[None, :], tl.maximum(1.0 - near, 0.0)[:, None], value)
+        else:
+            bin = c - 4
+            local = tl.sum(tl.where(((bin >= 0) & (bin < 3))[None, :], value, 0.0), 1)
+            mid = tl.sum(tl.where(((bin >= 3) & (bin < 8))[None, :], value, 0.0), 1)
+            long = tl.sum(tl.where(((bin >= 8) & (bin < 16))[None, :], value, 0.0), 1)
+            value = tl.where((c == 0)[None, :], local[:, None], value)
+            value = tl.where((c == 1)[None, :], mid[:, None], value)
+            value = tl.where((c == 2)[None, :], long[:, None], value)
+
+        handles = tl.load(handle + row, mask=recorded, other=0)
+        low, high = handles.to(tl.int32), (handles >> 32).to(tl.int32)
+        t = tl.load(position + row, mask=recorded, other=0).to(tl.int32)
+        phases = tl.load(phase + row, mask=recorded, other=0).to(tl.int32)
+        kind = tl.full([BLOCK], 0xFFFF, tl.int32)
+        if PER_LAYER:
+            kind = tl.load(layer_numbers + own_layer, mask=recorded, other=0) & 0xFFFF
+        kind = kind | (LAYOUT << 16) | (phases << 24)
+        words = tl.where((is_vector | (word == 6))[None, :], value, 0.0).to(tl.int32, bitcast=True)
+        words = tl.where((word == 2)[None, :], low[:, None], words)
+        words = tl.where((word == 3)[None, :], high[:, None], words)
+        words = tl.where((word == 4)[None, :], t[:, None], words)
+        words = tl.where((word == 5)[None, :], kind[:, None], words)
+        tl.store(
+            slots + slot[:, None] * 32 + word[None, :],
+            words,
+            mask=recorded[:, None] & (word >= 2)[None, :],
+        )
+        begin += BLOCK
+
+    # Every thread has written its part of the records before any of them gets its seq.
+    first = tl.minimum(claimed, start) + before
+    tl.debug_barrier()
+    begin = tl.full([], 0, tl.int32)
+    while begin < count:
+        number = first + begin + lane
+        place = seq + (number & (CAPACITY - 1)) * 16
+        tl.atomic_xchg(place, number + 1, mask=begin + lane < count, sem="release", scope="sys")
+        begin += LANES
+    tl.debug_barrier()
+    done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
+    if done == programs - 1:
+        tl.store(state + DONE, 0)
+        tl.atomic_xchg(state + COMMITTED, start + total, sem="release", scope="sys")
+
+
+class StepRows(NamedTuple):
+    """What the rows of a step are, on the ring's device; row r is that of `statistics[:, r]`."""
+
+    position: Tensor  # int32 or int64[R]: t; -1 for a row that is not asked for
+    handle: Tensor  # int64[R]: the engine's number of the request
+    phase: Tensor  # uint8[R]: as the record's, an index in prompt, think, output
+    enabled: Tensor  # uint8 or bool[R]: which rows are asked for
+    live: Tensor  # int32[1]: how many of the first rows are real; the rest are never read
+
+
+class AppendPlan:
+    """One launch a step that writes the records of the rows which were asked for.
+
+    Records of a step are in the order of the rows, and of one row in the order of the layers. A row
+    that is not asked for, or sees no key in one of its layers, takes no slot; where nobody asked,
+    every program ends after it has read the flags. `run` allocates nothing, copies nothing and
+    waits for nothing, so that a CUDA graph can hold it: the next slot is counted on the device.
+    Runs on one ring must follow one another (one stream).
+
+    Args:
+        ring: where the records go.
+        max_rows: the most rows of a step.
+        layers: the model's numbers of the captured layers, shallowest first.
+        layout: what a vector means.
+        per_layer: make a record of each layer in place of one of their mean.
+
+    Raises:
+        OptionError: no layers, layer numbers beyond int16, or a step of more records than the ring
+            holds.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        max_rows: int,
+        layers: Sequence[int],
+        layout: Layout = Layout.LOG16,
+        per_layer: bool = False,
+    ) -> None:
+        if max_rows < 1 or not layers:
+            raise OptionError("max_rows must be 1 or more, and a layer captured")
+        if not all(0 <= layer < 1 << 15 for layer in layers):
+            raise OptionError(f"layers must be in 0..{(1 << 15) - 1}, got {list(layers)}")
+        most = max_rows * (len(layers) if per_layer else 1)
+        if most > ring.capacity:
+            raise OptionError(
+                f"a step may make {most} records and the ring holds {ring.capacity}: raise capacity"
+            )
+        self.ring, self.max_rows, self.layout, self.per_layer = ring, max_rows, layout, per_layer
+        self._layer_numbers = torch.tensor(layers, dtype=torch.int32, device=ring.device)
+        group = 1 if per_layer else len(layers)
+        self._block_layers = min(16, triton.next_power_of_2(group))
+        self._block = min(64, TILE_NUMBERS // COLUMNS // self._block_layers)
+        self._programs = min(MAX_PROGRAMS, triton.cdiv(most, self._block))
+
+    def run(self, statistics: Tensor, rows: StepRows) -> None:
+        """Append the records of a step.
+
+        Args:
+            statistics: float32[L, R, 32] of the step's rows in each captured layer; rows next to
+                one another, layers at any distance.
+            rows: what these rows are.
+
+        Raises:
+            OptionError: shapes or types that do not fit the plan.
+        """
+        count = len(rows.position)
+        layers = len(self._layer_numbers)
+        if count > self.max_rows:
+            raise OptionError(f"{count} rows in a plan for {self.max_rows}: raise max_rows")
+        shape = (layers, count, COLUMNS)
+        if statistics.shape != shape or not statistics[0].is_contiguous():
+            raise OptionError(
+                f"statistics {list(statistics.shape)} must be {list(shape)}, each row after "
+                "the one before"
+            )
+        if not len(rows.handle) == len(rows.phase) == len(rows.enabled) == count:
+            raise OptionError(f"{count} positions need as many handles, phases and flags")
+        if statistics.dtype != torch.float32:
+            raise OptionError(f"statistics must be float32, got {statistics.dtype}")
+        for name, tensor, types in (
+            ("position", rows.position, (torch.int32, torch.int64)),
+            ("handle", rows.handle, (torch.int64,)),
+            ("phase", rows.phase, (torch.uint8,)),
+            ("enabled", rows.enabled, (torch.uint8, torch.bool)),
+            ("live", rows.live, (torch.int32,)),
+        ):
+            if tensor.dtype not in types or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise OptionError(f"{name} must be contiguous {' or '.join(map(str, types))}[R]")
+        if count == 0:
+            return
+        append_records[(self._programs,)](
+            statistics,
+            rows.position,
+            rows.handle,
+            rows.phase,
+            rows.enabled.view(torch.uint8),
+            rows.live,
+            self._layer_numbers,
+            self.ring.slots,
+            self.ring.state,
+            count,
+            statistics.stride(0),
+            LAYERS=layers,
+            PER_LAYER=self.per_layer,
+            LAYERED=self.layout is Layout.LAYERED,
+            LAYOUT=int(self.layout),
+            CAPACITY=self.ring.capacity,
+            SCAN_ROWS=min(SCAN, triton.next_power_of_2(self.max_rows)),
+            SCAN_ITEMS=min(SCAN, TILE_NUMBERS // self._block_layers),
+            LANES=32 * WARPS,
+            BLOCK=self._block,
+            BLOCK_L=self._block_layers,
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )

@@ -1,0 +1,272 @@
+"""The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
+
+Record number n lies in slot n mod capacity. `SLOT_BYTES` = 128 is one cache line of the GPU: a slot
+is one full write, its address a shift, and slots in a row are one contiguous copy, which the host
+reads as `RECORD_DTYPE`. (112 bytes would do, but then most records would share a line.)
+
+Tensors:
+    slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,
+                                     layout and phase, 6 sink_mass, 8-27 vector; the rest are 0
+    state       int64[3]             committed: records written; claimed: records written or being
+                                     written; how many programs of this launch are done
+
+A launch of `append_records` writes in this order: seq = 0 in the slots it takes; `claimed`; the
+records; their seq, n + 1; `committed`. So whoever reads `committed`, copies slots, and reads
+`claimed` afterwards knows which of the copies are whole, however long the copy took: those of the
+records claimed - capacity <= n < committed. Their seq is n + 1; any other seq is a record that was
+overwritten. Reading seq twice would tell less: a copy engine reads a slot's words in any order.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from capture_kernels.errors import MissingExtraError, OptionError
+from capture_kernels.fingerprint.vector import DIMENSIONS
+
+SLOT_BYTES = 128
+SLOT_WORDS = SLOT_BYTES // 4
+RECORD_DTYPE = np.dtype(
+    {
+        "names": ["seq", "handle", "position", "layer", "layout", "phase", "sink_mass", "vector"],
+        "formats": ["<u8", "<i8", "<i4", "<i2", "u1", "u1", "<f4", ("<f4", DIMENSIONS)],
+        "offsets": [0, 8, 16, 20, 22, 23, 24, 32],
+        "itemsize": SLOT_BYTES,
+    }
+)
+# Places in the ring's state.
+COMMITTED, CLAIMED, DONE = range(3)
+
+
+class RecordViews(NamedTuple):
+    """A ring's memory, field by field, in slot order; nothing is copied.
+
+    On a GPU these are CuPy arrays, on a CPU NumPy's. Who reads them while steps run copies what is
+    wanted, and reads `claimed` afterwards: records with a number below claimed - capacity may have
+    been overwritten in the copy, and one whose seq is not its number + 1 has been.
+    """
+
+    seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
+    handle: Any  # int64[capacity]
+    position: Any  # int32[capacity]
+    layer: Any  # int16[capacity]
+    layout: Any  # uint8[capacity]
+    phase: Any  # uint8[capacity]
+    sink_mass: Any  # float32[capacity]
+    vector: Any  # float32[capacity, 20], rows 128 bytes apart
+    committed: Any  # int64[1]: records written since the ring was made
+    claimed: Any  # int64[1]: the same, and those that are being written
+
+
+class Ring:
+    """Records in device memory, allocated once and written by nobody but an `AppendPlan`.
+
+    Args:
+        capacity: slots, a power of two; each takes 128 bytes. When all are taken, the oldest
+            record is overwritten.
+        device: where kernels run; "cpu" where they are interpreted.
+
+    Raises:
+        OptionError: a capacity that is no power of two.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
+        if capacity < 1 or capacity & (capacity - 1):
+            raise OptionError(f"the ring's capacity must be a power of two, got {capacity}")
+        self.capacity = capacity
+        self.slots = torch.zeros((capacity, SLOT_WORDS), dtype=torch.int32, device=device)
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
+
+    def views(self) -> RecordViews:
+        """The ring's memory as arrays; made once, they show what later steps write.
+
+        On a GPU, CuPy takes it by DLPack under torch's current stream: what CuPy does under that
+        stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it.
+        cuDF takes a field as well (`cudf.Series(views.position)`), with a copy on the device: its
+        columns are contiguous, and a record's fields lie together.
+
+        Raises:
+            MissingExtraError: the ring is on a GPU and CuPy is not installed.
+        """
+        if self.slots.is_cuda:
+            cupy = _import_cupy()
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            with (
+                cupy.cuda.Device(self.device.index),
+                cupy.cuda.ExternalStream(stream, self.device.index),
+            ):
+                return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
+        return _record_views(self.slots.numpy(), self.state.numpy())
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise MissingExtraError(
+            "views of the ring need CuPy, which is not installed: pip install 'attn[gpu]'"
+        ) from None
+    return cupy
+
+
+def _record_views(slots: Any, state: Any) -> RecordViews:
+    """Fields of int32[capacity, 32] and int64[3], NumPy's or CuPy's."""
+    fields = {}
+    for name in RECORD_DTYPE.names or ():
+        dtype, offset = RECORD_DTYPE.fields[name][:2]  # type: ignore[index]
+        first = offset // dtype.base.itemsize
+        column = slots.view(dtype.base)
+        fields[name] = (
+            column[:, first : first + dtype.shape[0]] if dtype.shape else column[:, first]
+        )
+    counters = (state[i : i + 1] for i in (COMMITTED, CLAIMED))
+    return RecordViews(*fields.values(), *counters)
+
+
+class _Stage(Enum):
+    IDLE = 1
+    COUNTING = 2
+    COPYING = 3
+
+
+class Drain:
+    """Reads a ring's records out to the host, in order, each once or counted as dropped.
+
+    The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
+    inside it); `poll`, from that thread or one other, gives what has arrived since. On a GPU both
+    only enqueue and ask: a side stream waits for the marked step, copies the ring's counter, then
+    the new slots, then the counter again into pinned memory. The steps' stream waits for nothing,
+    and no call waits for the GPU, except `flush`. On a CPU the same copies are made at once.
+
+    CUDA forbids queries while a graph is captured in the default mode, in any thread: let no `poll`
+    run meanwhile.
+
+    Attributes:
+        received: records that were given to the caller.
+        dropped: records that were overwritten before they were read, the oldest of the ring.
+        torn: of these, how many were overwritten while they were copied.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.received = self.dropped = self.torn = 0
+        # Of the next record to be read.
+        self._number = 0
+        self._count = 0
+        self._stage = _Stage.IDLE
+        self._marked = False
+        self._side: torch.cuda.Stream | None = None
+        on_gpu = ring.slots.is_cuda
+        self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._records = self._slots.numpy().view(RECORD_DTYPE)[:, 0]
+        # `committed` from before the slots were copied, `claimed` from after.
+        self._counters = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
+        if on_gpu:
+            self._side = torch.cuda.Stream(ring.device)
+            self._step, self._arrived = torch.cuda.Event(), torch.cuda.Event()
+
+    def mark(self) -> None:
+        """Ask for the records of the steps that the current stream has been given so far.
+
+        Raises:
+            OptionError: the current stream is being captured in a CUDA graph.
+        """
+        if self._side is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise OptionError("mark a step after its CUDA graph is replayed, not inside it")
+            self._step.record(torch.cuda.current_stream(self.ring.device))
+        self._marked = True
+
+    def poll(self) -> NDArray[np.void]:
+        """The records that have arrived: `RECORD_DTYPE`[n], a copy, oldest first."""
+        parts: list[NDArray[np.void]] = []
+        while self._ready():
+            if self._stage is _Stage.COPYING:
+                parts.append(self._take())
+            elif self._stage is _Stage.COUNTING:
+                self._start_copying()
+            elif self._marked:
+                self._marked = False
+                self._start_counting()
+            else:
+                break
+        return _joined(parts)
+
+    def flush(self) -> NDArray[np.void]:
+        """All records of the steps given so far; it waits for them, so it is for the end."""
+        self.mark()
+        parts = [self.poll()]
+        while self._marked or self._stage is not _Stage.IDLE:
+            self._arrived.synchronize()
+            parts.append(self.poll())
+        return _joined(parts)
+
+    def _ready(self) -> bool:
+        """Whether nothing is under way that has yet to arrive."""
+        return self._side is None or self._stage is _Stage.IDLE or bool(self._arrived.query())
+
+    def _start_counting(self) -> None:
+        if self._side is not None:
+            self._side.wait_event(self._step)
+        self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
+        self._stage = _Stage.COUNTING
+        self._record_arrival()
+
+    def _start_copying(self) -> None:
+        capacity, committed = self.ring.capacity, int(self._counters[0])
+        overwritten = committed - capacity - self._number
+        if overwritten > 0:
+            self.dropped += overwritten
+            self._number += overwritten
+        self._count = committed - self._number
+        if not self._count:
+            self._stage = _Stage.IDLE
+            return
+        first = self._number & (capacity - 1)
+        to_end = min(self._count, capacity - first)
+        self._copy(self._slots[:to_end], self.ring.slots[first : first + to_end])
+        rest = self._count - to_end
+        self._copy(self._slots[to_end : self._count], self.ring.slots[:rest])
+        self._copy(self._counters[1:], self.ring.state[CLAIMED : CLAIMED + 1])
+        self._stage = _Stage.COPYING
+        self._record_arrival()
+
+    def _take(self) -> NDArray[np.void]:
+        copied = self._records[: self._count]
+        numbers = np.arange(self._number, self._number + self._count)
+        whole = (copied["seq"] == numbers.astype(np.uint64) + 1) & (
+            numbers >= int(self._counters[1]) - self.ring.capacity
+        )
+        records = copied[whole]
+        self._number += self._count
+        self.received += len(records)
+        self.torn += self._count - len(records)
+        self.dropped += self._count - len(records)
+        self._stage = _Stage.IDLE
+        return records
+
+    def _copy(self, host: Tensor, device: Tensor) -> None:
+        if self._side is None:
+            host.copy_(device)
+        elif len(host):
+            with torch.cuda.stream(self._side):
+                host.copy_(device, non_blocking=True)
+
+    def _record_arrival(self) -> None:
+        if self._side is not None:
+            self._arrived.record(self._side)
+
+
+def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
+    # With no type given, NumPy would leave out the space between the fields.
+    return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)

@@ -1,0 +1,279 @@
+"""Full attention probabilities of a layer for the queries of a prompt, from a paged key cache.
+
+Mathematics and tensors: `scores_pass`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from capture_kernels.constants import LOG2_E
+from capture_kernels.errors import OptionError
+from capture_kernels.launch import (
+    FLOAT8_TYPES,
+    FLOAT32,
+    QUERY_TYPES,
+    check,
+    check_layer,
+    chosen_heads,
+    interpreted,
+    processors,
+)
+
+from .kernel import scores_pass
+
+INTEGERS = {torch.int32, torch.int64}
+# Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
+LINE = 64
+# Keys of a tile: with 128, registers and shared memory leave room for one block a processor only.
+BLOCK_KEYS = 64
+PROGRAMS_A_PROCESSOR = 2
+# Tiles of keys that are worth a program of their own where queries are few.
+TILES_A_SPLIT = 4
+
+
+class ScoresTuning(NamedTuple):
+    """How the kernels are cut into programs."""
+
+    block_m: int  # lanes of a program: a power of two, 16 or more
+    block_n: int  # keys of a tile: a power of two, 16 or more
+    warps: int
+    stages: int
+    splits: int = 1  # programs that share a block's keys: a power of two
+
+
+WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
+
+
+class ScoresPlan:
+    """Geometry and scratch memory of the scores of one kind of layer; `run` once a layer and chunk.
+
+    A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it
+    (after a first run, which compiles); the graph keeps the number of queries and `start`. Beside
+    the output it needs `scratch_bytes`: 8 bytes a query and head, a few times that where queries
+    are so few that several programs must share a row.
+
+    Args:
+        max_rows: the most queries of a run. Fewer cost less, but a plan for a few queries spreads
+            their keys over the whole device.
+        max_length: the most keys of a query.
+        heads, key_heads, head_dim: the layer's shape; query head h reads key head
+            h // (heads / key_heads).
+        scale: what q . k is multiplied by, more than 0.
+        device: where queries and keys are.
+        chosen: the query heads to look at; None for all. Results are in ascending order of heads.
+        soft_cap: the bound that tanh puts on the logits; None for none.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+        mask_prefix: how many tokens at the start of the sequence are never looked at (privacy):
+            their probability is 0, and the others' are of the softmax without them. What is left
+            is [mask_prefix:, :, mask_prefix:] of the output.
+        tuning: how kernels are cut; None for what suits the shape.
+
+    Raises:
+        OptionError: options that do not fit together, or a head_dim above 256 (the latent keys of
+            MLA among them).
+
+    Source: DESIGN.md sections 2 and 7 (`attn_capture_data`).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_length: int,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        scale: float,
+        device: torch.device | str,
+        chosen: Sequence[int] | None = None,
+        soft_cap: float | None = None,
+        window: int = 0,
+        mask_prefix: int = 0,
+        tuning: ScoresTuning | None = None,
+    ) -> None:
+        check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
+        order = chosen_heads(heads, key_heads, chosen)
+        if mask_prefix < 0:
+            raise OptionError(f"mask_prefix must be 0 or more, got {mask_prefix}")
+        self.device = torch.device(device)
+        self.max_rows, self.max_length = max_rows, max_length
+        self.heads, self.key_heads, self.head_dim = heads, key_heads, head_dim
+        self.scale, self.soft_cap = scale, soft_cap
+        self.window, self.mask_prefix = window, mask_prefix
+        self.order = order
+        # A pack has as many heads as divide evenly what is chosen of each key head.
+        per_key = heads // key_heads
+        self.group = math.gcd(*Counter(head // per_key for head in order).values())
+        self.packs = len(order) // self.group
+        self.tuning = tuning or self._tuning()
+        # In float32 nothing goes through tensor cores, and larger tiles would not fit registers.
+        self._wide_tuning = tuning or WIDE_TUNING._replace(splits=self.tuning.splits)
+        self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
+        self._partial = torch.zeros(
+            (self.tuning.splits, 2, self.packs, max_rows * self.group),
+            dtype=torch.float32,
+            device=self.device,
+        )
+
+    def _tuning(self) -> ScoresTuning:
+        lanes = self.max_rows * self.group
+        block_m = min(128, max(16, triton.next_power_of_2(lanes)))
+        programs = triton.cdiv(lanes, block_m) * self.packs
+        wanted = triton.cdiv(PROGRAMS_A_PROCESSOR * processors(self.device), programs)
+        useful = triton.cdiv(self.max_length, TILES_A_SPLIT * BLOCK_KEYS)
+        splits = max(1, triton.next_power_of_2(min(wanted, useful) + 1) // 2)
+        if block_m == 128:
+            return ScoresTuning(block_m, BLOCK_KEYS, warps=8, stages=3, splits=splits)
+        # A few queries wait for keys only, and more keys must be on their way.
+        return ScoresTuning(block_m, BLOCK_KEYS, warps=4, stages=4, splits=splits)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that the plan holds."""
+        return self._partial.nbytes + self._heads.nbytes
+
+    def output(self, rows: int, columns: int) -> Tensor:
+        """A new float16[rows, H, columns] for `run`, not initialised. Its rows begin at whole lines
+        of memory, so that stores can be wide; for any `columns` that is a multiple of 64 it is
+        contiguous."""
+        padded = triton.cdiv(columns, LINE) * LINE
+        shape = (rows, len(self.order), padded)
+        return torch.empty(shape, dtype=torch.float16, device=self.device)[:, :, :columns]
+
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        table: Tensor,
+        start: int,
+        out: Tensor,
+        *,
+        last: int | None = None,
+        descale: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Write the probabilities of some queries of one request, all of `out`.
+
+        Args:
+            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous: the
+                queries at positions start..start + R - 1, such as one chunk of a prompt.
+            keys: [slots, key_heads, head_dim] of the queries' type or float8, the last axis
+                contiguous: the layer's paged cache, which holds the keys 0..start + R - 1.
+            table: int32/int64[start + R or more], the slot of each position. Slots of keys that no
+                query sees are not read.
+            start: the position of the first query.
+            out: float16[R, H, columns] of any strides, columns >= start + R; 0 is written where a
+                key is not seen. A query that sees no key is 0 throughout.
+            last: write only the last `last` queries: `out` is float16[min(last, R), H, columns].
+            descale: float32[key_heads] or float32 of one element, above 0, what keys are
+                multiplied by; None for 1.
+            sinks: float[heads], a learned logit of every query head (chosen or not) that adds to
+                the denominator only, so that a row may sum to less than 1.
+
+        Raises:
+            OptionError: shapes, types or devices that do not fit the plan.
+        """
+        rows = query.shape[0]
+        if last is not None and last < rows:
+            if last < 0:
+                raise OptionError(f"last must be 0 or more, got {last}")
+            query, start, rows = query[rows - last :], start + rows - last, last
+        self._check(query, keys, table, start, out, descale, sinks)
+        if rows == 0:
+            return
+        tuning = self._wide_tuning if query.dtype == torch.float32 else self.tuning
+        depth, capped = self.head_dim, self.soft_cap is not None
+        block_d = max(16, 1 << (depth.bit_length() - 1))
+        rest = 0 if depth <= block_d else max(16, triton.next_power_of_2(depth - block_d))
+        cap = self.soft_cap or 1.0
+        grid = (triton.cdiv(rows * self.group, tuning.block_m), self.packs, tuning.splits)
+        with torch.cuda.device_of(query):
+            for write in (False, True):
+                scores_pass[grid](
+                    query,
+                    keys,
+                    table,
+                    self._heads,
+                    self._partial if descale is None else descale,
+                    self._partial if sinks is None else sinks,
+                    self._partial,
+                    out,
+                    rows,
+                    start,
+                    out.shape[2],
+                    self.max_rows * self.group,
+                    self.mask_prefix,
+                    self.window,
+                    2.0 * LOG2_E.value * self.scale / cap,
+                    LOG2_E.value * (cap if capped else self.scale),
+                    query.stride(0),
+                    query.stride(1),
+                    keys.stride(0),
+                    keys.stride(1),
+                    table.stride(0),
+                    0 if descale is None or descale.numel() == 1 else 1,
+                    *out.stride(),
+                    WRITE=write,
+                    GROUP=self.group,
+                    PER_KEY=self.heads // self.key_heads,
+                    DEPTH=depth,
+                    BLOCK_D=block_d,
+                    REST=rest,
+                    SPLITS=tuning.splits,
+                    SOFT_CAP=capped,
+                    WINDOWED=self.window > 0,
+                    DESCALE=descale is not None,
+                    SINKS=sinks is not None,
+                    UPCAST=interpreted(),
+                    BLOCK_M=tuning.block_m,
+                    BLOCK_N=tuning.block_n,
+                    num_warps=tuning.warps,
+                    num_stages=tuning.stages,
+                )
+
+    def _check(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        table: Tensor,
+        start: int,
+        out: Tensor,
+        descale: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Raise OptionError for what does not fit the plan."""
+        rows, end = query.shape[0], start + query.shape[0]
+        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
+        shape = [keys.shape[0], self.key_heads, self.head_dim]
+        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
+        if rows > self.max_rows:
+            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
+        if start < 0 or end > self.max_length:
+            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
+        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
+            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
+        columns = out.shape[2] if out.dim() == 3 else end
+        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
+            shape = [rows, len(self.order), end]
+            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
+        if out.dtype != torch.float16:
+            raise OptionError(f"out is {out.dtype}, not torch.float16")
+        named = {"query": query, "keys": keys, "table": table, "out": out}
+        if descale is not None:
+            shape = [1] if descale.numel() == 1 else [self.key_heads]
+            check(descale.reshape(-1), "descale", shape, FLOAT32)
+            named["descale"] = descale
+        if sinks is not None:
+            check(sinks, "sinks", [self.heads], QUERY_TYPES)
+            named["sinks"] = sinks
+        for name, tensor in named.items():
+            if tensor.device != self._heads.device:
+                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")

@@ -1,0 +1,86 @@
+"""How well the map keeps what the vectors say: trustworthiness and neighbour recall."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capture_kernels.arrays import array_module, block_rows, on_host
+from discovery.engines.protocol import Engine
+
+# Distances that are looked at together: float64, and as many again that they are made from.
+BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
+
+
+class MapQuality(NamedTuple):
+    """trustworthiness in [0, 1] (Venna & Kaski 2001) and the share of true neighbours kept."""
+
+    trustworthiness: float
+    recall: float
+
+
+def map_quality(
+    engine: Engine,
+    space: NDArray[np.float32],
+    points: NDArray[np.float32],
+    k: int,
+    sample: int,
+    seed: int,
+) -> MapQuality:
+    """Both figures for the map of n rows, from `sample` of the rows against all n.
+
+    Equal to scikit-learn's trustworthiness over all rows when sample >= n, without its n x n ranks.
+
+    Args:
+        engine: finds the neighbours on the map; the distances are computed on its device.
+        space: float32[n, d], n > 2 k.
+        points: float32[n, 2].
+        k: neighbours that count.
+    """
+    n = len(space)
+    rng = np.random.default_rng(seed)
+    rows = np.arange(n) if sample >= n else np.sort(rng.choice(n, sample, replace=False))
+    near, _ = engine.neighbors(points, points[rows], k + 1)
+    closer = rows_closer(engine.array(space), engine.array(rows), engine.array(others(near, rows)))
+    # A row's rank is one more than the number of rows that are closer in the space.
+    rank = closer + 1
+    scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
+    penalty = int(np.maximum(rank - k, 0).sum())
+    return MapQuality(1.0 - scale * penalty, int((rank <= k).sum()) / (len(rows) * k))
+
+
+def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The neighbours int[m, k + 1] of the rows int64[m] less each row itself: int64[m, k]."""
+    is_own = near == rows[:, None]
+    # Among exact duplicates a row may not be of its own neighbours: then the last one goes.
+    is_own[~is_own.any(axis=1), -1] = True
+    return near[~is_own].reshape(len(near), -1).astype(np.int64)
+
+
+def rows_closer(
+    space: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many of all rows are closer to each row than each of its neighbours is: int64[m, k], on
+    the host.
+
+    Args:
+        space: float32[n, d], on any device; rows: int64[m], and near: int64[m, k], too.
+    """
+    xp = array_module(space)
+    (m, k), n = near.shape, len(space)
+    exact = space.astype(np.float64)
+    squares = (exact * exact).sum(axis=1)
+    closer = xp.empty((m, k), np.int64)
+    step = max(1, block_rows(space, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
+    for start in range(0, m, step):
+        own, theirs = rows[start : start + step], near[start : start + step]
+        # In float64, so that the expanded square does not cancel.
+        apart = squares[None] - 2.0 * (exact[own] @ exact.T)
+        apart[xp.arange(len(own)), own] = np.inf
+        limit = xp.take_along_axis(apart, theirs, axis=1)
+        for neighbor in range(k):
+            found = (apart < limit[:, neighbor, None]).sum(axis=1)
+            closer[start : start + step, neighbor] = found
+    return on_host(closer)

@@ -1,0 +1,189 @@
+"""HDBSCAN* from its spanning tree: the condensed tree in one pass, and the clusters chosen from it.
+
+Edges are taken by rising weight, which builds the hierarchy from its leaves. Groups below
+`min_cluster_size` are only lists of points. Where two groups reach that size together a cluster
+begins, and all their points leave it at that edge's lambda (1 / weight); what joins a cluster while
+it is small leaves it there; and where two clusters meet, both are children of a new one. That is
+the condensed tree (Campello, Moulavi & Sander 2013; McInnes & Healy 2017), whose nodes come out
+with children before parents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from discovery.engines.cpu import by_size
+from discovery.engines.protocol import Clustering
+
+NONE = -1
+
+
+class CondensedTree(NamedTuple):
+    """Of n points: cluster int32[n], the smallest that each is in (-1: there is none), and leaves
+    float64[n], the lambda at which it leaves it. Of c clusters, children before parents:
+    parent int32[c] (-1: the root), born float64[c], the lambda at which it split off its parent
+    (0: the root), and size int64[c]."""
+
+    cluster: NDArray[np.int32]
+    leaves: NDArray[np.float64]
+    parent: NDArray[np.int32]
+    born: NDArray[np.float64]
+    size: NDArray[np.int64]
+
+
+@njit(cache=True)
+def _condense(low, high, weight, least, cluster, leaves, parent, born, size):  # type: ignore[no-untyped-def]
+    """Fill the arrays of a `CondensedTree`; returns how many clusters there are."""
+    n = len(cluster)
+    up = np.arange(n).astype(np.int32)
+    count = np.ones(n, np.int32)
+    # The points of a small group, in a ring.
+    following = np.arange(n).astype(np.int32)
+    own = np.full(n, NONE, np.int32)
+    clusters = 0
+    for edge in range(n - 1):
+        a, b = low[edge], high[edge]
+        while up[a] != a:
+            up[a] = up[up[a]]
+            a = up[a]
+        while up[b] != b:
+            up[b] = up[up[b]]
+            b = up[b]
+        if count[a] < count[b]:
+            a, b = b, a
+        at = 1.0 / weight[edge] if weight[edge] > 0.0 else np.inf
+        total = count[a] + count[b]
+        if own[a] != NONE and own[b] != NONE:
+            for child in (own[a], own[b]):
+                parent[child] = clusters
+                born[child] = at
+            own[a] = clusters
+            clusters += 1
+        elif own[a] != NONE or total >= least:
+            begins = own[a] == NONE
+            if begins:
+                own[a] = clusters
+                clusters += 1
+            for first in (b, a):
+                if first == a and not begins:
+                    continue
+                point = first
+                while True:
+                    cluster[point] = own[a]
+                    leaves[point] = at
+                    point = following[point]
+                    if point == first:
+                        break
+        else:
+            following[a], following[b] = following[b], following[a]
+        up[b] = a
+        count[a] = total
+        if own[a] != NONE:
+            size[own[a]] = total
+    return clusters
+
+
+def condensed_tree(
+    low: NDArray[np.int32],
+    high: NDArray[np.int32],
+    weight: NDArray[np.float64],
+    min_cluster_size: int,
+) -> CondensedTree:
+    """The condensed tree of a minimum spanning tree.
+
+    Args:
+        low, high: int32[n - 1], the points at the ends of each edge.
+        weight: float64[n - 1], rising.
+        min_cluster_size: fewest points of a cluster, 2 or more.
+    """
+    n = len(low) + 1
+    # Two clusters that meet make a third, so there are fewer than twice as many as leaves.
+    most = 2 * (n // min_cluster_size) + 1
+    cluster = np.full(n, NONE, np.int32)
+    leaves = np.zeros(n)
+    parent, born, size = np.full(most, NONE, np.int32), np.zeros(most), np.zeros(most, np.int64)
+    c = _condense(low, high, weight, min_cluster_size, cluster, leaves, parent, born, size)
+    return CondensedTree(cluster, leaves, parent[:c], born[:c], size[:c])
+
+
+def stabilities(tree: CondensedTree) -> NDArray[np.float64]:
+    """Excess of mass of each cluster, float64[c]: over its points the lambda at which each leaves
+    it, or it splits, less that at which it began."""
+    inside = tree.cluster != NONE
+    c = len(tree.size)
+    mass = np.bincount(tree.cluster[inside], tree.leaves[inside], c)
+    split = tree.parent != NONE
+    mass += np.bincount(tree.parent[split], tree.born[split] * tree.size[split], c)
+    # Where everything is at infinity nothing is left: inf - inf is no number.
+    with np.errstate(invalid="ignore"):
+        return np.asarray(mass - tree.born * tree.size)
+
+
+def chosen_clusters(
+    tree: CondensedTree, stability: NDArray[np.float64], max_cluster_size: int
+) -> NDArray[np.bool_]:
+    """The clusters of greatest excess of mass, bool[c]: none lies within another, none is the root,
+    and none is above `max_cluster_size`."""
+    c = len(stability)
+    best, below = np.zeros(c), np.zeros(c)
+    better = np.zeros(c, bool)
+    for node, above in enumerate(tree.parent.tolist()):
+        better[node] = not (below[node] > stability[node] or tree.size[node] > max_cluster_size)
+        best[node] = stability[node] if better[node] else below[node]
+        if above != NONE:
+            below[above] += best[node]
+    chosen, covered = np.zeros(c, bool), np.zeros(c, bool)
+    for node in range(c - 2, -1, -1):  # the root is the last
+        above = int(tree.parent[node])
+        covered[node] = covered[above] or chosen[above]
+        chosen[node] = better[node] and not covered[node]
+    return chosen
+
+
+def clusters_of_tree(
+    low: NDArray[np.int32],
+    high: NDArray[np.int32],
+    weight: NDArray[np.float64],
+    min_cluster_size: int,
+    max_cluster_size: int,
+) -> Clustering:
+    """HDBSCAN's clusters from the minimum spanning tree of mutual reachability distances, with the
+    probabilities and persistences that hdbscan gives them.
+
+    Args:
+        low, high, weight, min_cluster_size: as in `condensed_tree`.
+        max_cluster_size: no cluster has more points.
+    """
+    tree = condensed_tree(low, high, weight, min_cluster_size)
+    c = len(tree.size)
+    stability = stabilities(tree)
+    chosen = chosen_clusters(tree, stability, max_cluster_size)
+    number = np.where(chosen, np.cumsum(chosen) - 1, NONE)
+    for node in range(c - 2, -1, -1):
+        if number[node] == NONE:
+            number[node] = number[tree.parent[node]]
+    # What is in no cluster is at the end.
+    labels = np.append(number, NONE)[tree.cluster]
+
+    # A cluster lives until its last point leaves it, or it splits.
+    inside = tree.cluster != NONE
+    death = np.zeros(c)
+    np.maximum.at(death, tree.cluster[inside], tree.leaves[inside])
+    split = tree.parent != NONE
+    np.maximum.at(death, tree.parent[split], tree.born[split])
+    ends = np.append(death[chosen], 0.0)[labels]
+    probabilities = np.ones(len(labels))
+    usual = np.isfinite(tree.leaves) & (ends > 0)
+    probabilities[usual] = np.minimum(tree.leaves[usual], ends[usual]) / ends[usual]
+    probabilities[labels == NONE] = 0.0
+
+    highest = max(float(tree.leaves.max()), float(tree.born.max(initial=0.0)))
+    persistence = np.ones(int(chosen.sum()))
+    if np.isfinite(highest) and highest > 0:
+        sizes = np.bincount(labels[labels != NONE], minlength=len(persistence))
+        persistence = stability[chosen] / (sizes * highest)
+    return by_size(labels, probabilities, persistence)

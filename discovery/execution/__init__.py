@@ -1,0 +1,4 @@
+"""Where chunks are computed, and within which memory and time.
+
+May import `discovery.engines` and `discovery.options`.
+"""

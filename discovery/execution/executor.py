@@ -1,0 +1,121 @@
+"""Where the chunks of a stage are computed: in this process, or on the workers of a Dask cluster.
+
+Both give the results in the order of the chunks, so a stage does not know which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from capture_kernels.errors import OptionError
+
+from .dask_cluster import start_cluster
+from .dask_retry import Flight
+
+# Chunks handed out ahead of the one being waited for, for each worker.
+AHEAD = 2
+
+
+class Executor(Protocol):
+    """Runs `function(*shared, chunk)` for each chunk.
+
+    description: in words. shares_disk: whether a file that this process writes can be read, by its
+    path, where the chunks are computed.
+    """
+
+    description: str
+    shares_disk: bool
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        """The results in order. `shared` goes to every worker once, a chunk with its task."""
+
+    def close(self) -> None: ...
+
+
+class InlineExecutor:
+    """Runs every chunk in this process.
+
+    Args:
+        why: that --long-running was asked for, and why there are no workers all the same.
+    """
+
+    shares_disk = True
+
+    def __init__(self, why: str = "") -> None:
+        self.description = "in one process" + why
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        for chunk in chunks:
+            yield function(*shared, chunk)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class DaskExecutor:
+    """Runs chunks on a Dask cluster: one of its own on this machine, or one at `scheduler`.
+
+    A worker that dies is replaced, and its chunks are done again. A few chunks for each worker are
+    on their way at a time, and no more of them are held here.
+
+    Args:
+        scheduler: its address; None for a cluster of its own.
+        workers: how many a cluster of its own has.
+        worker_bytes: the memory that each of those may have; None for what the machine has.
+        gpus: whether those have a GPU each.
+
+    Raises:
+        OptionError: no scheduler answers at that address, or it has no workers.
+        MissingExtraError: `gpus`, and Dask-CUDA is not installed.
+    """
+
+    def __init__(
+        self,
+        scheduler: str | None,
+        workers: int = 0,
+        worker_bytes: int | None = None,
+        *,
+        gpus: bool = False,
+    ) -> None:
+        from distributed import Client
+
+        self.shares_disk = not scheduler
+        self._cluster = None
+        if scheduler:
+            try:
+                self._client = Client(scheduler, timeout="10s")
+            except (OSError, ValueError, TimeoutError) as error:
+                raise OptionError(
+                    f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler"
+                ) from None
+        else:
+            self._cluster = start_cluster(workers, worker_bytes, gpus=gpus)
+            self._client = Client(self._cluster)
+        self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
+        if scheduler and not self._workers:
+            self.close()
+            raise OptionError(f"the Dask scheduler at {scheduler} has no workers: start some")
+        where = f"at {scheduler}" if scheduler else "on this machine"
+        kind = "Dask-CUDA" if gpus and not scheduler else "Dask"
+        self.description = f"{kind}, {self._workers} workers {where}"
+
+    def run(
+        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        flight = Flight(self._client, function, shared)
+        for chunk in chunks:
+            flight.send(chunk)
+            if len(flight) >= AHEAD * self._workers:
+                yield flight.first()
+        while len(flight):
+            yield flight.first()
+
+    def close(self) -> None:
+        self._client.close()
+        if self._cluster is not None:
+            self._cluster.close()

@@ -1,0 +1,4 @@
+"""The store in a folder of Parquet files.
+
+May import `pipeline.store.base`, `columns` and `pipeline.record`.
+"""

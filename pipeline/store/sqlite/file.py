@@ -1,0 +1,276 @@
+"""A SQLite file of ours: how it is opened, made, brought up to date, and what its errors mean.
+
+All access goes through one SQLite library, the one in the ADBC driver: it moves Arrow columns in
+and out of C, several times faster than Python rows. Two SQLite libraries must not hold one file
+open in one process (POSIX locks belong to the process, so the second one's close drops the first
+one's locks): do not open a live store with Python's own `sqlite3`. Other processes may, any time.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+from adbc_driver_sqlite import dbapi
+
+from capture_kernels.errors import StoreError
+from pipeline.store.base import BATCH_ROWS
+
+APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
+SCHEMA_VERSION = 1
+# MIGRATIONS[i] is the SQL script that takes a file from schema version i + 1 to i + 2.
+MIGRATIONS: tuple[str, ...] = ()
+BUSY_TIMEOUT_S = 30.0
+CACHE_KIB = 64 * 1024
+_BATCH_ROWS = "adbc.sqlite.query.batch_rows"
+
+# What SQLite says, and what it means to the user. ADBC hands on no result codes, only the words.
+_MEANINGS = (
+    ("is locked", "{path} is locked by another process: wait until it is done, or stop it"),
+    ("not a database", "{path} is no SQLite file: give another path"),
+    ("malformed", "{path} is damaged: restore it from a backup, or save what `sqlite3 {path} "
+                  ".recover` still reads"),
+    ("readonly", "{path} or its folder is read-only: make it writable, or work on a copy"),
+    ("is full", "the disk of {path} is full: nothing of this batch was stored; make room and "
+                "send it again"),
+    ("disk I/O", "{path} cannot be read or written (disk full, over quota or failing): nothing of "
+                 "this batch was stored"),
+    ("unable to open", "{path} cannot be opened: is its folder there, and may you read and write "
+                       "in it?"),
+    ("failed to open", "{path} cannot be opened: is its folder there, and may you read and write "
+                       "in it?"),
+)  # fmt: skip
+
+
+def store_error(path: Path, error: dbapi.Error) -> StoreError:
+    """What an error of the driver means to the user."""
+    text = str(error)
+    for words, meaning in _MEANINGS:
+        if words in text:
+            return StoreError(meaning.format(path=path))
+    return StoreError(f"{path}: {text.splitlines()[0]}")
+
+
+class Database(AbstractContextManager["Database"]):
+    """One connection. Not for two threads at once.
+
+    Args:
+        path: an existing file, or one to be made with `mode` "rwc".
+        mode: of SQLite's URIs: "ro", "rw" or "rwc".
+        busy_timeout_s: how long to wait for another process's lock.
+
+    Raises:
+        StoreError: from every method, in the user's words.
+    """
+
+    def __init__(self, path: Path, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        self.path = path
+        self.mode = mode
+        self.busy_timeout_s = busy_timeout_s
+        uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
+        try:
+            self._connection = dbapi.connect(uri, autocommit=True)
+        except dbapi.Error as error:
+            raise store_error(path, error) from None
+        try:
+            # NORMAL: a committed batch survives the death of the process, kill -9 included. Power
+            # loss may take back the batches since the last checkpoint, whole ones, and never harms
+            # the file.
+            self.run(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
+            self.run("PRAGMA synchronous = NORMAL")
+            self.run(f"PRAGMA cache_size = -{CACHE_KIB}")
+            self.pragma("user_version")  # only now is the file itself looked at
+        except StoreError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def table(
+        self,
+        sql: str,
+        parameters: Sequence[Any] | pa.RecordBatch | None = None,
+        batch_rows: int = BATCH_ROWS,
+    ) -> pa.Table:
+        """The answer to one query.
+
+        Args:
+            parameters: one value for each `?`, or a batch with a column for each, whose rows are
+                bound in turn; their answers follow one another.
+            batch_rows: at least the rows expected: the driver takes a column's type from that many.
+        """
+        try:
+            with self._connection.cursor(adbc_stmt_kwargs={_BATCH_ROWS: str(batch_rows)}) as cursor:
+                cursor.execute(sql, parameters)
+                return cursor.fetch_arrow_table()
+        except dbapi.Error as error:
+            raise store_error(self.path, error) from None
+
+    def rows(self, sql: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+        table = self.table(sql, parameters)
+        return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+    def run(self, sql: str, parameters: Sequence[Any] | pa.RecordBatch | None = None) -> None:
+        """Run one statement, once for each row where `parameters` is a batch."""
+        try:
+            with self._connection.cursor() as cursor:
+                if isinstance(parameters, pa.RecordBatch):
+                    cursor.executemany(sql, parameters)
+                else:
+                    cursor.execute(sql, parameters)
+        except dbapi.Error as error:
+            raise store_error(self.path, error) from None
+
+    @contextmanager
+    def transaction(self, write: bool = True) -> Iterator[None]:
+        """All or nothing of what is done inside, and no other writer meanwhile.
+
+        Without `write`: one and the same state of the file for all that is read inside.
+        """
+        self.run("BEGIN IMMEDIATE" if write else "BEGIN")
+        try:
+            yield
+            self.run("COMMIT")
+        except BaseException:
+            # SQLite has already rolled back after a full disk; then there is nothing to undo.
+            with suppress(StoreError):
+                self.run("ROLLBACK")
+            raise
+
+    def scalar(self, sql: str) -> int:
+        """The one whole number that a query gives."""
+        return int(self.rows(sql)[0][0])
+
+    def pragma(self, name: str) -> int:
+        return self.scalar(f"PRAGMA {name}")
+
+    def is_empty(self) -> bool:
+        return not self.rows("SELECT 1 FROM sqlite_master LIMIT 1")
+
+
+def statements(script: str) -> Iterator[str]:
+    """The statements of an SQL script, in order."""
+    pending = ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+
+
+def open_database(
+    path: Path,
+    *,
+    create: bool,
+    read_only: bool,
+    busy_timeout_s: float = BUSY_TIMEOUT_S,
+    migrations: Sequence[str] = MIGRATIONS,
+) -> Database:
+    """The store at `path`, made or brought up to date where that is needed and allowed.
+
+    Args:
+        migrations: the scripts from each schema version to the next, oldest first.
+
+    Raises:
+        StoreError: missing, not ours, of a newer version, locked, or not to be read or written.
+    """
+    target = len(migrations) + 1
+    if not path.parent.is_dir():
+        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+    if path.is_dir():
+        raise StoreError(f"{path} is a folder: give a file, or a folder that holds a Parquet store")
+    if not path.exists() and (read_only or not create):
+        raise StoreError(f"{path} does not exist: make it with `attn db init --db {path}`")
+    database = (
+        _read_only(path, busy_timeout_s) if read_only else Database(path, "rwc", busy_timeout_s)
+    )
+    try:
+        if database.pragma("application_id") != APPLICATION_ID:
+            if not database.is_empty():
+                raise StoreError(
+                    f"{path} is a SQLite file of another program, and was not touched:"
+                    " give another path"
+                )
+            if read_only or not create:
+                raise StoreError(
+                    f"{path} is an empty file: make it a store with `attn db init --db {path}`"
+                )
+            _create(database)
+        version = database.pragma("user_version")
+        if version > target:
+            raise StoreError(
+                f"{path} has schema version {version} and this attn reads up to {target}:"
+                " upgrade attn"
+            )
+        if version < target:
+            if read_only:
+                raise StoreError(
+                    f"{path} has the old schema version {version}: open it once for writing, "
+                    f"`attn db init --db {path}`, to bring it up to date"
+                )
+            _migrate(database, migrations)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _read_only(path: Path, busy_timeout_s: float) -> Database:
+    try:
+        return Database(path, "ro", busy_timeout_s)
+    except StoreError:
+        # A reader of a WAL file makes its lock file beside it. Where it may not, and nothing waits
+        # in a WAL, nobody is writing: SQLite may then take the file as it is, without locks.
+        wal = path.with_name(f"{path.name}-wal")
+        if os.access(path.parent, os.W_OK) or wal.exists():
+            raise
+        return Database(path, "ro&immutable=1", busy_timeout_s)
+
+
+def _create(database: Database) -> None:
+    script = resources.files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
+    deadline = time.monotonic() + database.busy_timeout_s
+    while True:
+        try:
+            # The busy timeout does not cover the switch to WAL, where two processes may meet.
+            database.run("PRAGMA page_size = 8192")
+            database.run("PRAGMA journal_mode = WAL")
+            break
+        except StoreError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+    with database.transaction():
+        if not database.is_empty():  # another process was first
+            return
+        for statement in statements(script):
+            if not _sets_up_file(statement):
+                database.run(statement)
+
+
+def _sets_up_file(statement: str) -> bool:
+    """Whether a statement of schema.sql must stand outside of a transaction, or is one's edge."""
+    bare = " ".join(line for line in statement.splitlines() if not line.startswith("--")).strip()
+    return bare.startswith(("PRAGMA page_size", "PRAGMA journal_mode", "BEGIN", "COMMIT"))
+
+
+def _migrate(database: Database, migrations: Sequence[str]) -> None:
+    with database.transaction():
+        # Another process may have been first: look again now that nobody else can write.
+        version = database.pragma("user_version")
+        for number, script in enumerate(migrations[version - 1 :], start=version + 1):
+            for statement in statements(script):
+                database.run(statement)
+            database.run(f"PRAGMA user_version = {number}")

@@ -1,0 +1,204 @@
+"""Rows into the tables of a SQLite store: keys, interned names, summaries (schema.sql)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from capture_kernels.errors import StoreError
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from pipeline import record
+from pipeline.store.columns import Distinct, Ints, distinct, encoded, extremes, integers
+
+from . import rows as rows_
+from .file import Database
+
+BLOCK_BITS = 16
+
+_INSERT = (
+    "INSERT INTO fingerprints (seq, key, vector, capture, captured_at, session, phase, prompt_len,"
+    " token_id, sink_mass, router_entropy, top_experts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_ADD_TO_BLOCK = """
+INSERT INTO blocks (block, capture, fingerprints, first_at, last_at) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET fingerprints = fingerprints + excluded.fingerprints,
+    first_at = min(first_at, excluded.first_at), last_at = max(last_at, excluded.last_at)"""
+_ADD_TO_SESSION = f"""
+UPDATE sessions SET fingerprints = fingerprints + ?, requests = requests + ?,
+    first_at = min(coalesce(first_at, ?3), ?3), last_at = max(coalesce(last_at, ?4), ?4),
+    {", ".join(f"{zone} = {zone} + ?{number}" for number, zone in enumerate(ZONES, start=5))}
+WHERE session_ref = ?10"""
+
+
+def insert(db: Database, rows: pa.RecordBatch) -> int:
+    """Insert the rows whose keys are new; how many."""
+    newest = db.scalar("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'requests'")
+    keys = _keys(db, rows)
+    keep = _unseen(db, keys, newest)
+    if not keep.all():
+        rows, keys = rows.filter(pa.array(keep)), keys[keep]
+    count = len(keys)
+    if count == 0:
+        return 0
+    capture_code, capture_refs = _captures(db, rows)
+    captures = capture_refs[capture_code]
+    sessions, session_refs = _sessions(db, rows, captures)
+    first = db.scalar("SELECT value FROM totals WHERE name = 'next_seq'")
+    db.run("UPDATE totals SET value = ? WHERE name = 'next_seq'", (first + count,))
+    seq = np.arange(first, first + count)
+    times = integers(rows.column("captured_at"))
+    phases = rows.column("phase")
+    # A word that no row uses may be any word.
+    phase_codes = np.array(
+        [record.PHASES.index(word) if word in record.PHASES else -1
+         for word in phases.dictionary.to_pylist()]
+    )  # fmt: skip
+    arrays = {
+        "seq": seq,
+        "key": keys,
+        "vector": rows_.blobs(rows),
+        "capture": captures,
+        "captured_at": times,
+        "session": session_refs[sessions.code],
+        "phase": phase_codes[phases.indices.to_numpy(zero_copy_only=False)],
+        "prompt_len": rows.column("prompt_len"),
+        "token_id": rows.column("token_id"),
+        "sink_mass": rows.column("sink_mass"),
+        "router_entropy": rows.column("router_entropy"),
+        "top_experts": rows_.experts_to_blobs(rows.column("top_experts")),
+    }
+    with ThreadPoolExecutor(1) as helper:
+        # Zones take a fifth of the time that the insert does; both leave the interpreter lock.
+        zones = helper.submit(_zones, rows)
+        db.run(_INSERT, pa.record_batch(arrays))
+    _add_to_blocks(db, seq, captures, times)
+    _add_to_sessions(db, zones.result(), keys, sessions, session_refs, times, newest)
+    return count
+
+
+def _keys(db: Database, rows: pa.RecordBatch) -> Ints:
+    """Packed keys of a batch, its new requests interned: int64[n]."""
+    codes, ids = encoded(rows.column("request_id"))
+    positions = rows.column("position").to_numpy()
+    layers = rows.column("layer").to_numpy()
+    page = rows_.pages(positions, layers)
+    if page.any():
+        requests = distinct(codes, page)
+        ids = ids.take(pa.array(codes[requests.first]))
+        codes, page = requests.code, page[requests.first]
+    else:
+        page = np.zeros(len(ids), np.int64)
+    refs = _intern(db, "requests", "request_ref", {"request_id": ids, "page": page})
+    if refs.max() > rows_.MAX_REQUEST_REF:
+        raise StoreError(f"{db.path} has seen 2^30 requests: start another file")
+    return rows_.pack(refs[codes], positions, layers)
+
+
+def _unseen(db: Database, keys: Ints, newest: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which rows are the first of their key in the batch and not stored: bool[n].
+
+    Args:
+        newest: the highest request_ref before this batch: later ones have no rows yet.
+    """
+    keep = np.ones(len(keys), bool)
+    if len(keys) > 1 and not (np.diff(keys) > 0).all():
+        keep[:] = False
+        keep[np.unique(keys, return_index=True)[1]] = True
+    old = np.flatnonzero(keep & (keys >> rows_.REQUEST_SHIFT <= newest))
+    if len(old):
+        asked = pa.record_batch({"key": keys[old]})
+        table = db.table("SELECT key FROM fingerprints WHERE key = ?", asked, len(old))
+        if table.num_rows:
+            stored = integers(table.column(0))
+            keep[old] = ~np.isin(keys[old], stored)
+    return keep
+
+
+def _captures(db: Database, rows: pa.RecordBatch) -> tuple[Ints, Ints]:
+    models, model_words = encoded(rows.column("model").cast(pa.string()))
+    ids, id_words = encoded(rows.column("capture_id").cast(pa.string()))
+    layouts = rows.column("layout").to_numpy()
+    found = distinct(models, ids, layouts)
+    values = {
+        "model": model_words.take(pa.array(models[found.first])),
+        "capture_id": id_words.take(pa.array(ids[found.first])),
+        "layout": layouts[found.first].astype(np.int64),
+    }
+    return found.code, _intern(db, "captures", "capture_ref", values)
+
+
+def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Distinct, Ints]:
+    codes, names = encoded(rows.column("session_id"))
+    found = distinct(captures, codes)
+    values = {
+        "capture": captures[found.first],
+        "session_id": names.take(pa.array(codes[found.first])),
+    }
+    return found, _intern(db, "sessions", "session_ref", values)
+
+
+def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
+    """References of rows of `table` with these values, made where they are new: int64[m]."""
+    batch = pa.record_batch(values)
+    names, marks = ", ".join(values), ", ".join("?" * len(values))
+    db.run(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", batch)
+    match = " AND ".join(f"{name} IS ?" for name in values)
+    return integers(
+        db.table(f"SELECT {ref} FROM {table} WHERE {match}", batch, len(batch)).column(0)
+    )
+
+
+def _add_to_blocks(db: Database, seq: Ints, captures: Ints, times: Ints) -> None:
+    blocks = seq >> BLOCK_BITS
+    found = distinct(blocks, captures)
+    low, high = extremes(found, times)
+    db.run(
+        _ADD_TO_BLOCK,
+        pa.record_batch(
+            {
+                "block": blocks[found.first],
+                "capture": captures[found.first],
+                "fingerprints": np.bincount(found.code),
+                "first_at": low,
+                "last_at": high,
+            }
+        ),
+    )
+
+
+def _zones(rows: pa.RecordBatch) -> Ints:
+    vectors, layouts = record.vectors(rows), rows.column("layout").to_numpy()
+    zones = np.empty(len(layouts), np.int64)
+    for layout in np.unique(layouts):
+        chosen = slice(None) if (layouts == layout).all() else layouts == layout
+        zones[chosen] = ZoneRules().classify(vectors[chosen], Layout(layout)).zone
+    return zones
+
+
+def _add_to_sessions(
+    db: Database,
+    zones: Ints,
+    keys: Ints,
+    found: Distinct,
+    refs: Ints,
+    times: Ints,
+    newest: int,
+) -> None:
+    count, code = len(refs), found.code
+    shares = np.bincount(code * len(ZONES) + zones, minlength=count * len(ZONES))
+    requests = keys >> rows_.REQUEST_SHIFT
+    new, at = np.unique(requests, return_index=True)
+    low, high = extremes(found, times)
+    columns = {
+        "fingerprints": np.bincount(code, minlength=count),
+        "requests": np.bincount(code[at[new > newest]], minlength=count),
+        "first_at": low,
+        "last_at": high,
+        **dict(zip(ZONES, np.ascontiguousarray(shares.reshape(count, -1).T), strict=True)),
+        "session_ref": refs,
+    }
+    db.run(_ADD_TO_SESSION, pa.record_batch(columns))

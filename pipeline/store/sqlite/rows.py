@@ -1,0 +1,168 @@
+"""Records as the columns of the SQLite tables, and back (schema.sql says what each holds)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from capture_kernels.errors import StoreError
+from capture_kernels.fingerprint.vector import DIMENSIONS
+from pipeline import record
+from pipeline.store.columns import Ints, distinct, integers, words
+
+VECTOR_BYTES = 4 * DIMENSIONS
+POSITION_BITS, LAYER_BITS = 24, 9
+REQUEST_SHIFT = POSITION_BITS + LAYER_BITS
+MAX_REQUEST_REF = (1 << 63 - REQUEST_SHIFT) - 1
+# The table columns that each field of a record is made from.
+SOURCES: Mapping[str, str] = {
+    "request_id": "key",
+    "position": "key",
+    "layer": "key",
+    "model": "capture",
+    "capture_id": "capture",
+    "layout": "capture",
+    "session_id": "session",
+}
+
+
+def pages(positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
+    """The high bits of position and layer that do not fit into a key: int64[n], nearly always 0."""
+    high_layer = layers.astype(np.int64) + 1 >> LAYER_BITS
+    return high_layer << 8 | positions.astype(np.int64) >> POSITION_BITS
+
+
+def pack(refs: Ints, positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
+    """Keys of rows whose request and page are `refs`: int64[n], ordered as position, layer."""
+    low_position = positions.astype(np.int64) & (1 << POSITION_BITS) - 1
+    low_layer = layers.astype(np.int64) + 1 & (1 << LAYER_BITS) - 1
+    return refs << REQUEST_SHIFT | low_position << LAYER_BITS | low_layer
+
+
+def blobs(batch: pa.RecordBatch) -> pa.Array:
+    """The vectors of a batch as 80-byte blobs, without a copy on a little-endian machine."""
+    rows = np.ascontiguousarray(record.vectors(batch), dtype="<f4")
+    kind = pa.binary(VECTOR_BYTES)
+    return pa.Array.from_buffers(kind, len(rows), [None, pa.py_buffer(rows)])
+
+
+def vectors_from_blobs(column: pa.Array) -> pa.Array:
+    """80-byte blobs as the record's vector column, without a copy.
+
+    Raises:
+        StoreError: a blob has another length.
+    """
+    rows = len(column)
+    if rows == 0:
+        return pa.array([], record.SCHEMA.field("vector").type)
+    if not pa.types.is_binary(column.type):
+        raise StoreError("a stored vector is not 80 bytes: the file is damaged or was edited")
+    _, offsets, data = column.buffers()
+    bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + rows + 1]
+    if column.null_count or not (np.diff(bounds) == VECTOR_BYTES).all():
+        raise StoreError("a stored vector is not 80 bytes: the file is damaged or was edited")
+    flat = np.frombuffer(data, "<f4", count=rows * DIMENSIONS, offset=int(bounds[0]))
+    return record.vector_array(flat.astype(np.float32, copy=False).reshape(rows, DIMENSIONS))
+
+
+def experts_to_blobs(column: pa.ListArray) -> pa.Array:
+    """Lists of int16 as little-endian blobs; a null list stays null, one in a list becomes -1."""
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    offsets = np.zeros(len(column) + 1, np.int32)
+    np.cumsum(2 * lengths, out=offsets[1:])
+    values = pc.fill_null(column.flatten(), -1).to_numpy(zero_copy_only=False).astype("<i2")
+    # One byte too many, so that the empty blob has an address: to SQLite no address means NULL.
+    data = pa.py_buffer(values.tobytes() + b"\0")
+    whole = pa.Array.from_buffers(
+        pa.binary(), len(column), [None, pa.py_buffer(offsets.tobytes()), data]
+    )
+    return pc.if_else(column.is_valid(), whole, pa.scalar(None, pa.binary()))
+
+
+def experts_from_blobs(column: pa.Array) -> pa.Array:
+    """The reverse of `experts_to_blobs`; a column of nulls may have any type."""
+    if not pa.types.is_binary(column.type):
+        return pa.nulls(len(column), record.SCHEMA.field("top_experts").type)
+    lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
+    offsets = np.zeros(len(column) + 1, np.int32)
+    np.cumsum(lengths // 2, out=offsets[1:])
+    # A null has no bytes, so what lies between the first and the last offset is all values.
+    data = b"".join(blob for blob in column.to_pylist() if blob)
+    lists = pa.ListArray.from_arrays(
+        pa.array(offsets, mask=None), pa.array(np.frombuffer(data, "<i2").astype(np.int16))
+    )
+    return pc.if_else(column.is_valid(), lists, pa.scalar(None, lists.type))
+
+
+def decode(
+    table: pa.Table, columns: list[str], look_up: Callable[[str, Ints], pa.RecordBatch]
+) -> pa.RecordBatch:
+    """Rows of `fingerprints` as a record batch.
+
+    Args:
+        table: the table columns that `SOURCES` names for `columns`, n rows.
+        columns: which record fields to make.
+        look_up: gives the rows of the table "requests", "captures" or "sessions" with the given
+            references, in their order.
+    """
+    stored = {
+        name: pa.concat_arrays(table.column(name).chunks)
+        if table.column(name).num_chunks
+        else pa.array([], table.schema.field(name).type)
+        for name in table.column_names
+    }
+    made: dict[str, pa.Array] = {}
+    if any(SOURCES.get(name) == "key" for name in columns):
+        made |= _from_keys(integers(stored["key"]), columns, look_up)
+    if any(SOURCES.get(name) == "capture" for name in columns):
+        captures = distinct(refs := integers(stored["capture"]))
+        known = look_up("captures", refs[captures.first])
+        made["model"] = words(captures.code, known.column("model"))
+        made["capture_id"] = words(captures.code, known.column("capture_id"))
+        layouts = integers(known.column("layout")).astype(np.uint8)
+        made["layout"] = pa.array(layouts[captures.code])
+    if "session_id" in columns:
+        sessions = distinct(refs := integers(stored["session"]))
+        names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
+        made["session_id"] = names.take(pa.array(sessions.code))
+    if "phase" in columns:
+        made["phase"] = words(integers(stored["phase"]), pa.array(record.PHASES))
+    if "vector" in columns:
+        made["vector"] = vectors_from_blobs(stored["vector"])
+    if "top_experts" in columns:
+        made["top_experts"] = experts_from_blobs(stored["top_experts"])
+    fields = [record.SCHEMA.field(name) for name in columns]
+    arrays = []
+    for field in fields:
+        array = made[field.name] if field.name in made else stored[field.name]
+        if field.name == "captured_at":
+            array = array.cast(pa.int64())
+        arrays.append(array if array.type == field.type else array.cast(field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _from_keys(
+    keys: Ints, columns: list[str], look_up: Callable[[str, Ints], pa.RecordBatch]
+) -> dict[str, pa.Array]:
+    refs = keys >> REQUEST_SHIFT
+    # Rows of one request stand together in most batches, so look at the runs before sorting.
+    starts = np.flatnonzero(np.diff(refs, prepend=-1))
+    runs = distinct(refs[starts])
+    requests = look_up("requests", refs[starts][runs.first])
+    code = np.repeat(runs.code, np.diff(starts, append=len(refs)))
+    page = integers(requests.column("page"))[code]
+    made = {}
+    if "request_id" in columns:
+        made["request_id"] = requests.column("request_id").take(pa.array(code))
+    if "position" in columns:
+        low = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
+        made["position"] = pa.array((low | (page & 0xFF) << POSITION_BITS).astype(np.int32))
+    if "layer" in columns:
+        low = keys & (1 << LAYER_BITS) - 1
+        made["layer"] = pa.array(((low | page >> 8 << LAYER_BITS) - 1).astype(np.int16))
+    return made
