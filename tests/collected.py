@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import signal
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,11 +16,12 @@ import cli
 PACKAGES = ("capture_kernels", "pipeline", "discovery", "sidecar")
 
 
-def product() -> Iterator[tuple[str, ast.Module, str]]:
+@cache
+def product() -> list[tuple[str, ast.Module, str]]:
     """Path, tree and source of every module that is installed."""
-    for path in [REPO / "cli.py", *(p for name in PACKAGES for p in (REPO / name).rglob("*.py"))]:
-        source = path.read_text(encoding="utf-8")
-        yield str(path.relative_to(REPO)), ast.parse(source), source
+    paths = [REPO / "cli.py", *(p for name in PACKAGES for p in (REPO / name).rglob("*.py"))]
+    sources = [(str(path.relative_to(REPO)), path.read_text(encoding="utf-8")) for path in paths]
+    return [(path, ast.parse(source), source) for path, source in sources]
 
 
 def integers(tree: ast.Module) -> dict[str, tuple[int, int]]:

@@ -164,7 +164,6 @@ def test_every_limit_of_the_gate_and_of_zones_is_documented_with_its_default() -
         ("`embedding.parquet`", EMBEDDING.names),
         ("`clusters.parquet`", CLUSTERS.names),
         ("`landmarks.parquet`", landmark_schema(2).names),
-        ("`projection.parquet`", sorted(keys_of_dict_with("distance_quantiles"))),
         ("`references.parquet`", references_table(*NO_ROWS).schema.names),
         ("`shares.parquet`", SHARES_SCHEMA.names),
     ],
@@ -172,6 +171,13 @@ def test_every_limit_of_the_gate_and_of_zones_is_documented_with_its_default() -
 def test_every_column_is_documented(heading: str, columns: list[str]) -> None:
     documented = [name for row in table(FORMATS, heading) for name in code_in(row[0])]
     assert sorted(documented) == sorted(columns)
+
+
+def test_every_column_of_the_projection_is_documented() -> None:
+    documented = {
+        name for row in table(FORMATS, "`projection.parquet`") for name in code_in(row[0])
+    }
+    assert documented == keys_of_dict_with("distance_quantiles")
 
 
 def test_every_column_of_the_sqlite_store_is_documented() -> None:
@@ -227,11 +233,11 @@ def test_every_results_file_is_quoted_with_its_command_and_date() -> None:
     assert results
     for path in results:
         measured = json.loads(path.read_text(encoding="utf-8"))
+        # The command stands before the file, and the date between them.
         at = page.find(f"`{path.relative_to(REPO)}`")
         assert at >= 0, f"{path.name} is not quoted"
-        before = page[max(0, at - 400) : at]
-        assert f"`{measured['command']}`" in before or measured["command"] in before, path.name
-        assert measured["date"] in page[max(0, at - 400) : at], path.name
+        command = page.rfind(f"`{measured['command']}`", max(0, at - 300), at)
+        assert command >= 0 and measured["date"] in page[command:at], path.name
 
 
 # What the pages name exists -----------------------------------------------------------------------
