@@ -27,13 +27,12 @@ def product() -> list[tuple[str, ast.Module, str]]:
 def integers(tree: ast.Module) -> dict[str, tuple[int, int]]:
     """The integer constants of a module: value and line, by name."""
     return {
-        target.id: (statement.value.value, statement.lineno)
+        name_of(target): (statement.value.value, statement.lineno)
         for statement in tree.body
-        if isinstance(statement, ast.Assign)
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, int)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
+        for target in getattr(statement, "targets", None) or [statement.target]
     }
 
 
