@@ -11,7 +11,7 @@ from published import layered
 from test_profiles import rows_of
 
 from capture_kernels.fingerprint.vector import Layout
-from discovery.artifacts.projection import Moments, Projection
+from discovery.algorithms.pca import Moments, fit_projection
 from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
 from discovery.describe.clusters import Earlier, describe_clusters
@@ -314,7 +314,7 @@ def test_kinds_of_tokens(text, kinds):
 
 def axes(vectors, layout):
     moments = Moments.empty().add(vectors, layout)
-    projection = Projection.fit(moments.means, np.ones(20), moments.covariance)
+    projection = fit_projection(moments.means, np.ones(20), moments.covariance)
     return projection, axes_in_words(projection.components, projection.explained, layout)
 
 

@@ -23,7 +23,7 @@ from discovery.algorithms.sampling import (
     stratified_rows,
     within_request_limit,
 )
-from discovery.artifacts.classifier import nearest_landmark
+from discovery.artifacts.prototypes import nearest_prototype
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:
@@ -178,7 +178,7 @@ def test_hashes_that_cannot_be_written_are_one_line(tmp_path):
 def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarray:
     """A stratified sample as the neighbors stage draws it."""
     centres = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
-    cell = nearest_landmark(points, centres).row.astype(np.uint8)
+    cell = nearest_prototype(points, centres).row.astype(np.uint8)
     return stratified_rows(cell, size, floor, seed)
 
 
