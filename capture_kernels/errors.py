@@ -27,6 +27,10 @@ class StoreError(AttnError):
     """A store that cannot be opened, read or written."""
 
 
+class WriteError(AttnError):
+    """A file that cannot be written: the disk is full, or the folder is read-only."""
+
+
 class ArtifactError(AttnError):
     """A run folder or artifact that is missing, damaged or of another version."""
 

@@ -21,11 +21,12 @@ from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
 from discovery.execution.memory import MemoryPlan, MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.runs import folder as runs
-from discovery.runs.checkpoint import StageParts, chained_key, write_json
+from discovery.runs.checkpoint import StageParts, chained_key
 from discovery.runs.deletion import sweep
 from discovery.runs.parent import Parent, before_this_run, open_parent
 from discovery.stages import extract, publish
 from discovery.stages.rows import Rows
+from pipeline.durable import write_json
 from pipeline.store import Store, open_store
 from pipeline.tokens import open_tokens
 

@@ -1,9 +1,24 @@
-"""What it takes for a file, or a new name in a folder, to survive power loss."""
+"""Files that survive power loss: each appears whole and on disk, or not at all."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, Any
+
+from capture_kernels.errors import WriteError
+
+# Size in bytes and sha256 of a file, as manifests hold them.
+Facts = dict[str, Any]
+
+# Files hashed at once: sha256 is slower than most disks.
+HASH_THREADS = 8
+_numbers = itertools.count()
 
 
 def sync(path: Path) -> None:
@@ -13,3 +28,58 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
+    """Call `write` on a new file that takes the name `path` only once it is whole and on disk.
+
+    Returns:
+        Its `file_facts`, computed while it goes to the disk.
+
+    Raises:
+        WriteError: it cannot be written. What was at `path` is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_numbers)}.tmp")
+    try:
+        with temporary.open("wb") as file, ThreadPoolExecutor(1) as disk:
+            write(file)
+            file.flush()
+            on_disk = disk.submit(os.fsync, file.fileno())
+            facts = file_facts(temporary)
+            on_disk.result()
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        raise WriteError(
+            f"cannot write {path}: {error.strerror}; free space or mend the folder, then run the "
+            "command again"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return facts
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON with sorted keys, atomically. Raises WriteError."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def file_facts(path: Path) -> Facts:
+    """Size in bytes and sha256 of a file: {"bytes": int, "sha256": str}."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def facts_of(paths: Sequence[Path]) -> list[Facts | None]:
+    """`file_facts` of each file, None for a missing one; several are read at once."""
+
+    def facts(path: Path) -> Facts | None:
+        try:
+            return file_facts(path)
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as readers:
+        return list(readers.map(facts, paths))

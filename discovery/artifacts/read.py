@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.vector import DIMENSIONS
-from discovery.runs.checkpoint import Facts, facts_of, write_atomically
+from pipeline.durable import Facts, facts_of, write_atomically
 from pipeline.record import PHASES
 
 SCHEMA_VERSION = 1

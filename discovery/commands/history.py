@@ -14,7 +14,6 @@ from capture_kernels.errors import ArtifactError, RunError
 from discovery.artifacts.read import MANIFEST, read_manifest
 from discovery.describe.words import joined
 from discovery.runs import folder as runs
-from discovery.runs.checkpoint import file_facts
 from discovery.runs.history import (
     Ancestry,
     Cluster,
@@ -27,6 +26,7 @@ from discovery.runs.history import (
     lineage_key,
     story,
 )
+from pipeline.durable import file_facts
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

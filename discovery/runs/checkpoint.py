@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,64 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RunError
-from pipeline.durable import sync
+from pipeline.durable import Facts, facts_of, write_atomically, write_json
 
 from .npz import read_npz, write_npz
-
-# Files that are hashed at once: sha256 is slower than any disk that many share.
-MOST_READERS = 8
-
-Facts = dict[str, Any]
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
-    """Call `write` on a new file that takes the name `path` only once it is whole and on disk.
-
-    Returns:
-        Its `file_facts`; it is hashed while it goes to the disk.
-
-    Raises:
-        RunError: it cannot be written. What was at `path` is still there.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file, ThreadPoolExecutor(1) as disk:
-            write(file)
-            file.flush()
-            on_disk = disk.submit(os.fsync, file.fileno())
-            facts = file_facts(temporary)
-            on_disk.result()
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; mend that and resume") from error
-    return facts
-
-
-def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def file_facts(path: Path) -> Facts:
-    """Size in bytes and sha256 of a file, as manifests hold them."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def facts_of(paths: Sequence[Path]) -> list[Facts | None]:
-    """`file_facts` of each file, None where there is none; several are read at once."""
-
-    def facts(path: Path) -> Facts | None:
-        try:
-            return file_facts(path)
-        except FileNotFoundError:
-            return None
-
-    with ThreadPoolExecutor(min(MOST_READERS, len(os.sched_getaffinity(0)))) as readers:
-        return list(readers.map(facts, paths))
 
 
 def chained_key(previous: str, stage: str, parameters: dict[str, Any]) -> str:

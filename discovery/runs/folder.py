@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import ArtifactError, RunError
-from pipeline.durable import sync
-
-from .checkpoint import write_json
+from pipeline.durable import sync, write_json
 
 RUN_ID = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d+)?")
 

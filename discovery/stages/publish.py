@@ -23,8 +23,8 @@ from discovery.artifacts.read import (
 from discovery.options import FREE_ON_RESUME, RULES
 from discovery.report import report_html
 from discovery.runs import folder as runs
-from discovery.runs.checkpoint import write_atomically, write_json
 from discovery.runs.parent import REFERENCES, SHARES, references_table, shares_table, was_served
+from pipeline.durable import write_atomically, write_json
 
 from . import lineage
 from .tables import clusters_table, embedding_batches, landmarks_table, projection_table

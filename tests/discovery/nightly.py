@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from shared import REPO
 
 from discovery.artifacts.read import FILES
-from discovery.runs.checkpoint import file_facts
 from discovery.runs.folder import move_latest
+from pipeline.durable import file_facts
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 # event, cluster id, parents, children: as the manifest's.

@@ -14,14 +14,9 @@ import pyarrow as pa
 import pytest
 from shared import REPO
 
-from capture_kernels.errors import RunError
-from discovery.runs.checkpoint import (
-    StageParts,
-    chained_key,
-    file_facts,
-    write_atomically,
-    write_json,
-)
+from capture_kernels.errors import RunError, WriteError
+from discovery.runs.checkpoint import StageParts, chained_key
+from pipeline.durable import file_facts, write_atomically, write_json
 
 # Writes a part of each kind in a process that may write no file above 20,000 bytes: a disk that
 # is full in the middle of a file. Says for each kind what came of it.
@@ -30,9 +25,10 @@ FULL_DISK = textwrap.dedent(
     import io, json, resource, sys
     from pathlib import Path
     import numpy as np, pyarrow as pa
-    from capture_kernels.errors import RunError
+    from capture_kernels.errors import WriteError
     from discovery.artifacts.read import write_parquet
-    from discovery.runs.checkpoint import StageParts, write_json
+    from discovery.runs.checkpoint import StageParts
+    from pipeline.durable import write_json
 
     folder = Path(sys.argv[1])
     parts = StageParts(folder / "stage", "key")
@@ -53,7 +49,7 @@ FULL_DISK = textwrap.dedent(
         try:
             write()
             said[name] = "written"
-        except RunError as error:
+        except WriteError as error:
             said[name] = str(error)
     print(json.dumps(said))
     """
@@ -69,7 +65,8 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     said = json.loads(done.stdout)
     for name, message in said.items():
         assert message == (
-            f"cannot write {tmp_path}/stage/{name}: File too large; mend that and resume"
+            f"cannot write {tmp_path}/stage/{name}: File too large; free space or mend the folder, "
+            "then run the command again"
         )
     assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == ["kept.npz", "key"]
     kept = StageParts(tmp_path / "stage", "key").read_arrays("kept.npz")
@@ -91,7 +88,7 @@ def test_a_part_appears_under_its_name_only_when_it_is_whole(tmp_path):
 
 
 def test_writing_into_a_folder_that_is_gone_says_which_file(tmp_path):
-    with pytest.raises(RunError, match=r"cannot write .*gone/value\.json: No such file"):
+    with pytest.raises(WriteError, match=r"cannot write .*gone/value\.json: No such file"):
         write_json(tmp_path / "gone" / "value.json", {})
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import NOW
 
-from capture_kernels.errors import RunError
+from capture_kernels.errors import WriteError
 from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
 from discovery.runs.checkpoint import StageParts
 from discovery.stages.extract import (
@@ -92,7 +92,7 @@ def test_a_part_that_cannot_be_written_ends_the_stage(tmp_path):
     job = job_of(parts, 100, [])
     # Nothing is being written then: the second part is the first that finds no folder.
     job.part_done = lambda done, total: shutil.rmtree(parts.folder)
-    with pytest.raises(RunError, match=r"cannot write .*rows-00001\.arrow: .*mend that and"):
+    with pytest.raises(WriteError, match=r"cannot write .*rows-00001\.arrow: .*free space"):
         write_parts(job, iter(scanned(300, [100, 200])), 300)
 
 

@@ -22,7 +22,6 @@ from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import Shares, shares_of
 from discovery.artifacts.read import landmark_schema, write_parquet
-from discovery.runs.checkpoint import file_facts
 from discovery.runs.folder import move_latest
 from discovery.runs.parent import (
     NIGHTS_BACK,
@@ -35,6 +34,7 @@ from discovery.runs.parent import (
     saved_shares,
     shares_table,
 )
+from pipeline.durable import file_facts
 
 TONIGHT = run_id_of(28)
 WINDOW = {"model": "model", "layout": 1, "capture_id": "a"}
