@@ -27,7 +27,8 @@ from discovery.runs.parent import Parent, before_this_run, open_parent
 from discovery.stages import extract, publish
 from discovery.stages.rows import Rows
 from pipeline.durable import write_json
-from pipeline.store import Store, open_store
+from pipeline.store.base import Store
+from pipeline.store.open import open_store
 from pipeline.tokens import open_tokens
 
 from .options import FREE_ON_RESUME, RULES, DiscoverOptions

@@ -88,7 +88,7 @@ def capture(
         raise MissingExtraError(
             "capture needs torch and transformers: pip install 'attn[capture]'"
         ) from None
-    from .store import open_store
+    from .store.open import open_store
 
     # Its bars and warnings about generation would be mixed with ours.
     transformers_logging.disable_progress_bar()

@@ -12,7 +12,7 @@ import pytest
 from planted import planted, planted_batch
 from shared import REPO, START, AttnCommand
 
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 
 @pytest.fixture(scope="session")

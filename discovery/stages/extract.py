@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
-from pipeline.store import Group, Selection, Store
+from pipeline.store.base import Group, Selection, Store
 
 if TYPE_CHECKING:
     from discovery.job import Job

@@ -17,6 +17,8 @@ from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
 
 BATCH_ROWS = 65_536
+# How long to wait for another process that is writing.
+BUSY_TIMEOUT_S = 30.0
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 

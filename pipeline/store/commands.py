@@ -17,7 +17,8 @@ from rich.table import Table
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.store import Selection, open_store
+from pipeline.store.base import Selection
+from pipeline.store.open import open_store
 from pipeline.store.parquet.store import ParquetStore
 
 from .transfer import Imported, export_file, import_file

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from capture_kernels.errors import OptionError, RecordError, StoreError
 from pipeline import record
 from pipeline.durable import sync
-from pipeline.store.parquet.parts import damaged, write_error
+from pipeline.store.parquet.files import damaged, write_error
 
 from .base import BATCH_ROWS, EVERYTHING, Selection, Store
 

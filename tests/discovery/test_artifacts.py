@@ -17,7 +17,7 @@ from shared import REPO
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.read import CLUSTERS, EMBEDDING, load_artifacts, read_manifest
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 

@@ -29,7 +29,7 @@ from pipeline.capture_command import capture
 from pipeline.engines.loading import load_engine
 from pipeline.engines.options import CaptureOptions
 from pipeline.record import vectors
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 NOON = datetime(2026, 1, 10, 12, tzinfo=UTC)
 app = typer.Typer()

@@ -21,7 +21,7 @@ from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 from pipeline.store.sqlite import file as sqlite_file
 from pipeline.store.sqlite.file import APPLICATION_ID, SCHEMA_VERSION, open_database
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError, RecordError, StoreError
 from pipeline import record
-from pipeline.store import Selection, open_store
+from pipeline.store.base import Selection
+from pipeline.store.open import open_store
 from pipeline.store.transfer import BATCH_LINES, export_file, import_file
 
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)

@@ -22,13 +22,12 @@ import pyarrow as pa
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import BATCH_ROWS
+from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
 # MIGRATIONS[i] is the SQL script that takes a file from schema version i + 1 to i + 2.
 MIGRATIONS: tuple[str, ...] = ()
-BUSY_TIMEOUT_S = 30.0
 CACHE_KIB = 64 * 1024
 _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
-from pipeline.store.columns import Ints, distinct, integers, words
+from pipeline.store.columns import Ints, dictionary_column, distinct, integers
 
 VECTOR_BYTES = 4 * DIMENSIONS
 POSITION_BITS, LAYER_BITS = 24, 9
@@ -122,8 +122,8 @@ def decode(
     if any(SOURCES.get(name) == "capture" for name in columns):
         captures = distinct(refs := integers(stored["capture"]))
         known = look_up("captures", refs[captures.first])
-        made["model"] = words(captures.code, known.column("model"))
-        made["capture_id"] = words(captures.code, known.column("capture_id"))
+        made["model"] = dictionary_column(captures.code, known.column("model"))
+        made["capture_id"] = dictionary_column(captures.code, known.column("capture_id"))
         layouts = integers(known.column("layout")).astype(np.uint8)
         made["layout"] = pa.array(layouts[captures.code])
     if "session_id" in columns:
@@ -131,7 +131,7 @@ def decode(
         names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
         made["session_id"] = names.take(pa.array(sessions.code))
     if "phase" in columns:
-        made["phase"] = words(integers(stored["phase"]), pa.array(record.PHASES))
+        made["phase"] = dictionary_column(integers(stored["phase"]), pa.array(record.PHASES))
     if "vector" in columns:
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:

@@ -14,6 +14,7 @@ from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.base import (
     BATCH_ROWS,
+    BUSY_TIMEOUT_S,
     EVERYTHING,
     Appended,
     Counts,
@@ -27,7 +28,7 @@ from pipeline.store.base import (
 from pipeline.store.columns import Ints
 
 from . import rows as rows_
-from .file import BUSY_TIMEOUT_S, Database, open_database
+from .file import Database, open_database
 from .insert import BLOCK_BITS, insert
 
 # Blocks deleted in one transaction of a prune (about a million rows): writers get their turn.

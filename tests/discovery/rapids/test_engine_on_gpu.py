@@ -24,7 +24,7 @@ from discovery.engines.rapids.engine import epochs_for
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.job import discover
 from discovery.options import DiscoverOptions
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 pytestmark = [
     pytest.mark.gpu,
