@@ -29,7 +29,7 @@ from pipeline.store.parquet.files import damaged
 
 from .base import BATCH_ROWS, EVERYTHING, Selection, Store
 
-# Lines made into one batch; a line takes some hundred times the memory of its record.
+# Lines in one batch; a line takes about a hundred times the memory of its record.
 BATCH_LINES = 8_192
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 
@@ -38,7 +38,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Imported:
-    """What became of a file's rows.
+    """Row counts of one import.
 
     Args:
         rows: rows, or lines that are not blank, in the file.
@@ -61,8 +61,8 @@ class Imported:
 def import_file(store: Store, path: Path, progress: Progress = lambda rows: None) -> Imported:
     """Append the records of a .parquet, .jsonl or .jsonl.gz file.
 
-    Rows are appended batch by batch: after an error, what came before it is stored, and importing
-    the file again only counts that as duplicates.
+    Rows are appended batch by batch: after an error, the batches before it are stored, and a second
+    import of the file counts them as duplicates.
 
     Args:
         progress: called with the number of rows read so far, after each batch.
@@ -98,7 +98,7 @@ def export_file(
     selection: Selection = EVERYTHING,
     progress: Progress = lambda rows: None,
 ) -> int:
-    """Write the selected records to a .parquet, .jsonl or .jsonl.gz file; how many there were.
+    """Write the selected records to a .parquet, .jsonl or .jsonl.gz file; returns how many.
 
     The file replaces an older one once it is whole and on disk.
 
@@ -253,7 +253,7 @@ def _writer(file: IO[bytes], kind: str) -> Iterator[Callable[[pa.RecordBatch], o
     elif kind == ".jsonl":
         yield lambda batch: file.write(_lines(batch))
     else:
-        # No name and no time in the header: the same records give the same bytes.
+        # No name and no time in the header, so that the same records give the same bytes.
         with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
             yield lambda batch: packed.write(_lines(batch))
 

@@ -225,7 +225,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_passed_over(tmp_path, model):
     ("extra", "message"),
     [
         (("--layers", "9"), "no layer 9"),
-        (("--layers", "some"), "layers 'some' is not understood"),
+        (("--layers", "some"), "layers 'some' is not supported"),
         (("--heads", "9"), "no head 9"),
         (("--layout", "wide"), "unknown layout 'wide'"),
         (("--layout", "layered"), "needs several layers"),

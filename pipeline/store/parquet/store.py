@@ -28,10 +28,10 @@ from pipeline.store.base import (
     Counts,
     Group,
     Selection,
+    columns_to_scan,
     from_micros,
     run_values,
     to_micros,
-    wanted_columns,
 )
 from pipeline.store.columns import Ints, integers, one_chunk
 
@@ -127,15 +127,15 @@ class ParquetStore:
     def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         """See `Store.record_run`: `_runs/<run_id>.json`, a centroid in base64."""
         self._check_writable()
-        noted, noted_clusters = run_values(run, clusters)
-        if not re.fullmatch(r"[\w.:-]+", noted["run_id"]):
-            raise StoreError(f"run_id {noted['run_id']!r} cannot be a file name")
-        for cluster in noted_clusters:
+        recorded, recorded_clusters = run_values(run, clusters)
+        if not re.fullmatch(r"[\w.:-]+", recorded["run_id"]):
+            raise StoreError(f"run_id {recorded['run_id']!r} cannot be a file name")
+        for cluster in recorded_clusters:
             if cluster["centroid"] is not None:
                 cluster["centroid"] = base64.b64encode(cluster["centroid"]).decode()
         (self._folder.root / RUNS).mkdir(exist_ok=True)
-        name = f"{RUNS}/{noted['run_id']}.json"
-        self._folder.write_json(name, {"run": noted, "clusters": noted_clusters})
+        name = f"{RUNS}/{recorded['run_id']}.json"
+        self._folder.write_json(name, {"run": recorded, "clusters": recorded_clusters})
 
     # -- reading
 
@@ -158,7 +158,7 @@ class ParquetStore:
         Memory: a few row groups of 65,536 rows, and what `duplicate_rows` says. No file
         is removed while it runs.
         """
-        names = wanted_columns(columns)
+        names = columns_to_scan(columns)
         mark = self.snapshot() if snapshot is None else snapshot
         if mark.get("kind") != "parquet":
             raise StoreError(f"the snapshot {mark} was not taken of a Parquet store")
