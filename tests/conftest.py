@@ -13,7 +13,7 @@ from hypothesis import settings
 from planted import planted, planted_batch
 from shared import REPO, START, AttnCommand
 
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 # `make test` looks at a few examples of each property, `make test-all` (--hypothesis-profile=all)
 # at many. Examples have no deadline: other work on a test machine would break one.
