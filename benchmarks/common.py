@@ -26,7 +26,8 @@ from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from pipeline.record import KEY, conform
-from pipeline.store import Selection, open_store
+from pipeline.store.base import Selection
+from pipeline.store.open import open_store
 
 REPO = Path(__file__).resolve().parents[1]
 SAMPLE = REPO / "examples" / "sample" / "fingerprints.parquet"

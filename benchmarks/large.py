@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from discovery.artifacts.read import open_artifacts
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 from tests.planted import planted, planted_batch
 
 CHUNK_ROWS, ROWS_PER_REQUEST = 50_000, 100

@@ -5,7 +5,6 @@ Both are chosen by hashes and in chunks: a window's rows cost one byte each in m
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from capture_kernels.arrays import array_module, block_rows, on_host
 from capture_kernels.errors import RunError
+from pipeline.hashing import mix64, string_hashes
 
 from .threads import one_thread
 
@@ -35,24 +35,10 @@ HASHED_BYTES = 100
 MOST_PARTITIONS = 256
 
 
-def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A fixed bijective scramble of 64-bit numbers (the finaliser of SplitMix64)."""
-    with np.errstate(over="ignore"):
-        z = values + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
 def request_table(batch: pa.RecordBatch) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
     """64-bit hashes of the different request ids, uint64[r], and which each row has, int32[n]."""
     encoded = batch.column("request_id").dictionary_encode()
-    digests = [
-        hashlib.blake2b(request.encode(), digest_size=8).digest()
-        for request in encoded.dictionary.to_pylist()
-    ]
-    table = np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
-    return table, encoded.indices.to_numpy()
+    return string_hashes(encoded.dictionary), encoded.indices.to_numpy()
 
 
 def request_hashes(batch: pa.RecordBatch) -> NDArray[np.uint64]:

@@ -16,7 +16,8 @@ from discovery.options import DiscoverOptions
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.runs.parent import Parent, open_parent
 from discovery.runs.state import CHECKPOINT
-from pipeline.store import Store, open_store
+from pipeline.store.base import Store
+from pipeline.store.open import open_store
 
 from .chunks import Rows
 

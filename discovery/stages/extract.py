@@ -17,7 +17,7 @@ from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
 from discovery.runs.checkpoint import StageCheckpoint
-from pipeline.store import Group, Selection, Store
+from pipeline.store.base import Group, Selection, Store
 
 from .context import RunContext
 

@@ -13,7 +13,7 @@ from planted import planted, planted_batch
 from shared import NOW, START, AttnCommand
 
 from discovery.artifacts.read import open_artifacts
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
 # What makes a run of the planted rows the same wherever and whenever it is run.

@@ -18,7 +18,7 @@ from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.read import open_artifacts, read_manifest
 from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -140,7 +140,6 @@ def test_it_is_the_neighbour_at_min_samples_or_else_the_last_that_counts(find, m
     assert (find(rows, points, 1).labels[400:] >= 0).mean() > 0.5
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2.0**-10, 0.5, 64.0]))
 def test_the_unit_of_the_space_does_not_matter(find, seed, scale):
     rng = np.random.default_rng(seed)

@@ -35,7 +35,7 @@ from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from discovery.stages.registry import STAGES
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 STAGE_NAMES = [stage.name for stage in STAGES]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import NOW
@@ -36,7 +36,6 @@ def scanned(rows: int, cuts: list[int]) -> list[pa.RecordBatch]:
 @given(
     rows=st.integers(1, 60), size=st.integers(1, 70), data=st.data(), most=st.sampled_from([0, 3])
 )
-@settings(deadline=None, max_examples=60)
 def test_the_chunks_have_the_kept_rows_in_order_however_they_were_scanned(
     rows, size, data, most, tmp_path_factory
 ):

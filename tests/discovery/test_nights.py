@@ -24,7 +24,7 @@ from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent
 from discovery.artifacts.read import open_artifacts
 from discovery.commands.discover import console
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 ROWS = 4_000
 DAY = dt.timedelta(days=1)

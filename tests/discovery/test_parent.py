@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nightly import Lineage, run_id_of, unfinished
 from numpy.typing import NDArray
@@ -277,7 +277,6 @@ def assert_same(one: Shares, other: Shares) -> None:
         assert getattr(one, name) == getattr(other, name)
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 12), st.integers(0, 30), st.integers(0, 2**32 - 1))
 def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, seed):
     zones = random_shares(len(ZONES), requests, seed)

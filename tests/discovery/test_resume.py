@@ -148,7 +148,7 @@ def test_a_run_whose_rows_were_pruned_is_not_finished_with_others(attn, left_alo
 
     from shared import START
 
-    from pipeline.store import open_store
+    from pipeline.store.open import open_store
 
     db, _ = left_alone
     output = tmp_path / "pruned"
@@ -241,7 +241,7 @@ def test_dask_and_one_process_give_the_same_artifacts(attn, left_alone, tmp_path
 def test_rows_that_arrive_during_a_run_are_not_in_it(attn, left_alone, tmp_path):
     from planted import planted, planted_batch
 
-    from pipeline.store import open_store
+    from pipeline.store.open import open_store
 
     db, expected = left_alone
     output = tmp_path / "late"

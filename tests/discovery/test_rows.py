@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import START
@@ -59,7 +59,6 @@ def test_chosen_rows_are_found_in_their_parts(tmp_path):
     several=st.integers(1, 6),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=40)
 def test_the_references_of_a_cluster_are_its_rows_of_lowest_order(sizes, several, seed):
     rng = np.random.default_rng(seed)
     count = sum(sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
@@ -38,7 +38,6 @@ def between_all(points: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.linalg.norm(points[:, None] - points[None], axis=2)
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(3, 60), seed=SEEDS, angle=st.floats(-7, 7), mirrored=st.booleans(),
     x=st.floats(-40, 40), y=st.floats(-40, 40),
@@ -53,7 +52,6 @@ def test_a_map_that_was_turned_mirrored_and_shifted_comes_back(rows, seed, angle
     assert found.dtype == np.float32
 
 
-@settings(deadline=None)
 @given(rows=st.integers(2, 60), seed=SEEDS, scale=st.floats(0.05, 20), noise=st.floats(0, 5))
 def test_a_map_is_never_scaled(rows, seed, scale, noise):
     points = random_map(rows, seed)
@@ -64,7 +62,6 @@ def test_a_map_is_never_scaled(rows, seed, scale, noise):
     np.testing.assert_allclose(found.mean(axis=0), before.mean(axis=0), atol=1e-4)
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, angle=st.floats(-7, 7), mirrored=st.booleans())
 def test_no_other_turn_lies_nearer(seed, angle, mirrored):
     points, before = random_map(30, seed), random_map(30, seed + 1)

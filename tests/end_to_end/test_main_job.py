@@ -52,7 +52,7 @@ def test_the_shipped_sample_is_what_the_shipped_model_and_prompts_give(attn, tmp
     import pyarrow.parquet as pq
 
     from pipeline.record import vectors
-    from pipeline.store import open_store
+    from pipeline.store.open import open_store
 
     prompts = tmp_path / "prompts.jsonl"
     chosen = [json.loads(line) for line in PROMPTS.read_text().splitlines()][::60]

@@ -25,7 +25,7 @@ from discovery.events.schema import StageFinished
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.job import discover
 from discovery.options import DiscoverOptions
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 pytestmark = [
     pytest.mark.gpu,
