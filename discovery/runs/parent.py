@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.drift import Shares
+from discovery.algorithms.shares import Shares
 from discovery.artifacts.classifier import NOISE, Classifier, Codebook
 from discovery.artifacts.read import load_artifacts, read_manifest
 from pipeline.record import vector_array

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from discovery.algorithms.landmarks import Landmarks, train_landmarks
+from discovery.algorithms.prototypes import Prototypes, train_prototypes
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.classifier import NOISE, nearest_of_run
 from discovery.engines.protocol import Clustering, Engine
@@ -209,7 +209,7 @@ def keep_landmarks(
     held = np.random.default_rng(job.options.seed).random(len(rows)) < HELD_OUT
     seen = np.flatnonzero(~held)
     engine = job.engine
-    found = train_landmarks(engine, projected[seen], labels[seen], job.options.seed)
+    found = train_prototypes(engine, projected[seen], labels[seen], job.options.seed)
     near = nearest_of_run(engine.array(projected), found.points, found.labels, found.noise_factor)
     distance = engine.host(near.distance)
     quantiles = np.quantile(distance[seen], QUANTILES)
@@ -243,7 +243,7 @@ def stand_ins(
     points: NDArray[np.float32],
     labels: NDArray[np.int32],
     probabilities: NDArray[np.float32],
-    found: Landmarks,
+    found: Prototypes,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Map place float32[l, 2] and probability float32[l] of each landmark, from the fit row of its
     own label that is nearest to it."""

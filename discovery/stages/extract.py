@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
-from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.execution.request_limit import RequestLimit
 from pipeline.store import Group, Selection, Store
 
 if TYPE_CHECKING:
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
     from discovery.runs.checkpoint import StageParts
 
 COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
-# One more column of a part: uint64, what `sampling.request_hashes` gives.
-REQUEST_HASH = "request_hash"
 
 
 def parameters(job: Job) -> dict[str, Any]:
     o = job.options
     return {"window": job.window, "max_per_request": o.max_per_request, "seed": o.seed,
-            "batch_size": o.batch_size, "columns": [*COLUMNS, REQUEST_HASH]}  # fmt: skip
+            "batch_size": o.batch_size, "columns": [*COLUMNS]}  # fmt: skip
 
 
 def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
                 f"--max-per-request {most} leaves {kept} of {len(keep):,} "
                 f"rows, --min-rows is {job.options.min_rows}: raise it, or 0 for all"
             )
-        times = write_parts(job, kept_rows(scan(job, store, COLUMNS), keep, limit), kept)
+        times = write_parts(job, kept_rows(scan(job, store, COLUMNS), keep), kept)
     summary = {
         "rows_in_window": len(keep),
         "rows": kept,
@@ -254,17 +253,15 @@ def check_same_rows(job: Job, found: bytes) -> None:
 
 
 def kept_rows(
-    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_], limit: RequestLimit
+    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows to keep, with the hashes of their requests. No batch is empty."""
+    """The rows to keep. No batch is empty."""
     end = 0
     for batch in batches:
         start, end = end, end + batch.num_rows
         own = keep[start:end]
-        if not own.any():
-            continue
-        hashed = batch.append_column(REQUEST_HASH, pa.array(limit.requests(start, end)))
-        yield hashed if own.all() else hashed.filter(pa.array(own))
+        if own.any():
+            yield batch if own.all() else batch.filter(pa.array(own))
 
 
 def full_parts(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa.RecordBatch]]:

@@ -7,7 +7,6 @@ knows what a part holds, and whether two parts can share a key, without reading 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.durable import sync
+from pipeline.hashing import GOLDEN, mix64, string_hashes
 from pipeline.store.base import BATCH_ROWS
 from pipeline.store.columns import Ints, distinct, encoded, extremes, integers
 
@@ -115,14 +115,6 @@ def sequences_in_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
-def hashes(words: pa.Array) -> Hashes:
-    """64-bit hashes of distinct strings: the same in every process and version."""
-    digests = b"".join(
-        hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words.to_pylist()
-    )
-    return np.frombuffer(digests, "<u8").astype(np.uint64)
-
-
 def key_hashes(batch: pa.RecordBatch | pa.Table) -> tuple[Hashes, Hashes]:
     """Hashes of request_id and of the whole key of each row: uint64[n] each.
 
@@ -130,12 +122,9 @@ def key_hashes(batch: pa.RecordBatch | pa.Table) -> tuple[Hashes, Hashes]:
     is in two parts at overlapping positions are ever compared by it.
     """
     codes, ids = encoded(one_chunk(batch.column("request_id")))
-    requests = hashes(ids)[codes]
+    requests = string_hashes(ids)[codes]
     low = integers(batch.column("position")) << 16 | integers(batch.column("layer")) + 1
-    mixed = requests + low.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ mixed >> np.uint64(shift)) * np.uint64(factor)
-    return requests, mixed ^ mixed >> np.uint64(31)
+    return requests, mix64(requests + (low - 1).astype(np.uint64) * GOLDEN)
 
 
 def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -150,7 +139,7 @@ def summarize(batch: pa.RecordBatch) -> Summary:
     found = distinct(codes)
     low, high = extremes(found, integers(batch.column("position")))
     requests = np.empty(len(found.first), _REQUESTS)
-    requests["hash"], requests["low"], requests["high"] = hashes(ids), low, high
+    requests["hash"], requests["low"], requests["high"] = string_hashes(ids), low, high
     models, model_words = encoded(batch.column("model").cast(pa.string()))
     captures, capture_words = encoded(batch.column("capture_id").cast(pa.string()))
     layouts = integers(batch.column("layout"))
@@ -162,7 +151,7 @@ def summarize(batch: pa.RecordBatch) -> Summary:
         (int(rows[k]), int(first[k]), int(last[k]))
         for k, at in enumerate(kinds.first)
     }  # fmt: skip
-    sessions = hashes(batch.column("session_id").drop_null().unique())
+    sessions = string_hashes(batch.column("session_id").drop_null().unique())
     return Summary(groups, np.sort(requests, order="hash"), np.sort(sessions))
 
 
