@@ -33,6 +33,7 @@ from discovery.engines.cpu import CpuEngine
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import DiscoverOptions
 from discovery.stages.rows import VectorsOfPart
+from pipeline.hashing import mix64
 
 ROWS = 1_500
 moved = device_arrays.asarray
