@@ -12,7 +12,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
-from discovery.algorithms.lineage import in_words
 from discovery.artifacts.read import (
     EMBEDDING,
     MANIFEST,
@@ -20,8 +19,9 @@ from discovery.artifacts.read import (
     load_artifacts,
     write_parquet,
 )
+from discovery.describe.lineage_words import event_in_words
 from discovery.options import FREE_ON_RESUME, RULES
-from discovery.report import report_html
+from discovery.report.page import report_html
 from discovery.runs import folder as runs
 from discovery.runs.parent import REFERENCES, SHARES, references_table, shares_table, was_served
 from pipeline.durable import write_atomically, write_json
@@ -99,7 +99,7 @@ def lineage_told(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
     found, parent = job.summaries["lineage"], job.parent
     labels = {cluster["cluster_id"]: cluster["label"] for cluster in clusters}
     before = dict(zip(parent.ids.tolist(), parent.labels, strict=True)) if parent else {}
-    told = [{**event, "says": in_words(event, labels, before)} for event in found["events"]]
+    told = [{**event, "says": event_in_words(event, labels, before)} for event in found["events"]]
     names = {**before, **labels}
     history = [
         {"run_id": job.run_id, **event, "label": names[event["cluster_id"]]}
