@@ -28,7 +28,7 @@ from discovery.stages import extract, publish
 from discovery.stages.rows import Rows
 from pipeline.durable import write_json
 from pipeline.store import Store, open_store
-from pipeline.tokens import open_tokens
+from pipeline.token_text import open_tokens
 
 from .options import FREE_ON_RESUME, RULES, DiscoverOptions
 from .stages import STAGES

@@ -118,7 +118,7 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
 
 
 def absorbed_by(found: Match, child: int) -> NDArray[np.int64]:
-    """Parents whose id ended and whose largest child is this one, largest overlap first: int64[m]."""
+    """Parents whose id ended and whose largest child is this one: int64[m], by falling overlap."""
     own = np.flatnonzero(found.linked[child])
     lost = ~np.isin(own, found.heir_of)
     here = [largest_child(found, int(parent)) == child for parent in own]

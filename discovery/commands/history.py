@@ -12,7 +12,7 @@ import typer
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.artifacts.read import MANIFEST, read_manifest
-from discovery.describe.words import joined
+from discovery.describe.ranges import joined
 from discovery.runs import folder as runs
 from discovery.runs.history import (
     Ancestry,
