@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from nightly import Lineage, run_id_of
 
 from discovery.artifacts.read import read_manifest
-from discovery.commands.history import manifests_there, sparkline
+from discovery.commands.history import manifests_there
+from discovery.commands.history_words import sparkline
 from discovery.runs.history import ancestry, descent
 
 
@@ -181,7 +182,7 @@ def test_the_story_of_a_cluster_that_came_off_and_was_taken_in(attn, output):
         f"{run_id_of(2)}  split off from 3",
         f"{run_id_of(4)}  5 came off",
         f"{run_id_of(7)}  went into 3",
-        "5 nights: ██▆▆▆  15.0% -> 10.0% of the rows",
+        "5 runs: ██▆▆▆  15.0% -> 10.0% of the rows",
     ]
 
 
