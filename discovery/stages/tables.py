@@ -20,7 +20,7 @@ from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
 from pipeline.record import PHASES
-from pipeline.tokens import TokenText, open_tokens
+from pipeline.token_text import TokenText, open_tokens
 
 from .chunks import ChunkVectors
 from .cluster import labelled_rows, rows_file
