@@ -59,7 +59,7 @@ from discovery.execution.stopping import Interrupted, StopRequest, stop_on_signa
 from discovery.gate import QUESTIONS, GateRules
 from discovery.options import DiscoverOptions
 from discovery.runs.parent import references_table
-from discovery.stages import STAGES
+from discovery.stages.registry import STAGES
 from pipeline.engines.options import CaptureOptions
 from pipeline.record import SCHEMA
 
