@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from discovery.algorithms.landmarks import Landmarks, train_landmarks
+from discovery.algorithms.prototypes import Prototypes, train_prototypes
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
+from discovery.runs.chunks import ChunkArrays
 from pipeline.record import vectors as batch_vectors
 
-from .chunks import ChunkArrays
 from .context import RunContext
 from .neighbors import fit_distances, rest_file
 from .project import saved_projection
@@ -214,7 +214,7 @@ def save_prototypes(
     held = np.random.default_rng(context.options.seed).random(len(rows)) < HELD_OUT
     seen = np.flatnonzero(~held)
     engine = context.engine
-    found = train_landmarks(engine, projected[seen], labels[seen], context.options.seed)
+    found = train_prototypes(engine, projected[seen], labels[seen], context.options.seed)
     near = nearest_with_noise(
         engine.array(projected), found.points, found.labels, found.noise_factor
     )
@@ -252,7 +252,7 @@ def coordinates_of_prototypes(
     points: NDArray[np.float32],
     labels: NDArray[np.int32],
     probabilities: NDArray[np.float32],
-    found: Landmarks,
+    found: Prototypes,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Coordinates float32[p, 2] and probability float32[p] of each prototype: those of the nearest
     fit row of its label."""

@@ -16,7 +16,7 @@ from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
 from discovery.describe.clusters import Earlier, describe_clusters
 from discovery.describe.profiles import Profiles, TokenCounts
-from discovery.describe.tokens import KINDS, RunTokens, kinds_of
+from discovery.describe.token_lift import KINDS, RunTokens, kinds_of
 from pipeline.record import PHASES
 
 LETTERS = dict(enumerate(["␣the", "a", "⏎", "1", "␣2", "(", ")", "␣|", ",", "3", "4"]))

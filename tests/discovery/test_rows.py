@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import START
 
-from discovery.algorithms.sampling import mix64
 from discovery.engines.cpu import CpuEngine
 from discovery.runs.checkpoint import StageCheckpoint
-from discovery.stages.chunks import ChunkArrays, Rows
+from discovery.runs.chunks import ChunkArrays, Rows
 from discovery.stages.lineage import REFERENCES_EACH, References
+from pipeline.hashing import mix64
 
 COUNT, PART = 250, 100
 

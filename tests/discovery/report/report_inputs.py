@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
-from discovery.report import report_html
+from discovery.report.page import report_html
 from pipeline.record import PHASES
 
 PARENT, RUN = "2026-01-09T04-02-11", "2026-01-10T04-02-11"
