@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -42,16 +43,18 @@ class AttnProcess:
         self._folder = tempfile.TemporaryDirectory()
         self._files = Path(self._folder.name)
         (self._files / "0").write_text(stdin)
-        os.mkfifo(self._files / "2")
+        reader, writer = SERVER.Pipe(duplex=False)
         environment = {**os.environ, "COLUMNS": "160"}
         self._process = SERVER.Process(
             target=_command,
-            args=(list(map(str, arguments)), self._files, str(Path.cwd()), environment, kill_at,
-                  hold_at, new_session),
+            args=(list(map(str, arguments)), self._files, writer, str(Path.cwd()), environment,
+                  kill_at, hold_at, new_session),
         )  # fmt: skip
         self._process.start()
-        # Opens when the command does, and ends when it and its workers have.
-        self._stderr = (self._files / "2").open(errors="replace")
+        writer.close()
+        # Ends when the command and its workers have.
+        self._stderr = os.fdopen(os.dup(reader.fileno()), errors="replace")
+        reader.close()
         self.said = ""
 
     @property
@@ -93,7 +96,7 @@ class AttnProcess:
 
 
 def _command(
-    arguments: list[str], files: Path, folder: str, environment: dict[str, str],
+    arguments: list[str], files: Path, stderr: Connection, folder: str, environment: dict[str, str],
     kill_at: str | None, hold_at: str | None, new_session: bool,
 ) -> None:  # fmt: skip
     """The process: `attn` with these files as its standard streams."""
@@ -102,8 +105,11 @@ def _command(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY)):
-        opened = os.open(files / str(number), mode)
+    stdin = os.open(files / "0", os.O_RDONLY)
+    stdout = os.open(files / "1", os.O_WRONLY | os.O_CREAT)
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    for number, opened in enumerate((stdin, stdout)):
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
