@@ -72,8 +72,11 @@ class AttnProcess:
         self._process.join(seconds)
         return self._process.is_alive()
 
-    def kill(self) -> None:
-        self._process.kill()
+    def end(self) -> None:
+        """Kill it where it is not finished."""
+        if not self._stderr.closed:
+            self._process.kill()
+            self.finish()
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

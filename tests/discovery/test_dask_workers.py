@@ -16,10 +16,8 @@ from typing import NoReturn
 import numpy as np
 import psutil
 import pytest
-from planted import planted
-from published import make_store
 from shared import NOW, REPO
-from test_resume import OPTIONS, RUN_ID, fingerprint_of
+from uninterrupted import OPTIONS, RUN_ID, fingerprint_of
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.engines.gpu_memory import GpuMemoryErrors
@@ -316,16 +314,6 @@ def killing(point: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def left_alone(attn, tmp_path_factory) -> tuple[Path, dict[str, object]]:
-    """A store, and what a run of it whose workers live publishes."""
-    base = tmp_path_factory.mktemp("left_alone")
-    db = make_store(base / "fingerprints.db", planted(1_501, 0)[0])
-    done = attn("discover", "--db", db, "--output", base / "out", *COMMAND)
-    assert done.returncode == 0, done.stderr
-    return db, fingerprint_of(base / "out" / RUN_ID)
-
-
 COMMAND = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--engine", "cpu", *OPTIONS]
 
 
@@ -334,9 +322,9 @@ COMMAND = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--engine", "cpu", *OPTIONS]
     ids=["one of two", "both", "the only one"],
 )  # fmt: skip
 def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
-    left_alone, tmp_path, point, limit
+    uninterrupted, tmp_path, point, limit
 ):
-    db, expected = left_alone
+    db, output = uninterrupted
     done = killing(
         point, "discover", "--db", str(db), "--output", str(tmp_path), *COMMAND,
         "--long-running", "--max-memory-gb", limit,
@@ -346,4 +334,4 @@ def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
     assert done.stderr.count("Restarting worker") >= int(point[-1])
     assert "Traceback" not in done.stderr
     assert f"{1 if limit == '1.1' else 2} workers on this machine" in done.stderr
-    assert fingerprint_of(tmp_path / RUN_ID) == expected
+    assert fingerprint_of(tmp_path / RUN_ID) == fingerprint_of(output / RUN_ID)

@@ -18,7 +18,7 @@ from planted import SHARES, planted, planted_batch
 from published import layered, make_store
 from rich.table import Table
 from shared import NOW, REPO
-from test_resume import fingerprint_of, killed_at
+from uninterrupted import fingerprint_of, killed_at
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent

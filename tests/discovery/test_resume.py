@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -14,45 +12,10 @@ import pytest
 from planted import planted, planted_batch
 from processes import AttnProcess
 from shared import NOW, START
+from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 
-from discovery.artifacts.read import load_artifacts
 from discovery.stages import STAGES
 from pipeline.store import open_store
-
-OPTIONS = ["--hours", "0", "--batch-size", "256", "--umap-sample-size", "700", "--seed", "7"]
-RUN_ID = "2026-01-10T04-02-11"
-
-AT_NOW = ("--now", f"{NOW:%Y-%m-%dT%H:%M:%S}")
-
-
-def killed_at(point: str, *arguments: str) -> None:
-    """Run the command until the event `kind:stage:done`, where it dies by SIGKILL."""
-    done = AttnProcess(*arguments, kill_at=point).finish()
-    assert done.returncode == -signal.SIGKILL, (point, done.returncode, done.stderr)
-
-
-def fingerprint_of(folder: Path) -> dict[str, object]:
-    """Everything a run published: file hashes, and the manifest less the time each stage took."""
-    load_artifacts(folder)
-    files = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.glob("*.parquet"))
-    }
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["stage_seconds"]
-    return {"files": files, "manifest": manifest}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(attn, tmp_path_factory) -> tuple[Path, Path]:
-    """A store, and the output folder of a run of it that nothing stopped."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    db = folder / "fingerprints.db"
-    with open_store(str(db), create=True) as store:
-        store.append(planted_batch(planted(1_501, 0)[0], START))
-    done = attn("discover", "--db", db, "--output", folder / "left_alone", *AT_NOW, *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    return db, folder / "left_alone"
 
 
 @pytest.fixture
