@@ -11,7 +11,7 @@ from planted import planted, planted_batch
 from processes import AttnProcess
 from shared import START, AttnCommand
 
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 # `make test` looks at a few examples of each property, `make test-all` (--hypothesis-profile=all)
 # at many. Examples have no deadline: other work on a test machine would break one.

@@ -16,6 +16,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import msgspec
+
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["cli", "discovery.job", "discovery.events.websocket", "discovery.execution.dask_cluster",
@@ -139,8 +141,9 @@ def _at_event(point: str, act: Callable[[], None]) -> None:
     def acting() -> Any:
         inner = original()
 
-        def listen(event: dict[str, Any]) -> None:
+        def listen(event: Any) -> None:
             inner(event)
+            event = msgspec.to_builtins(event)
             at = (event["event"], event.get("stage")) == (kind, stage)
             if at and (kind != "progress" or event["done"] == int(done)):
                 act()

@@ -9,7 +9,7 @@ from planted import planted, planted_batch
 from shared import START, AttnCommand
 from uninterrupted import AT_NOW, OPTIONS
 
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 
 @pytest.fixture(scope="session")

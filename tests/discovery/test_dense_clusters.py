@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from discovery.engines.cpu import CpuEngine
 from discovery.engines.protocol import Clustering
-from discovery.runs.checkpoint import StageParts
+from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.cluster import SPARSE, dense_clusters
-from discovery.stages.neighbors import fit_part, self_first
+from discovery.stages.neighbors import fit_file, self_first
 
 MIN_SAMPLES = 5
 K = 12
@@ -33,18 +33,18 @@ def find(tmp_path_factory) -> Find:
         k: int = K,
         chunk: int = 10_000,
     ) -> Clustering:
-        parts = StageParts(tmp_path_factory.mktemp("neighbors") / "neighbors", "key")
+        parts = StageCheckpoint(tmp_path_factory.mktemp("neighbors") / "neighbors", "key")
         engine = CpuEngine()
         for start in range(0, len(rows), chunk):
             found = engine.neighbors(rows, rows[start : start + chunk], k)
             indices, distances = self_first(*found, start)
-            parts.write_arrays(fit_part(start), indices=indices, distances=distances)
-        job = SimpleNamespace(
+            parts.write_arrays(fit_file(start), indices=indices, distances=distances)
+        context = SimpleNamespace(
             options=SimpleNamespace(min_samples=min_samples),
             engine=engine,
-            stage_parts={"neighbors": parts}.__getitem__,
+            checkpoint_of={"neighbors": parts}.__getitem__,
         )
-        return dense_clusters(job, points, 20, len(points))  # type: ignore[arg-type]
+        return dense_clusters(context, points, 20, len(points))  # type: ignore[arg-type]
 
     return run
 

@@ -11,12 +11,12 @@ from published import layered
 from test_profiles import rows_of
 
 from capture_kernels.fingerprint.vector import Layout
-from discovery.artifacts.projection import Moments, Projection
+from discovery.algorithms.pca import Moments, fit_projection
 from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
 from discovery.describe.clusters import Earlier, describe_clusters
 from discovery.describe.profiles import Profiles, TokenCounts
-from discovery.describe.tokens import KINDS, RunTokens, kinds_of
+from discovery.describe.token_lift import KINDS, RunTokens, kinds_of
 from pipeline.record import PHASES
 
 LETTERS = dict(enumerate(["␣the", "a", "⏎", "1", "␣2", "(", ")", "␣|", ",", "3", "4"]))
@@ -313,7 +313,7 @@ def test_kinds_of_tokens(text, kinds):
 
 def axes(vectors, layout):
     moments = Moments.empty().add(vectors, layout)
-    projection = Projection.fit(moments.means, np.ones(20), moments.covariance)
+    projection = fit_projection(moments.means, np.ones(20), moments.covariance)
     return projection, axes_in_words(projection.components, projection.explained, layout)
 
 

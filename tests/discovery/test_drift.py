@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery.algorithms.drift import BUCKETS, RequestCounts, Shares, drift, psi, shares_of
-from discovery.algorithms.sampling import mix64
+from discovery.algorithms.drift import drift, psi
+from discovery.algorithms.shares import BUCKETS, RequestCounts, Shares, shares_of
+from pipeline.hashing import mix64
 
 ZONES = ["a", "b", "c", "d", "e"]
 EVEN = np.array([0.45, 0.25, 0.15, 0.1, 0.05])

@@ -11,13 +11,8 @@ from planted import planted
 from published import layered
 
 from capture_kernels.fingerprint.vector import Layout
-from discovery.artifacts.projection import (
-    EXPLAINED,
-    MAX_COMPONENTS,
-    Moments,
-    Projection,
-    context_octave,
-)
+from discovery.algorithms.pca import EXPLAINED, MAX_COMPONENTS, Moments, fit_projection
+from discovery.artifacts.projection import Projection, context_octave
 
 VECTORS = arrays(
     np.float32,
@@ -27,7 +22,7 @@ VECTORS = arrays(
 
 
 def fitted(moments: Moments) -> Projection:
-    return Projection.fit(moments.means, np.ones(20), moments.covariance)
+    return fit_projection(moments.means, np.ones(20), moments.covariance)
 
 
 @given(vectors=VECTORS, cuts=st.lists(st.integers(0, 40), max_size=6))

@@ -14,8 +14,8 @@ from processes import AttnProcess
 from shared import NOW, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 
-from discovery.stages import STAGES
-from pipeline.store import open_store
+from discovery.stages.registry import STAGES
+from pipeline.store.open import open_store
 
 
 @pytest.fixture

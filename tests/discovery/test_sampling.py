@@ -12,18 +12,17 @@ from hypothesis.extra.numpy import arrays
 from capture_kernels.errors import RunError
 from discovery.algorithms.sampling import (
     DRAW_ROWS,
-    HASHED_BYTES,
-    RequestLimit,
     cell_fit_rows,
     drawn_rows,
     fit_cells,
-    mix64,
     request_hashes,
     row_hashes,
     stratified_rows,
     within_request_limit,
 )
-from discovery.artifacts.classifier import nearest_landmark
+from discovery.artifacts.prototypes import nearest_prototype
+from discovery.execution.request_limit import HASHED_BYTES, RequestLimit
+from pipeline.hashing import mix64
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:
@@ -84,18 +83,6 @@ def test_the_lowest_hashes_of_a_request_are_kept(data, limit):
     requests, rows = data.draw(hashes), data.draw(hashes)
     kept = within_request_limit(requests, rows, limit)
     assert np.array_equal(kept, lowest_of_each(requests, rows, limit))
-
-
-@pytest.mark.parametrize("limit", [0, 3])
-@pytest.mark.parametrize("memory", [HASHED_BYTES, 10**6])
-def test_the_hashes_of_requests_are_read_back_in_the_order_of_the_rows(tmp_path, limit, memory):
-    requests = mix64(np.arange(100, dtype=np.uint64) // 9)
-    with RequestLimit(tmp_path / ".hashes", limit, 100, memory) as chosen:
-        for own in np.split(requests, [1, 40]):
-            chosen.add(own, mix64(own))
-            assert np.array_equal(chosen.requests(0, len(own)), requests[: len(own)])
-        for start, end in [(0, 100), (0, 0), (39, 41), (99, 100), (100, 100)]:
-            assert np.array_equal(chosen.requests(start, end), requests[start:end])
 
 
 @pytest.mark.parametrize("limit", [1, 7, 256])
@@ -175,7 +162,7 @@ def test_hashes_that_cannot_be_written_are_one_line(tmp_path):
 def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarray:
     """A stratified sample as the neighbors stage draws it."""
     centres = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
-    cell = nearest_landmark(points, centres).row.astype(np.uint8)
+    cell = nearest_prototype(points, centres).row.astype(np.uint8)
     return stratified_rows(cell, size, floor, seed)
 
 

@@ -20,7 +20,7 @@ from shared import REPO
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of
 from watching import SCHEMA, Client, free_port, logged
 
-from discovery.stages import STAGES
+from discovery.stages.registry import STAGES
 
 FIRST = [*AT_NOW, *OPTIONS]
 AGAIN = ["--resume", RUN_ID]

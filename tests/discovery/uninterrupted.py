@@ -10,7 +10,7 @@ from pathlib import Path
 from processes import AttnProcess
 from shared import NOW
 
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 
 OPTIONS = ["--hours", "0", "--batch-size", "256", "--umap-sample-size", "700", "--seed", "7"]
 RUN_ID = "2026-01-10T04-02-11"
@@ -26,7 +26,7 @@ def killed_at(point: str, *arguments: str) -> None:
 
 def fingerprint_of(folder: Path) -> dict[str, object]:
     """Everything a run published: file hashes, and the manifest less the time each stage took."""
-    load_artifacts(folder)
+    open_artifacts(folder).verify()
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.glob("*.parquet"))
