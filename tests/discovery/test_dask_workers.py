@@ -26,7 +26,7 @@ from discovery.execution.executor import AHEAD, DaskExecutor, InlineExecutor
 SHARED = np.arange(1_000.0)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def workers(request) -> Iterator[DaskExecutor]:
     executor = DaskExecutor(None, request.param)
     yield executor
@@ -237,6 +237,7 @@ def kill_all(process: psutil.Process) -> None:
         one.kill()
 
 
+@pytest.mark.slow
 def test_a_cluster_elsewhere_whose_workers_all_restart_finishes_the_work(elsewhere, tmp_path):
     from distributed import Client
 
@@ -319,8 +320,9 @@ COMMAND = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--engine", "cpu", *OPTIONS]
 
 
 @pytest.mark.parametrize(
-    ("point", "limit"), [("neighbors:2:1", "3"), ("neighbors:3:2", "3"), ("neighbors:2:1", "1.1")],
-    ids=["one of two", "both", "the only one"],
+    ("point", "limit"), [pytest.param("neighbors:2:1", "3", id="one of two"),
+     pytest.param("neighbors:3:2", "3", id="both", marks=pytest.mark.slow),
+     pytest.param("neighbors:2:1", "1.1", id="the only one", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
     uninterrupted, tmp_path, point, limit

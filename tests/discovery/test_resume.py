@@ -52,6 +52,7 @@ def test_a_run_killed_at_every_stage_and_in_the_middle_ends_in_the_same_artifact
     assert not (output / RUN_ID / ".checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_a_long_running_run_killed_with_its_cluster_ends_in_the_same_artifacts(
     attn, left_alone, tmp_path
 ):
@@ -106,8 +107,12 @@ def test_a_run_killed_inside_umap_ends_in_the_same_artifacts(attn, left_alone, t
     assert fingerprint_of(output / RUN_ID) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("mode", [[], ["--long-running"]])
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [(signal.SIGTERM, []), (signal.SIGINT, ["--long-running"]),
+     pytest.param(signal.SIGINT, [], marks=pytest.mark.slow),
+     pytest.param(signal.SIGTERM, ["--long-running"], marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_signal_stops_at_a_checkpoint_and_prints_the_command_that_finishes(
     attn, left_alone, tmp_path, number, mode
 ):

@@ -75,7 +75,7 @@ def kinds(events: list[dict]) -> list[str]:
     return [event["event"] for event in events]
 
 
-@pytest.mark.parametrize("mode", [[], ["--long-running"]])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--long-running"], marks=pytest.mark.slow)])
 def test_a_paused_run_finishes_nothing_until_it_is_resumed_and_ends_in_the_same_artifacts(
     db, expected, tmp_path, mode
 ):
