@@ -130,7 +130,14 @@ RUNS: dict[str, Callable[[Path], Inputs]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+# A first run, one with a parent, and one without a row to draw.
+FAST_RUNS = ("first", "later", "no rows")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in FAST_RUNS else pytest.mark.slow) for kind in RUNS],
+)
 def test_every_kind_of_run_opens(show, tmp_path: Path, kind: str):
     inputs = RUNS[kind](tmp_path)
     page = show(inputs)
@@ -185,6 +192,7 @@ def test_a_row_is_drawn_where_it_lies_and_felt_within_nine_pixels(show, tmp_path
         assert max(here) < 250
 
 
+@pytest.mark.slow
 def test_each_way_to_colour_gives_another_picture(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     sums = {pixels(page)["sum"]}
@@ -372,6 +380,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, tmp_p
     page.close()
 
 
+@pytest.mark.slow
 def test_sharp_screens_and_dark_ones_are_honoured(show, tmp_path: Path):
     inputs = first_run(tmp_path)
     plain = pixels(show(inputs))
@@ -382,6 +391,7 @@ def test_sharp_screens_and_dark_ones_are_honoured(show, tmp_path: Path):
     assert max(map(int, dark["ground"].split(","))) < 40
 
 
+@pytest.mark.slow
 def test_print_is_on_white_and_without_controls(show, tmp_path: Path):
     page = show(later_run(tmp_path, rows=6_000, count=24), color_scheme="dark")
     pdf = page.pdf(format="A4", print_background=True)
@@ -400,6 +410,7 @@ def test_print_is_on_white_and_without_controls(show, tmp_path: Path):
     assert pixels(page)["ground"] != "255,255,255"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_points_are_drawn_panned_and_zoomed(show, tmp_path: Path):
     page = show(later_run(tmp_path, rows=120_000, count=60))
     assert "100,000 of 120,000 rows" in page.locator("#map-says").inner_text()
