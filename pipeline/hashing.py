@@ -1,4 +1,8 @@
-"""Hashes of request ids and row keys: the same in every process, on every machine and version."""
+"""64-bit hashes of request ids and keys: the same in every process, version and package.
+
+The Parquet store writes them into footers and discovery draws its samples by them, so neither
+function may ever change.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-# 2**64 divided by the golden ratio: the increment of SplitMix64.
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Hashes = NDArray[np.uint64]
 
 
-def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output of SplitMix64 for each state: a bijection of 64-bit numbers.
+def string_hashes(strings: pa.Array) -> Hashes:
+    """BLAKE2b-64 of each string of a column without nulls: uint64[n]."""
+    digests = [hashlib.blake2b(s.encode(), digest_size=8).digest() for s in strings.to_pylist()]
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
-    Args:
-        values: uint64[n], on any device.
 
-    Returns:
-        uint64[n], on the same device.
-
-    Source: Steele, Lea & Flood 2014, Fast Splittable Pseudorandom Number Generators.
-    """
+def mix64(values: Hashes) -> Hashes:
+    """A fixed bijective scramble of 64-bit numbers, uint64[n] (the finaliser of SplitMix64)."""
     with np.errstate(over="ignore"):
-        z = values + GOLDEN
+        z = values + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return z ^ (z >> np.uint64(31))
-
-
-def string_hashes(strings: pa.Array) -> NDArray[np.uint64]:
-    """The first 64 bits of BLAKE2b of each string's UTF-8 bytes: uint64[n].
-
-    Args:
-        strings: n strings, none of them null; distinct ones, for the loop is in Python.
-    """
-    digests = (hashlib.blake2b(s.encode(), digest_size=8).digest() for s in strings.to_pylist())
-    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
