@@ -48,12 +48,18 @@ from pages import (
 from shared import REPO
 
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
-from discovery.artifacts.read import CLUSTERS, EMBEDDING, landmark_schema
+from discovery.artifacts.schema import (
+    CLUSTER_COLUMNS,
+    EMBEDDING_COLUMNS,
+    SHARE_COLUMNS,
+    landmark_columns,
+)
+from discovery.events.schema import COMMANDS, LOGGED, TO_ONE_CLIENT
 from discovery.execution.stopping import Interrupted, StopRequest, stop_on_signals
 from discovery.gate import QUESTIONS, GateRules
 from discovery.options import DiscoverOptions
-from discovery.runs.parent import SHARES_SCHEMA, references_table
-from discovery.stages import STAGES
+from discovery.runs.parent import references_table
+from discovery.stages.registry import STAGES
 from pipeline.engines.options import CaptureOptions
 from pipeline.record import SCHEMA
 
@@ -106,12 +112,10 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
 
 
 def test_every_event_is_documented_with_its_fields() -> None:
-    schema = json.loads((REPO / "discovery/events/events.schema.json").read_text(encoding="utf-8"))
     events = {
-        name: set(kind["properties"]) - {"event", "run_id", "at"}
-        for name, kind in schema["$defs"].items()
-        if kind.get("properties", {}).get("event", {}).get("const") == name
-    }
+        kind.__struct_config__.tag: set(kind.__struct_fields__) - {"run_id", "at"}
+        for kind in LOGGED
+    } | {kind.__struct_config__.tag: set(kind.__struct_fields__) for kind in TO_ONE_CLIENT}
     assert len(events) > 10
     documented = {code_in(row[0])[0]: set(code_in(row[2])) for row in table(FORMATS, "Events")}
     assert set(documented) == set(events)
@@ -120,10 +124,9 @@ def test_every_event_is_documented_with_its_fields() -> None:
 
 
 def test_every_command_of_a_client_is_documented() -> None:
-    schema = json.loads((REPO / "discovery/events/events.schema.json").read_text(encoding="utf-8"))
     rows = table(OPERATIONS, "Progress and steering")
     documented = [json.loads(code_in(row[0])[0])["command"] for row in rows]
-    assert sorted(documented) == sorted(schema["$defs"]["command_name"]["enum"])
+    assert sorted(documented) == sorted(COMMANDS)
 
 
 def test_environment_variables_and_metrics_are_documented() -> None:
@@ -161,11 +164,11 @@ def test_every_limit_of_the_gate_and_of_zones_is_documented_with_its_default() -
     ("heading", "columns"),
     [
         ("The record", SCHEMA.names),
-        ("`embedding.parquet`", EMBEDDING.names),
-        ("`clusters.parquet`", CLUSTERS.names),
-        ("`landmarks.parquet`", landmark_schema(2).names),
+        ("`embedding.parquet`", EMBEDDING_COLUMNS.names),
+        ("`clusters.parquet`", CLUSTER_COLUMNS.names),
+        ("`landmarks.parquet`", landmark_columns(2).names),
         ("`references.parquet`", references_table(*NO_ROWS).schema.names),
-        ("`shares.parquet`", SHARES_SCHEMA.names),
+        ("`shares.parquet`", SHARE_COLUMNS.names),
     ],
 )  # fmt: skip
 def test_every_column_is_documented(heading: str, columns: list[str]) -> None:

@@ -14,9 +14,9 @@ from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
+from discovery.runs.chunks import ChunkArrays
 from pipeline.record import vectors as batch_vectors
 
-from .chunks import ChunkArrays
 from .context import RunContext
 from .neighbors import fit_distances, rest_file
 from .project import saved_projection

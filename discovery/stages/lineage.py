@@ -17,10 +17,10 @@ from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.parent import Parent
 
-from .chunks import ChunkVectors
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
 from .zones import zones_file

@@ -34,7 +34,7 @@ from discovery.engines.cpu import CpuEngine
 from discovery.events.schema import Progress
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import DiscoverOptions
-from discovery.stages.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors
 from pipeline.hashing import mix64
 
 ROWS = 1_500

@@ -23,7 +23,7 @@ from test_resume import fingerprint_of, killed_at
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent
 from discovery.artifacts.read import open_artifacts
-from discovery.commands.discover import console
+from discovery.commands.runs import console
 from pipeline.store.open import open_store
 
 ROWS = 4_000

@@ -13,7 +13,7 @@ from shared import START
 
 from discovery.engines.cpu import CpuEngine
 from discovery.runs.checkpoint import StageCheckpoint
-from discovery.stages.chunks import ChunkArrays, Rows
+from discovery.runs.chunks import ChunkArrays, Rows
 from discovery.stages.lineage import REFERENCES_EACH, References
 from pipeline.hashing import mix64
 

@@ -12,9 +12,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from discovery.engines.protocol import Engine
-from discovery.runs.checkpoint import StageCheckpoint
-from discovery.runs.npz import read_npz
 from pipeline.record import vectors as batch_vectors
+
+from .checkpoint import StageCheckpoint
+from .npz import read_npz
 
 
 @dataclass(frozen=True)
