@@ -89,16 +89,6 @@ def test_map_quality_over_all_rows_is_scikit_learns_trustworthiness(rows, k):
     assert found.recall == pytest.approx(recall)
 
 
-def test_a_perfect_map_scores_one_and_a_shuffled_one_does_not():
-    points = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
-    assert map_quality(CpuEngine(), points, points, 10, 500, 0) == (1.0, 1.0)
-    shuffled = map_quality(
-        CpuEngine(), points, np.random.default_rng(1).permutation(points), 10, 500, 0
-    )
-    assert shuffled.trustworthiness == pytest.approx(0.5, abs=0.05)
-    assert shuffled.recall < 0.1
-
-
 def test_a_sample_of_the_rows_estimates_the_quality_of_all():
     rng = np.random.default_rng(5)
     space = rng.normal(size=(3_000, 4)).astype(np.float32)
