@@ -133,7 +133,9 @@ def votes_of_chunk(
         engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
     )
     probability = votes.share * engine.array(probabilities)[near].max(axis=1)
-    return Votes(engine.host(votes.cluster), engine.host(probability), engine.host(votes.place))
+    return Votes(
+        engine.host(votes.cluster), engine.host(probability), engine.host(votes.coordinates)
+    )
 
 
 def rows_of_chunk(
@@ -160,7 +162,7 @@ def rows_of_chunk(
         probability = np.empty(len(rest), np.float32)
         label[own], coordinates[own] = labels[fitted], points[fitted]
         probability[own] = probabilities[fitted]
-        label[rest], coordinates[rest] = votes.cluster, votes.place
+        label[rest], coordinates[rest] = votes.cluster, votes.coordinates
         probability[rest] = votes.share
     probability[label < 0] = 0.0
     return {"label": label, "coordinates": coordinates, "probability": probability}
