@@ -48,7 +48,7 @@ def make_statistics(layers, rows, seed=0):
     return statistics
 
 
-def make_rows(rows, *, first_handle=0, enabled=None, position=None, live=None):
+def make_rows(rows, *, first_handle=0, enabled=None, position=None, num_active=None):
     number = torch.arange(rows)
     position = 100 + number if position is None else torch.tensor(position)
     enabled = torch.ones(rows) if enabled is None else torch.tensor(enabled)
@@ -57,7 +57,9 @@ def make_rows(rows, *, first_handle=0, enabled=None, position=None, live=None):
         handle=(first_handle + number).to(DEVICE, torch.int64),
         phase=(number % 3).to(DEVICE, torch.uint8),
         enabled=enabled.to(DEVICE, torch.uint8),
-        live=torch.tensor([rows if live is None else live], dtype=torch.int32, device=DEVICE),
+        num_active=torch.tensor(
+            [rows if num_active is None else num_active], dtype=torch.int32, device=DEVICE
+        ),
     )
 
 
@@ -152,7 +154,7 @@ def test_rows_that_have_no_record_take_no_slot(per_layer):
     statistics[1, 4, 28] = 0.0
     statistics[:, 5, 28] = np.nan
     enabled = [1, 0, 1, 1, 1, 1, 255, 1]
-    rows = make_rows(8, enabled=enabled, position=[9, 9, 0, -1, 9, 9, 9, 9], live=7)
+    rows = make_rows(8, enabled=enabled, position=[9, 9, 0, -1, 9, 9, 9, 9], num_active=7)
     ring = Ring(16, DEVICE)
     append(ring, statistics, rows, per_layer=per_layer)
     records = Drain(ring).flush()
@@ -185,7 +187,7 @@ def test_records_of_many_rows_are_in_the_order_of_the_rows(layers, per_layer):
         {"rows": 0},
         {"rows": 1, "enabled": [0]},
         {"rows": 5, "enabled": [0] * 5},
-        {"rows": 5, "live": 0},
+        {"rows": 5, "num_active": 0},
         {"rows": 5, "position": [-1] * 5},
     ],
 )
@@ -505,8 +507,8 @@ def test_tensors_that_do_not_fit_together_are_refused():
         plan.run(statistics, rows._replace(enabled=rows.enabled.int()))
     with pytest.raises(OptionError, match="contiguous"):
         plan.run(statistics, rows._replace(position=rows.position.repeat(2)[::2]))
-    with pytest.raises(OptionError, match="live must be"):
-        plan.run(statistics, rows._replace(live=rows.live.long()))
+    with pytest.raises(OptionError, match="num_active must be"):
+        plan.run(statistics, rows._replace(num_active=rows.num_active.long()))
     with pytest.raises(OptionError, match="float32"):
         plan.run(statistics.half(), rows)
     with pytest.raises(OptionError, match="must be"):
@@ -567,7 +569,7 @@ def test_a_step_neither_synchronises_nor_allocates():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(200):
-            steps.plan.run(steps.statistics, steps.rows)
+            steps.plan.run(steps.statistics, steps.num_rows)
             steps.drain.mark()
             steps.drain.poll()
     finally:

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from paged import DEVICE, assert_close, paged_case  # noqa: E402
 from test_statistics import (  # noqa: E402
     ON_GPU,
+    active_rows,
     aligned_keys,
     assert_statistics,
-    live_rows,
     needs_gpu,
     on_device,
     page_table,
@@ -40,7 +40,7 @@ def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, **op
     plan.partial_values.fill_(torch.nan)
     if output is None:
         output = torch.full_like(case.queries[..., :1].expand(-1, -1, depth), UNTOUCHED)
-    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case))
+    plan.schedule(page_table(case), enabled=enabled, num_active=active_rows(case))
     plan.decode(
         case.queries,
         case.k_cache,
@@ -56,9 +56,9 @@ def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, **op
 
 
 def exact_outputs(case, *, scale=None, sinks=None, visibility=None, **options):
-    """Attention of the live rows in float64, whatever a fingerprint leaves out: [R, H, Dv]."""
+    """Attention of the active rows in float64, whatever a fingerprint leaves out: [R, H, Dv]."""
     _, heads, depth = case.queries.shape
-    outputs = np.full((case.live, heads, case.v_cache.shape[2]), UNTOUCHED)
+    outputs = np.full((case.active, heads, case.v_cache.shape[2]), UNTOUCHED)
     for row in np.flatnonzero(case.lengths):
         p = attention_rows(
             case.query_rows[row][None],
@@ -166,9 +166,9 @@ def test_outputs_and_statistics_agree_with_the_reference(lengths, shape, paged, 
     _, output = check(case, **options)
     _, alone = check(case, statistics=False, **options)
     # Statistics sum the same weights in another order, and on a device as two bfloat16 each.
-    exact = alone[: case.live]
+    exact = alone[: case.active]
     step = torch.finfo(output.dtype).eps
-    assert_close(output[: case.live], exact, largest=2e-5, rms=step, relative=1.01 * step)
+    assert_close(output[: case.active], exact, largest=2e-5, rms=step, relative=1.01 * step)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_rows_without_keys_keep_what_the_output_held(lengths):
 @pytest.mark.parametrize("programs", [1, 4])
 def test_masked_keys_far_above_the_visible_ones_leave_statistics_exact(programs):
     case = paged_case([200, 70], 2, 2, 32, value_dim=16, dtype=torch.float32)
-    for row in range(case.live):
+    for row in range(case.active):
         put_key(case, row, 2, aligned_keys(case, row, 50.0, 32**-0.5))
     found, output = check(case, programs=programs, visibility=Visibility(1, 3))
     # The output is the masked key's value.
@@ -338,12 +338,12 @@ def test_a_run_neither_waits_nor_allocates():
         [700, 64, 2000, 1], 8, 2, 128, dtype=torch.bfloat16, value_dim=128, padding_rows=2
     )
     plan = plan_for(case, FusedDecodePlan, value_dim=128, programs=None, max_length=4000)
-    table, live = page_table(case), live_rows(case)
+    table, active = page_table(case), active_rows(case)
     enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
     output = torch.full_like(case.queries, UNTOUCHED)
 
     def step():
-        plan.schedule(table, enabled=enabled, live=live)
+        plan.schedule(table, enabled=enabled, num_active=active)
         plan.decode(case.queries, case.k_cache, case.v_cache, output)
         return plan.answer()
 
@@ -367,7 +367,7 @@ def test_a_graph_follows_the_lengths_of_each_step():
     case = paged_case(
         [1500, 64, 700, 2000, 1], 8, 2, 64, dtype=torch.float16, value_dim=64, padding_rows=2
     )
-    table, live = page_table(case), live_rows(case)
+    table, active = page_table(case), active_rows(case)
     enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
     captured, eager = (
         plan_for(case, FusedDecodePlan, value_dim=64, programs=None, max_length=2000)
@@ -376,7 +376,7 @@ def test_a_graph_follows_the_lengths_of_each_step():
     outputs = torch.full((2, *case.queries.shape), UNTOUCHED, dtype=torch.float16, device=DEVICE)
 
     def step(plan, output):
-        plan.schedule(table, enabled=enabled, live=live)
+        plan.schedule(table, enabled=enabled, num_active=active)
         plan.decode(case.queries, case.k_cache, case.v_cache, output)
         return plan.answer()
 
@@ -389,8 +389,8 @@ def test_a_graph_follows_the_lengths_of_each_step():
     random = np.random.default_rng(0)
     for replay in range(50):
         now = random_step(case, random, case.seq_lens)
-        flags = random.integers(0, 2, case.live)
-        enabled[: case.live].copy_(torch.tensor(flags, device=DEVICE))
+        flags = random.integers(0, 2, case.active)
+        enabled[: case.active].copy_(torch.tensor(flags, device=DEVICE))
         outputs.fill_(UNTOUCHED)
         graph.replay()
         again = step(eager, outputs[1])

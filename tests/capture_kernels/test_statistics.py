@@ -15,9 +15,9 @@ import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
 
 from capture_kernels.constants import LOGSUMEXP  # noqa: E402
-from capture_kernels.decode.decode_pass import column_ranges, next_due  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
-from capture_kernels.decode.schedule import PageTable  # noqa: E402
+from capture_kernels.decode.ranges import column_ranges, next_flush  # noqa: E402
+from capture_kernels.decode.step.schedule import PageTable  # noqa: E402
 from capture_kernels.decode.tuning import PAIRS, Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.reference import attention_rows, decode_statistics  # noqa: E402
@@ -45,7 +45,7 @@ else:
 
 
 class Truth(NamedTuple):
-    """What `decode_statistics` says of R live rows and the H chosen heads."""
+    """What `decode_statistics` says of R active rows and the H chosen heads."""
 
     valid: np.ndarray  # bool[R], whether a row has a visible key
     columns: np.ndarray  # float64[R, H, 29]: columns 0..28 of `per_head`
@@ -62,14 +62,14 @@ class Truth(NamedTuple):
 
 
 def reference(case, *, scale=None, chosen=None, sinks=None, visibility=None, **options):
-    """The truth of a case's live rows."""
+    """The truth of a case's active rows."""
     _, heads, depth = case.queries.shape
     order = list(range(heads)) if chosen is None else sorted(chosen)
     learned = None if sinks is None else sinks.double().cpu().numpy()
-    columns = np.zeros((case.live, len(order), 29))
-    bands = np.zeros((case.live, len(order), 6))
-    logsumexp = np.zeros((case.live, len(order)))
-    valid = np.zeros(case.live, bool)
+    columns = np.zeros((case.active, len(order), 29))
+    bands = np.zeros((case.active, len(order), 6))
+    logsumexp = np.zeros((case.active, len(order)))
+    valid = np.zeros(case.active, bool)
     for row, length in enumerate(case.lengths):
         found = decode_statistics(
             case.query_rows[row],
@@ -96,8 +96,8 @@ def page_table(case):
     return PageTable.of_indptr(case.kv_indptr, case.kv_indices)
 
 
-def live_rows(case):
-    return torch.tensor([case.live], dtype=torch.int32, device=DEVICE)
+def active_rows(case):
+    return torch.tensor([case.active], dtype=torch.int32, device=DEVICE)
 
 
 def plan_for(case, plan=StatisticsPlan, *, max_length=1000, scale=None, programs=3, **options):
@@ -122,7 +122,7 @@ def plan_for(case, plan=StatisticsPlan, *, max_length=1000, scale=None, programs
 def measure(case, *, enabled=None, masks=None, sinks=None, **options):
     """The statistics of a case's rows by the kernels."""
     plan = plan_for(case, **options)
-    plan.schedule(page_table(case), enabled=enabled, live=live_rows(case), masks=masks)
+    plan.schedule(page_table(case), enabled=enabled, num_active=active_rows(case), masks=masks)
     plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
     found = plan.answer()
     # No row but those of the step is written.
@@ -133,20 +133,21 @@ def measure(case, *, enabled=None, masks=None, sinks=None, **options):
 
 
 def assert_statistics(found, truth):
-    """The live rows are the truth's, and nothing is said of those that pad the batch."""
-    live = len(truth.valid)
-    assert found.valid.tolist() == [*truth.valid.tolist(), *[False] * (len(found.mean) - live)]
-    assert not found.mean[live:].any() and not found.mean[:, 29:].any()
-    assert (found.logsumexp[live:] == -torch.inf).all()
+    """The active rows are the truth's, and nothing is said of those that pad the batch."""
+    active = len(truth.valid)
+    assert found.valid.tolist() == [*truth.valid.tolist(), *[False] * (len(found.mean) - active)]
+    assert not found.mean[active:].any() and not found.mean[:, 29:].any()
+    assert (found.logsumexp[active:] == -torch.inf).all()
     assert (
-        not found.per_head[live:, :, : LOGSUMEXP.value].any() and not found.per_head[..., 30:].any()
+        not found.per_head[active:, :, : LOGSUMEXP.value].any()
+        and not found.per_head[..., 30:].any()
     )
 
-    ours = found.per_head[:live].double().cpu().numpy()
+    ours = found.per_head[:active].double().cpu().numpy()
     assert_close(ours[..., LOGSUMEXP.value], truth.logsumexp, **NATS)
     assert_close(ours[..., :28], truth.columns[..., :28], **MASSES)
     assert (ours[..., 28] == truth.columns[..., 28]).all()
-    assert_close(found.mean[:live, :29], truth.columns.mean(axis=1), **MASSES)
+    assert_close(found.mean[:active, :29], truth.columns.mean(axis=1), **MASSES)
     near, middle = ours[..., 24], ours[..., 25]
     bands = [ours[..., :3].sum(-1), ours[..., 3:8].sum(-1), ours[..., 8:16].sum(-1)]
     bands += [near, middle, ours[..., 28] - near - middle]
@@ -159,7 +160,7 @@ def check(case, *, programs=3, max_length=1000, tuning=None, enabled=None, **opt
     found = measure(case, enabled=enabled, **plan, **options)
     truth = reference(case, **options)
     if enabled is not None:
-        truth = truth.of_asked(enabled[: case.live].cpu().numpy() != 0)
+        truth = truth.of_asked(enabled[: case.active].cpu().numpy() != 0)
     assert_statistics(found, truth)
     return found
 
@@ -289,7 +290,7 @@ def test_a_row_may_be_cut_at_any_block(programs):
 )
 def test_blocks_of_several_tiles(max_length, block_keys, programs):
     case = paged_case([1, 65, 129, 257, 390], 2, 1, 32)
-    assert plan_for(case, max_length=max_length).block_keys == block_keys
+    assert plan_for(case, max_length=max_length).scheduled.block_keys == block_keys
     check(case, max_length=max_length, programs=programs, visibility=Visibility(3, 1))
 
 
@@ -335,7 +336,7 @@ def put_key(case, row, position, key):
 def test_visible_keys_far_below_a_sink_are_described_exactly(programs, first):
     visibility = Visibility(first + 1)
     case = paged_case([200, 65 + first], 2, 2, 32, dtype=torch.float32)
-    for row in range(case.live):
+    for row in range(case.active):
         put_key(case, row, first, aligned_keys(case, row, 50.0, 32**-0.5))
     found = check(case, programs=programs, visibility=visibility)
     assert (found.sink_mass > 1 - 1e-6).all() and found.valid[:1].all()
@@ -344,7 +345,7 @@ def test_visible_keys_far_below_a_sink_are_described_exactly(programs, first):
 @pytest.mark.parametrize("programs", [1, 4])
 def test_visible_keys_that_are_lost_beside_a_sink_make_a_row_invalid(programs):
     case = paged_case([200, 65], 2, 2, 32, dtype=torch.float32)
-    for row in range(case.live):
+    for row in range(case.active):
         put_key(case, row, 0, aligned_keys(case, row, 300.0, 32**-0.5))
     found = measure(case, programs=programs)
     assert not found.valid.any() and not found.mean[:, :26].any()
@@ -362,7 +363,7 @@ def test_rows_that_are_not_asked_for_are_not_read(flags, dtype):
         case.queries[row] = torch.nan
     # Nobody sets the flags of padding rows.
     found = check(case, enabled=on_device(*flags, 1, dtype=dtype))
-    assert found.valid[: case.live].tolist() == [bool(flag) for flag in flags]
+    assert found.valid[: case.active].tolist() == [bool(flag) for flag in flags]
 
 
 def test_a_row_may_have_a_masked_prefix_of_its_own():
@@ -372,7 +373,7 @@ def test_a_row_may_have_a_masked_prefix_of_its_own():
     found = measure(
         case, masks=on_device(*masks, dtype=torch.int32), visibility=Visibility(1, 33)
     ).per_head
-    for row, masked in enumerate(masks[: case.live]):
+    for row, masked in enumerate(masks[: case.active]):
         alone = measure(case, visibility=Visibility(1, max(masked, 0))).per_head
         assert_close(found[row], alone[row].double().cpu(), **MASSES)
 
@@ -573,7 +574,7 @@ def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexp
     tl.store(ranges + c, first)
     tl.store(ranges + 32 + c, after)
     for i in range(0, count_tiles):
-        tl.store(due + i, next_due(tl.load(tiles + i), first, after, TILE_KEYS))
+        tl.store(due + i, next_flush(tl.load(tiles + i), first, after, TILE_KEYS))
 
 
 @settings(max_examples=25, deadline=None)
@@ -727,7 +728,7 @@ def test_key_heads_may_be_looked_at_together(together, shape, paged, options):
     # Six are an odd number of pairs.
     most = 2 if shape[1] == 6 else 4
     chosen = options.get("chosen")
-    assert plan_for(case, tuning=tuning, chosen=chosen).together == min(together, most)
+    assert plan_for(case, tuning=tuning, chosen=chosen).joined == min(together, most)
     check(case, tuning=tuning, **options)
 
 
@@ -784,7 +785,7 @@ def test_a_layer_that_is_finished_needs_its_inputs_no_more():
 def random_step(case, random, seq_lens):
     """A case of the same requests, some keys shorter; its lengths are written to `seq_lens`."""
     lengths = [int(random.integers(0, longest + 1)) for longest in case.lengths]
-    seq_lens[: case.live].copy_(torch.tensor(lengths, device=DEVICE))
+    seq_lens[: case.active].copy_(torch.tensor(lengths, device=DEVICE))
     keys = [keys[:length] for keys, length in zip(case.keys, lengths, strict=True)]
     return replace(case, lengths=tuple(lengths), keys=keys)
 
@@ -794,12 +795,12 @@ def random_step(case, random, seq_lens):
 def test_a_run_neither_waits_nor_allocates():
     case = paged_case([700, 64, 2000, 1], 8, 2, 128, dtype=torch.bfloat16, padding_rows=2)
     plan = plan_for(case, programs=None, max_length=4000, visibility=Visibility(1, 3))
-    table, live = page_table(case), live_rows(case)
+    table, active = page_table(case), active_rows(case)
     enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
     sinks = on_device(*[0.5] * 8)
 
     def step():
-        plan.schedule(table, enabled=enabled, live=live)
+        plan.schedule(table, enabled=enabled, num_active=active)
         plan.run(case.queries, case.k_cache, sinks=sinks)
         return plan.answer()
 
@@ -820,13 +821,13 @@ def test_a_run_neither_waits_nor_allocates():
 @needs_gpu
 def test_a_graph_follows_the_lengths_of_each_step():
     case = paged_case([1500, 64, 700, 2000, 1, 90], 8, 2, 64, dtype=torch.bfloat16, padding_rows=2)
-    table, live = page_table(case), live_rows(case)
+    table, active = page_table(case), active_rows(case)
     enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
     captured = plan_for(case, programs=None, max_length=2000)
     eager = plan_for(case, programs=None, max_length=2000)
 
     def step(plan):
-        plan.schedule(table, enabled=enabled, live=live)
+        plan.schedule(table, enabled=enabled, num_active=active)
         plan.run(case.queries, case.k_cache)
         return plan.answer()
 
@@ -840,16 +841,16 @@ def test_a_graph_follows_the_lengths_of_each_step():
     before = torch.cuda.memory_allocated()
     for replay in range(50):
         now = random_step(case, random, case.seq_lens)
-        flags = random.integers(0, 2, case.live)
-        count = int(random.integers(0, case.live + 1))
-        enabled[: case.live].copy_(torch.tensor(flags, device=DEVICE))
-        live.fill_(count)
+        flags = random.integers(0, 2, case.active)
+        count = int(random.integers(0, case.active + 1))
+        enabled[: case.active].copy_(torch.tensor(flags, device=DEVICE))
+        active.fill_(count)
         graph.replay()
         again = step(eager)
         assert torch.equal(found.mean, again.mean)
         assert torch.equal(found.per_head, again.per_head)
         if replay % 10 == 9:
-            asked = (flags != 0) & (np.arange(case.live) < count)
+            asked = (flags != 0) & (np.arange(case.active) < count)
             assert_statistics(found, reference(now).of_asked(asked))
     del again
     assert torch.cuda.memory_allocated() <= before

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, assert_close, paged_case  # noqa: E402
 from test_statistics import (  # noqa: E402
-    live_rows,
+    active_rows,
     needs_gpu,
     on_device,
     page_table,
@@ -19,7 +19,7 @@ from test_statistics import (  # noqa: E402
 from test_topk import MASS, ON_GPU, large_keys, poison  # noqa: E402
 
 from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
-from capture_kernels.decode.plan import NOTED  # noqa: E402
+from capture_kernels.decode.step.layers import NOTED  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.ring.append import AppendPlan, StepRows  # noqa: E402
 from capture_kernels.ring.ring import Ring  # noqa: E402
@@ -55,7 +55,7 @@ def bytes_a_layer(case, **options):
 
 def run_steps(plan, case, layers, hubs=None, enabled=None):
     """A step of whose inputs the plan alone knows."""
-    plan.schedule(page_table(case), live=live_rows(case), enabled=enabled, hubs=hubs)
+    plan.schedule(page_table(case), num_active=active_rows(case), enabled=enabled, hubs=hubs)
     for query, keys, inputs in layers:
         others = {name: each.clone() for name, each in inputs.items()}
         # What is cloned is contiguous.
@@ -76,7 +76,7 @@ def assert_same(found, expected):
 def test_a_head_mean_without_hubs_is_what_each_layer_has_alone(mean_top_k):
     case, layers = layers_of(3)
     plan = plan_for(case, layers=3, mean_top_k=mean_top_k)
-    assert plan.top.at_once == 3
+    assert plan.top.pending_layers == 3
     poison(plan)
     run_steps(plan, case, layers)
     for number, layer in enumerate(layers):
@@ -104,7 +104,7 @@ def test_layers_are_what_each_is_alone(at_once, again, differ):
     scratch = 0 if again else at_once * bytes_a_layer(case, **LOOKED_FOR)
     hubs, summed = (torch.zeros(case.rows, 60, device=DEVICE) for _ in range(2))
     plan = plan_for(case, layers=3, scratch_bytes=scratch, **LOOKED_FOR)
-    assert plan.top.at_once == at_once
+    assert plan.top.pending_layers == at_once
     poison(plan)
     run_steps(plan, case, layers, hubs, enabled)
     for number, layer in enumerate(layers):
@@ -123,7 +123,7 @@ def test_there_may_be_more_layers_than_one_launch_notes():
         plan_for(case, layers=len(layers), top_k=3, scratch_bytes=scratch)
         for scratch in (1 << 30, 0)
     )
-    assert (plan.top.at_once, one_by_one.top.at_once) == (len(layers), 1)
+    assert (plan.top.pending_layers, one_by_one.top.pending_layers) == (len(layers), 1)
     for each in (plan, one_by_one):
         poison(each)
         run_steps(each, case, layers)
@@ -142,14 +142,14 @@ def test_layers_whose_keys_are_read_again_are_finished_together(strided):
         queries = torch.cat([queries, queries * torch.nan], -1)[..., :16]
     layers = [(queries, case.k_cache, {}), (-case.queries, without, {})]
     plan = plan_for(case, layers=2, top_k=5)
-    assert plan.top.at_once == 2
+    assert plan.top.pending_layers == 2
     poison(plan)
     run_steps(plan, case, layers)
     found = []
     for number, layer in enumerate(layers):
         alone = plan_for(case, top_k=5)
         run_steps(alone, case, [layer])
-        assert alone.top._kept["waiting"][0] == (number == 0)
+        assert alone.top._kept["rescan_queue"][0] == (number == 0)
         assert_same(plan.answer(number), alone.answer())
         found.append(alone.answer().top.positions.tolist())
     assert found[0] != found[1] and min(found[0][1][0]) >= 0
@@ -162,7 +162,7 @@ def test_layers_may_be_asked_for_at_any_time(count, at_once, asked):
     scratch = at_once * bytes_a_layer(case, top_k=4)
     plans = [plan_for(case, layers=count, scratch_bytes=scratch, top_k=4) for _ in range(2)]
     for plan in plans:
-        plan.schedule(page_table(case), live=live_rows(case))
+        plan.schedule(page_table(case), num_active=active_rows(case))
     for number, (query, keys, inputs) in enumerate(layers):
         for plan in plans:
             plan.run(query, keys, **inputs)
@@ -179,12 +179,12 @@ def test_fused_decode_has_its_output_at_once():
     together, alone = (
         plan_for(case, FusedDecodePlan, value_dim=16, layers=count, top_k=4) for count in (3, 1)
     )
-    together.schedule(page_table(case), live=live_rows(case))
+    together.schedule(page_table(case), num_active=active_rows(case))
     outputs, expected = torch.zeros(2, case.rows, 2, 16, dtype=case.queries.dtype, device=DEVICE)
     found = []
     for query, keys, inputs in layers:
         together.decode(query, keys, case.v_cache, outputs, **inputs)
-        alone.schedule(page_table(case), live=live_rows(case))
+        alone.schedule(page_table(case), num_active=active_rows(case))
         alone.decode(query, keys, case.v_cache, expected, **inputs)
         assert torch.equal(outputs, expected) and outputs.any()
         found.append([each.clone() for each in tensors_of(alone.answer())])
@@ -200,7 +200,9 @@ def test_all_layers_go_to_the_ring_as_one_record():
     append = AppendPlan(ring, max_rows=case.rows + 1, layers=[0, 5, 9])
     flags = torch.ones(case.rows, dtype=torch.uint8, device=DEVICE)
     position, handle = case.seq_lens.int() - 1, torch.arange(case.rows, device=DEVICE)
-    append.run(plan.mean[:, : case.rows], StepRows(position, handle, flags, flags, live_rows(case)))
+    append.run(
+        plan.mean[:, : case.rows], StepRows(position, handle, flags, flags, active_rows(case))
+    )
     # A row of a single key, the sink, and one of none have no record.
     assert int(ring.state[0]) == sum(length > 1 for length in LENGTHS)
 
@@ -257,17 +259,17 @@ def test_a_graph_of_several_layers_follows_the_lengths_of_each_step():
     scratch = 2 * bytes_a_layer(case, **options)
     plans = [plan_for(case, layers=5, scratch_bytes=scratch, **options) for _ in range(2)]
     captured, eager = plans
-    assert captured.top.at_once == 2
+    assert captured.top.pending_layers == 2
     hubs = torch.zeros(2, case.rows, 1000, device=DEVICE)
     enabled = on_device(*[1] * case.rows, dtype=torch.uint8)
 
     def step(plan, hubs):
-        plan.schedule(page_table(case), live=live, enabled=enabled, hubs=hubs)
+        plan.schedule(page_table(case), num_active=active, enabled=enabled, hubs=hubs)
         for query, layer_keys in zip(queries, keys, strict=True):
             plan.run(query, layer_keys)
         return [tensor for layer in range(5) for tensor in tensors_of(plan.answer(layer))]
 
-    live = live_rows(case)
+    active = active_rows(case)
     # Compiled and loaded before a capture begins.
     step(captured, hubs[0])
     torch.cuda.synchronize()
@@ -287,7 +289,9 @@ def test_a_graph_of_several_layers_follows_the_lengths_of_each_step():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for _ in range(30):
         random_step(case, random, case.seq_lens)
-        enabled[: case.live].copy_(torch.tensor(random.integers(0, 2, case.live), device=DEVICE))
+        enabled[: case.active].copy_(
+            torch.tensor(random.integers(0, 2, case.active), device=DEVICE)
+        )
         hubs.zero_()
         graph.replay()
         again = step(eager, hubs[1])

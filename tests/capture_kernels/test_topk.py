@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, assert_close, assert_top_k, paged_case  # noqa: E402
-from test_statistics import live_rows, on_device, page_table, plan_for  # noqa: E402
+from test_statistics import active_rows, on_device, page_table, plan_for  # noqa: E402
 
 from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
 from capture_kernels.decode.tuning import Tuning  # noqa: E402
@@ -31,7 +31,7 @@ def find(case, *, k, mean_k, hubs=None, enabled=None, masks=None, sinks=None, **
     plan = plan_for(case, top_k=k, mean_top_k=mean_k, hubs=hubs is not None, **options)
     poison(plan)
     asked = {"enabled": enabled, "masks": masks, "hubs": hubs}
-    plan.schedule(page_table(case), live=live_rows(case), **asked)
+    plan.schedule(page_table(case), num_active=active_rows(case), **asked)
     plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
     return plan.answer().top
 
@@ -52,9 +52,9 @@ def check(
     heads = sorted(chosen) if chosen is not None else list(range(case.queries.shape[1]))
     learned = None if sinks is None else sinks.double().cpu().numpy()
     described = {name: options[name] for name in ("soft_cap", "window") if name in options}
-    asked = [True] * case.live if enabled is None else enabled.bool().tolist()
+    asked = [True] * case.active if enabled is None else enabled.bool().tolist()
     for row in range(case.rows):
-        if row >= case.live or not asked[row]:
+        if row >= case.active or not asked[row]:
             assert (top.positions[row] == -1).all() and (top.logits[row] == -torch.inf).all()
             assert (top.mean_positions[row] == -1).all() and not top.mean_masses[row].any()
             assert k == 0 or not top.mass[row].any()
@@ -194,7 +194,7 @@ def test_equal_keys_stay_equal_when_some_are_read_again(depth):
     plan.schedule(page_table(case))
     plan.run(case.queries, case.k_cache)
     positions = plan.answer().top.positions
-    assert plan.top._kept["waiting"][0] == 4
+    assert plan.top._kept["rescan_queue"][0] == 4
     assert positions.tolist() == [[list(range(16))] * 4]
 
 
@@ -243,7 +243,7 @@ def test_large_keys_may_all_be_of_one_class(k, programs, shape, paged, options):
     plan.schedule(page_table(case))
     plan.run(case.queries, case.k_cache, descale=case.descale)
     plan.finish()
-    waiting = plan.top._kept["waiting"].tolist()
+    waiting = plan.top._kept["rescan_queue"].tolist()
     heads = waiting[1 : 1 + waiting[0]]
     assert len({*heads}) == len(heads)
     # Each stretch keeps two.
@@ -307,7 +307,7 @@ def test_fused_decode_finds_the_same_top_k():
     options = {"top_k": 6, "mean_top_k": 4, "visibility": Visibility(1, 20)}
     plan = plan_for(case, FusedDecodePlan, value_dim=16, **options)
     poison(plan)
-    plan.schedule(page_table(case), live=live_rows(case))
+    plan.schedule(page_table(case), num_active=active_rows(case))
     output = torch.zeros(case.rows, 4, 16, dtype=case.queries.dtype, device=DEVICE)
     plan.decode(case.queries, case.k_cache, case.v_cache, output)
     fused = plan.answer().top
