@@ -46,7 +46,7 @@ import pyarrow as pa
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 from pipeline.record import vectors
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 with open_store(sys.argv[1], read_only=True) as store:
     columns = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")

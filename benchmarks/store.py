@@ -27,7 +27,8 @@ import pyarrow.compute as pc
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline import record
-from pipeline.store import Store, open_store
+from pipeline.store.base import Store
+from pipeline.store.open import open_store
 
 BATCH_ROWS = 50_000
 ROWS_PER_REQUEST = 256

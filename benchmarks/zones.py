@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules, ripple
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 SAMPLE = Path(__file__).resolve().parents[1] / "examples" / "sample" / "fingerprints.parquet"
 STRUCTURED = ("counting", "table", "code")

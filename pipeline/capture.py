@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,11 +14,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
@@ -27,7 +24,7 @@ from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline.engines.options import PromptError
 from pipeline.store.base import Appended, Store
 
-from .interrupts import lost_interrupts_again
+from .interrupts import lost_interrupts_raised_again
 from .record import PHASES, vectors
 
 if TYPE_CHECKING:
@@ -37,7 +34,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 class Prompt(NamedTuple):
-    """One prompt, and its id where the file gave one."""
+    """One prompt, and its id if the file gave one."""
 
     id: str | None
     text: str
@@ -45,7 +42,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class CaptureSummary:
-    """What a capture did so far. Prompts are counted once their rows are in the store."""
+    """Running totals of a capture. Prompts are counted once their rows are in the store."""
 
     session_id: str
     model: str
@@ -85,6 +82,11 @@ class CaptureSummary:
         for phase, zone in zip(phases, names, strict=True):
             self.zones.setdefault(phase, Counter())[zone] += 1
 
+    @property
+    def done(self) -> int:
+        """Prompts that are captured or refused."""
+        return self.prompts + len(self.refused)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "session_id": self.session_id,
@@ -109,7 +111,7 @@ class CaptureSummary:
         }
 
     def lines(self) -> list[str]:
-        """The summary as a person reads it."""
+        """The summary for people to read."""
         layers = ", ".join(map(str, self.layers))
         out = [
             f"{self.prompts} prompts, {self.prompt_tokens} prompt and {self.new_tokens} new tokens "
@@ -140,8 +142,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     Blank lines are left out. Other fields of a JSON line are ignored, and `id` may be left out.
 
     Raises:
-        OptionError: the file cannot be read, has no prompt, has a line that is no prompt, or has
-            one id twice; the message names the line.
+        OptionError: the file cannot be read, has no prompt, has a line that is not a prompt, or
+            has an id twice; the message names the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -169,14 +171,14 @@ def _json_prompts(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Prom
         except json.JSONDecodeError as error:
             raise OptionError(f"{where} is not JSON: {error.msg}") from None
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise OptionError(f'{where} must be an object with a text "prompt"')
+            raise OptionError(f'{where} must be an object with a string "prompt"')
         if not row["prompt"].strip():
             raise OptionError(f"{where} has an empty prompt")
         request_id = row.get("id")
         if isinstance(request_id, int) and not isinstance(request_id, bool):
             request_id = str(request_id)
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise OptionError(f"{where} must have a text or a whole number as its id")
+            raise OptionError(f"{where} must have a string or an integer as its id")
         if request_id is not None and request_id in seen:
             raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
         if request_id is not None:
@@ -187,9 +189,8 @@ def _json_prompts(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Prom
 def request_ids(prompts: Sequence[Prompt], capture_id: str) -> list[str]:
     """An id for each prompt: its own, or one made of its text and the capture.
 
-    The same prompt of the same capture has the same id every time, so that running again adds
-    nothing. An id that is made is another one under another model or other options; an id of the
-    prompt's own is used as it is.
+    The same prompt of the same capture has the same id every time, so that a second run adds
+    nothing. Another model or other options make another id. A prompt's own id is used as it is.
     """
     taken = Counter(prompt.id for prompt in prompts if prompt.id is not None)
     ids = []
@@ -217,17 +218,17 @@ def run_capture(
 ) -> None:
     """Run the prompts and append their records, prompt by prompt; `summary` grows on the way.
 
-    A prompt that the model cannot take is counted, told to `warn`, and passed over. Ctrl+C ends
-    the run: the prompts that are finished are stored and counted, and `summary.interrupted` is set.
+    A prompt that the model cannot take is counted, reported to `warn` and skipped. Ctrl+C ends the
+    run: the prompts that are finished are stored and counted, and `summary.interrupted` is set.
     """
     rules = rules or ZoneRules()
     began = stopwatch()
-    with first_interrupt_noted() as noted, suppress(KeyboardInterrupt):
+    with first_interrupt_deferred() as interrupts, suppress(KeyboardInterrupt):
         for prompt, request_id in zip(
             prompts, request_ids(prompts, engine.capture_id), strict=True
         ):
             summary.interrupted = True  # unless this prompt gets to its end
-            if noted:
+            if interrupts:
                 break
             try:
                 captured = engine.capture(
@@ -245,73 +246,22 @@ def run_capture(
 
 
 @contextmanager
-def first_interrupt_noted() -> Iterator[list[int]]:
-    """Inside the block the first Ctrl+C is only noted, in the list, so that it cannot fall into the
-    middle of an append or get lost in a library's callback; a second one is an interrupt."""
-    noted: list[int] = []
+def first_interrupt_deferred() -> Iterator[list[int]]:
+    """Inside the block the first Ctrl+C is only added to the list, so that it can neither fall into
+    the middle of an append nor get lost in a library's callback. A second one raises."""
+    interrupts: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if noted:
+        if interrupts:
             raise KeyboardInterrupt
-        noted.append(number)
+        interrupts.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield noted  # only the main thread can have a handler, and only it is interrupted
+        yield interrupts  # only the main thread can have a handler, and only it is interrupted
         return
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with lost_interrupts_again():
-            yield noted
+        with lost_interrupts_raised_again():
+            yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def shown_progress(total: int, stream: TextIO | None = None) -> Iterator[ProgressDisplay]:
-    """A bar where `stream` (stderr) is a terminal, and a plain line now and then otherwise."""
-    stream = stream or sys.stderr
-    console = Console(file=stream)
-    if not console.is_terminal:
-        yield ProgressDisplay(_PlainLines(total, stream), lambda line: print(line, file=stream))
-        return
-    columns = (
-        TextColumn("capture"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("capture", total=total, rate="")
-
-        def show(summary: CaptureSummary) -> None:
-            rate = f"{summary.inserted} rows, {summary.tokens_per_second:.0f} tokens/s"
-            bar.update(task, completed=summary.prompts + len(summary.refused), rate=rate)
-
-        yield ProgressDisplay(show, lambda line: bar.console.print(line, markup=False))
-
-
-class ProgressDisplay(NamedTuple):
-    """`show` what a capture did so far, and `say` a line beside it."""
-
-    show: Callable[[CaptureSummary], None]
-    say: Callable[[str], None]
-
-
-class _PlainLines:
-    """One line for each tenth of the prompts, so that a log stays readable."""
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self.total, self.stream, self.next = total, stream, 1
-
-    def __call__(self, summary: CaptureSummary) -> None:
-        done = summary.prompts + len(summary.refused)
-        if done < self.next:
-            return
-        self.next = min(self.total, done + max(1, self.total // 10))
-        print(
-            f"capture: {done}/{self.total} prompts, {summary.inserted} rows, "
-            f"{summary.tokens_per_second:.0f} tokens/s",
-            file=self.stream,
-            flush=True,
-        )

@@ -14,7 +14,8 @@ from capture_kernels.errors import MissingExtraError
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.options import CaptureOptions
 
-from .capture import CaptureSummary, read_prompts, run_capture, shown_progress
+from .capture import CaptureSummary, read_prompts, run_capture
+from .progress import shown_progress
 
 # Exit code of a program that Ctrl+C ended: 128 + SIGINT.
 INTERRUPTED = 130
@@ -23,39 +24,48 @@ INTERRUPTED = 130
 def capture(
     model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
     prompts: Annotated[
-        Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one a line.')
+        Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one per line.')
     ],
-    db: Annotated[str, typer.Option(help="Store: a .db file or a folder.")] = "fingerprints.db",
+    db: Annotated[
+        str, typer.Option(help="Store: a .db file or a Parquet folder.")
+    ] = "fingerprints.db",
     layers: Annotated[
-        str, typer.Option(help="Layers: last, auto (4 over the depth), all, or indices: 2,18,27.")
+        str,
+        typer.Option(help="last, auto (4 spread over the depth), all, or indices such as 2,18,27."),
     ] = "last",
-    layout: Annotated[str, typer.Option(help="What the 20 numbers mean: log16 or layered.")] = (
-        "log16"
-    ),
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    layout: Annotated[
+        str, typer.Option(help="Layout of the fingerprint vector: log16 or layered.")
+    ] = ("log16"),
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 64,
     stride: Annotated[int, typer.Option(help="Capture every Nth position.")] = 1,
     max_steps: Annotated[
-        int, typer.Option(help="Generated rows captured of one prompt at most; 0 for all.")
+        int, typer.Option(help="Maximum number of generated rows captured per prompt; 0 for all.")
     ] = 0,
-    window: Annotated[int, typer.Option(help="Count only the last N keys; 0 for all.")] = 0,
+    window: Annotated[
+        int, typer.Option(help="Attention window: only the last N keys count; 0 for all.")
+    ] = 0,
     mask_prefix: Annotated[
-        int, typer.Option(help="Never look at the first N tokens (privacy).")
+        int, typer.Option(help="Mask the first N tokens of every prompt (privacy).")
     ] = 0,
     sink_tokens: Annotated[
-        int, typer.Option(help="Keep the first N tokens apart as sink mass.")
+        int, typer.Option(help="Count attention to the first N tokens as sink mass only.")
     ] = 1,
     heads: Annotated[
-        str | None, typer.Option(help="Query heads to average over: 0,3. Default: all.")
+        str | None, typer.Option(help="Query heads to average over, such as 0,3. Default: all.")
     ] = None,
     per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="One record a layer instead of one for the mean.")
+        bool,
+        typer.Option("--per-layer", help="One record per layer instead of one for their mean."),
     ] = False,
     think_tags: Annotated[
-        bool, typer.Option("--think-tags", help="Mark the rows from <think> to </think>.")
+        bool,
+        typer.Option(
+            "--think-tags", help="Give the rows from <think> to </think> the phase think."
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     session_id: Annotated[
-        str | None, typer.Option(help="Name of this capture's session. Default: a new one.")
+        str | None, typer.Option(help="Session id of the records. Default: a new one.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object.")
@@ -88,9 +98,9 @@ def capture(
         raise MissingExtraError(
             "capture needs torch and transformers: pip install 'attn[capture]'"
         ) from None
-    from .store import open_store
+    from .store.open import open_store
 
-    # Its bars and warnings about generation would be mixed with ours.
+    # Its bars and warnings about generation would mix with ours.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     engine = load_engine(model, options)
@@ -101,7 +111,19 @@ def capture(
         layers=engine.layers,
         layout=options.layout,
     )
-    with open_store(db, create=True) as store, shown_progress(len(work)) as display:
+
+    def show(summary: CaptureSummary) -> None:
+        display.show(
+            summary.done,
+            f"{summary.done}/{len(work)} prompts, {summary.inserted} rows, "
+            f"{summary.tokens_per_second:.0f} tokens/s",
+        )
+
+    with (
+        open_store(db, create=True) as store,
+        # A plain line for each tenth of the prompts, so that a log stays readable.
+        shown_progress("capture", len(work) // 10, len(work)) as display,
+    ):
         run_capture(
             engine,
             work,
@@ -109,7 +131,7 @@ def capture(
             summary,
             clock=utc_now,
             warn=lambda line: display.say(f"warning: {line}"),
-            progress=display.show,
+            progress=show,
         )
     if as_json:
         typer.echo(json.dumps(summary.as_dict()))

@@ -1,7 +1,7 @@
 """The record: the one Arrow schema in which fingerprints move between host programs.
 
-Stream, store, discovery and notebooks all use `SCHEMA` (DESIGN.md section 3). A batch made
-elsewhere comes in through `conform`, which casts what can be cast and counts what must be refused.
+Stream, store, discovery and notebooks all use `SCHEMA` (DESIGN.md section 3). A batch from
+elsewhere goes through `conform`, which casts what can be cast and counts what must be rejected.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from capture_kernels.errors import RecordError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 
 PHASES = ("prompt", "think", "output")
-# `layer` of a record that is the mean over all captured layers.
+# The `layer` of a record that is the mean over all captured layers.
 MEAN_LAYER = -1
 # Part of every capture_id: raise it when a kernel's numbers change beyond rounding.
 KERNEL_VERSION = 1
 
-_WORD = pa.dictionary(pa.int32(), pa.string())
+_DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),
@@ -34,10 +34,10 @@ SCHEMA = pa.schema(
         pa.field("prompt_len", pa.int32()),
         pa.field("layer", pa.int16(), nullable=False),
         pa.field("captured_at", pa.timestamp("us", tz="UTC"), nullable=False),
-        pa.field("model", _WORD, nullable=False),
-        pa.field("capture_id", _WORD, nullable=False),
+        pa.field("model", _DICTIONARY, nullable=False),
+        pa.field("capture_id", _DICTIONARY, nullable=False),
         pa.field("layout", pa.uint8(), nullable=False),
-        pa.field("phase", _WORD, nullable=False),
+        pa.field("phase", _DICTIONARY, nullable=False),
         pa.field("token_id", pa.int32()),
         pa.field("sink_mass", pa.float32()),
         pa.field("top_experts", pa.list_(pa.int16())),
@@ -49,14 +49,14 @@ KEY = ("request_id", "position", "layer")
 
 
 class Conformed(NamedTuple):
-    """A batch in `SCHEMA`, and how many rows were refused for each reason."""
+    """A batch in `SCHEMA`, and how many rows were rejected for each reason."""
 
     batch: pa.RecordBatch
     rejected: dict[str, int]
 
 
 def vectors(batch: pa.RecordBatch | pa.Table) -> NDArray[np.float32]:
-    """The vectors of a batch as float32[n, 20], without a copy where the batch is one chunk."""
+    """The vectors of a batch as float32[n, 20], without a copy if the batch is one chunk."""
     column = batch.column("vector")
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -66,7 +66,7 @@ def vectors(batch: pa.RecordBatch | pa.Table) -> NDArray[np.float32]:
 
 
 def vector_array(rows: NDArray[np.float32]) -> pa.FixedSizeListArray:
-    """float32[n, 20] as the Arrow column `vector`, without a copy where `rows` is contiguous."""
+    """float32[n, 20] as the Arrow column `vector`, without a copy if `rows` is contiguous."""
     flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), DIMENSIONS)
 
@@ -103,19 +103,21 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
             scalar = isinstance(value, str) or not hasattr(value, "__len__")
             value = pa.repeat(pa.scalar(value), rows) if scalar else pa.array(value)
         if pa.types.is_dictionary(value.type) and value.dictionary.null_count:
-            # A null among the words hides from is_null: make it a null of the row.
+            # `is_null` misses a null in the dictionary: make it a null of the row.
             value = value.cast(value.type.value_type)
         return value if value.type == field.type else value.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise RecordError(f"column {field.name!r} is no {field.type}: {error}") from None
+        raise RecordError(
+            f"column {field.name!r} cannot be cast to {field.type}: {error}"
+        ) from None
 
 
 def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
-    """`batch` in `SCHEMA`, less the rows that are no records, which are counted by reason.
+    """`batch` in `SCHEMA`, without the rows that are not records, which are counted by reason.
 
-    Refused: a vector that is not 20 finite numbers, an unknown layout or phase, a negative position
-    or a layer below -1, a missing required value. `vector` may be a fixed-size or a plain list of
-    any float type.
+    Rejected: a vector that is not 20 finite numbers, an unknown layout or phase, a negative
+    position, a layer below -1, a missing required value. `vector` may be a fixed-size or a plain
+    list of any float type.
 
     Raises:
         RecordError: a required column is missing or cannot be cast, so that no row can be read.
@@ -138,8 +140,7 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
         right = ~reasons["wrong length"]
         flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
         values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
-    # The sum of a billion float32 is far from overflowing in float64: one look at it is enough to
-    # see that every number is finite, as nearly always.
+    # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
     if np.isfinite(values.sum(dtype=np.float64)):
         reasons["NaN or infinity"] = np.zeros(rows, bool)
     else:
@@ -168,20 +169,19 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
 
     known_layouts = [int(layout) for layout in Layout]
     reasons["unknown layout"] = ~np.isin(plain("layout", 0), known_layouts) & ~missing
-    reasons["unknown phase"] = ~_in_words(columns["phase"], PHASES) & ~missing
+    reasons["unknown phase"] = ~_in_dictionary(columns["phase"], PHASES) & ~missing
     reasons["negative position"] = (plain("position", 0) < 0) & ~missing
     reasons["layer below -1"] = (plain("layer", 0) < MEAN_LAYER) & ~missing
 
     keep = np.ones(rows, bool)
     rejected: dict[str, int] = {}
     for reason, hit in reasons.items():
-        # A row is counted once, under the first reason that it meets.
+        # A row is counted once, under the first reason that applies.
         if count := int((hit & keep).sum()):
             rejected[reason] = count
         keep &= ~hit
-    whole = make_batch(columns, rows) if keep.all() else None
-    if whole is not None:
-        return Conformed(whole, rejected)
+    if keep.all():
+        return Conformed(make_batch(columns, rows), rejected)
     chosen = pa.array(keep)
     kept = {name: col.filter(chosen) for name, col in columns.items() if name != "vector"}
     return Conformed(make_batch({**kept, "vector": values[keep]}, int(keep.sum())), rejected)
@@ -196,10 +196,13 @@ def _one_chunk(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
     return column
 
 
-def _in_words(column: pa.DictionaryArray, words: tuple[str, ...]) -> NDArray[np.bool_]:
-    allowed = pc.is_in(column.dictionary, value_set=pa.array(words)).to_numpy(zero_copy_only=False)
+def _in_dictionary(
+    column: pa.DictionaryArray, allowed_values: tuple[str, ...]
+) -> NDArray[np.bool_]:
+    allowed = pc.is_in(column.dictionary, value_set=pa.array(allowed_values))
+    known = allowed.to_numpy(zero_copy_only=False)
     codes = pc.fill_null(column.indices, 0).to_numpy(zero_copy_only=False)
-    return allowed[codes] if len(allowed) else np.zeros(len(column), bool)
+    return known[codes] if len(known) else np.zeros(len(column), bool)
 
 
 def capture_id(settings: Mapping[str, Any]) -> str:

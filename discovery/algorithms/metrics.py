@@ -1,4 +1,4 @@
-"""How well the map keeps what the vectors say: trustworthiness and neighbour recall."""
+"""How well the map keeps the neighbours of PCA space: trustworthiness and neighbour recall."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from capture_kernels.arrays import array_module, block_rows, on_host
 from discovery.engines.protocol import Engine
 
-# Distances that are looked at together: float64, and as many again that they are made from.
+# Distances computed at a time: float64, and as many again that they are computed from.
 BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
 
 
 class MapQuality(NamedTuple):
-    """trustworthiness in [0, 1] (Venna & Kaski 2001) and the share of true neighbours kept."""
+    """trustworthiness in [0, 1] (Venna & Kaski 2001), and recall, the share of true neighbours that
+    are neighbours on the map."""
 
     trustworthiness: float
     recall: float
@@ -35,9 +36,10 @@ def map_quality(
 
     Args:
         engine: finds the neighbours on the map; the distances are computed on its device.
-        space: float32[n, d], n > 2 k.
-        points: float32[n, 2].
-        k: neighbours that count.
+        space: float32[n, d], in PCA space, n > 2 k.
+        points: float32[n, 2], on the map.
+        k: neighbours of each row.
+        sample, seed: how many rows, and which.
     """
     n = len(space)
     rng = np.random.default_rng(seed)
@@ -52,9 +54,9 @@ def map_quality(
 
 
 def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The neighbours int[m, k + 1] of the rows int64[m] less each row itself: int64[m, k]."""
+    """The neighbours int[m, k + 1] of the rows int64[m] without each row itself: int64[m, k]."""
     is_own = near == rows[:, None]
-    # Among exact duplicates a row may not be of its own neighbours: then the last one goes.
+    # Among exact duplicates a row may be missing from its own neighbours: then the last one goes.
     is_own[~is_own.any(axis=1), -1] = True
     return near[~is_own].reshape(len(near), -1).astype(np.int64)
 
@@ -62,11 +64,11 @@ def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64
 def rows_closer(
     space: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How many of all rows are closer to each row than each of its neighbours is: int64[m, k], on
-    the host.
+    """How many of all rows are closer to each row than each of its neighbours: int64[m, k], on the
+    host.
 
     Args:
-        space: float32[n, d], on any device; rows: int64[m], and near: int64[m, k], too.
+        space: float32[n, d]; rows: int64[m]; near: int64[m, k]; on one device.
     """
     xp = array_module(space)
     (m, k), n = near.shape, len(space)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from capture_kernels.errors import AttnError
-from pipeline.interrupts import lost_interrupts_again
+from pipeline.interrupts import lost_interrupts_raised_again
 
 # Exit code of a run that was asked to stop, by --max-hours or by a client: not failed, and not
 # finished either.
@@ -99,7 +99,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     wanted = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, stop.signalled) for number in wanted}
     try:
-        with lost_interrupts_again():
+        with lost_interrupts_raised_again():
             yield
     finally:
         for number, handler in before.items():

@@ -1,9 +1,9 @@
-"""What one attention call of a `transformers` model computed, or a refusal to guess.
+"""How an attention call of a `transformers` model computed its scores.
 
-A fingerprint needs the exact logits, so everything that can change them must be understood: the
-scale, a soft cap, learned sinks, and a mask that lets each row see one contiguous range of keys
-that ends at itself (causal, sliding window or chunk). Any other argument is refused by name, and
-`check_output` compares one row with what the model itself computed.
+A fingerprint needs the exact logits, so everything that can change them must be known: the scale, a
+soft cap, learned sinks, and a mask that lets each row see one contiguous range of keys that ends at
+itself (causal, sliding window or chunk). Any other argument is refused by name, and `check_output`
+compares one row with the output of the model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from capture_kernels.fingerprint.eager import head_logits
 
 from .attention_tap import AttentionCall
 
-# Arguments that say nothing new about the scores: the mask holds the window, and the rest is
-# bookkeeping of the model's own forward.
+# Arguments that do not change the scores: the mask has the window, the rest is bookkeeping of the
+# model's forward.
 _HARMLESS = frozenset(
     {
         "cache_position", "deterministic", "is_causal", "logits_to_keep", "output_attentions",
@@ -29,15 +29,15 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 _UNDERSTOOD = frozenset({"dropout", "scaling", "softcap", "s_aux"})
-# Relative error (of root mean squares) between our row and the model's, at which we give up: the
-# model may round logits and weights to its own type, and TF32 keeps 10 bits.
+# Largest relative RMS error between our row and the model's: the model may round logits and weights
+# to its type, and TF32 keeps 10 bits.
 _TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.15}
 # Rows of a mask are read in blocks of this many cells.
 _MASK_CELLS = 32 << 20
 
 
 class Scores(NamedTuple):
-    """How a call made its logits: cap * tanh(scale q.k / cap), and sinks in the denominator."""
+    """How a call computed its logits: cap * tanh(scale q.k / cap), and sinks in the denominator."""
 
     scale: float
     soft_cap: float | None
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
 
 def read_scores(call: AttentionCall) -> Scores:
-    """How `call` made its logits; OptionError where it did something that is not known here."""
+    """How `call` computed its logits; OptionError if it did something that is not known here."""
     options = {name: value for name, value in call.options.items() if value is not None}
     if unknown := sorted(set(options) - _HARMLESS - _UNDERSTOOD):
         raise _refusal(call, f"changes its scores with {unknown[0]!r}, which is not supported")
@@ -70,7 +70,7 @@ def read_first_keys(call: AttentionCall, queries: Tensor) -> Tensor | None:
         queries: int64[R] on the host, indices into the call's queries.
 
     Raises:
-        OptionError: a row sees something else than one range of keys that ends at itself.
+        OptionError: a row sees anything but one range of keys that ends at itself.
     """
     rows, keys = call.query.shape[2], call.key.shape[2]
     mask = call.mask
@@ -82,16 +82,16 @@ def read_first_keys(call: AttentionCall, queries: Tensor) -> Tensor | None:
             raise _refusal(call, "is not causal")
         return None
     if mask.dim() != 4 or mask.shape[:2] != (1, 1) or mask.shape[2:] != (rows, keys):
-        raise _refusal(call, f"has a mask of shape {list(mask.shape)}, which is not understood")
+        raise _refusal(call, f"has a mask of shape {list(mask.shape)}, which is not supported")
     found = []
-    for part in queries.split(max(1, _MASK_CELLS // keys)):
-        block = mask[0, 0].index_select(0, part.to(mask.device))
+    for chunk in queries.split(max(1, _MASK_CELLS // keys)):
+        block = mask[0, 0].index_select(0, chunk.to(mask.device))
         if block.dtype == torch.bool:
             seen, clear = block, None
         else:
             seen = block == 0
             clear = (seen | (block <= torch.finfo(block.dtype).min / 2)).all(dim=1)
-        own = (part + keys - rows).to(mask.device)
+        own = (chunk + keys - rows).to(mask.device)
         marks = seen.to(torch.uint8)
         first, last = marks.argmax(dim=1), keys - 1 - marks.flip(1).argmax(dim=1)
         good = (last == own) & (seen.sum(dim=1) == own - first + 1)
@@ -100,7 +100,7 @@ def read_first_keys(call: AttentionCall, queries: Tensor) -> Tensor | None:
         found.append(torch.stack([first, good.long()]))
     first, good = torch.cat(found, dim=1).cpu()
     if not bool(good.all()):
-        raise _refusal(call, "lets a token see other keys than a range that ends at itself")
+        raise _refusal(call, "lets a token see keys outside one range that ends at itself")
     return first
 
 
@@ -125,11 +125,11 @@ def check_output(call: AttentionCall, scores: Scores, first_key: int) -> None:
     ours = weights.view(groups, -1, weights.shape[1]).to(call.value.dtype) @ call.value[0]
     theirs = call.output[0, -1].reshape(weights.shape[0], -1).float()
     if theirs.shape[1] != ours.shape[2]:
-        raise _refusal(call, "changes its values on the way out")
+        raise _refusal(call, "changes its values before the output")
     error = (ours.reshape(theirs.shape).float() - theirs).square().mean().sqrt()
     bound = _TOLERANCE.get(call.query.dtype, 0.15) * theirs.square().mean().sqrt()
     if not bool(error <= bound + 1e-6):
-        raise _refusal(call, "computes something else than softmax attention over its keys")
+        raise _refusal(call, "does not compute softmax attention over its keys")
 
 
 def _refusal(call: AttentionCall, reason: str) -> OptionError:

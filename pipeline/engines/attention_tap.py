@@ -1,8 +1,8 @@
 """A tap on the attention of a `transformers` model, through its attention interface.
 
-While a tap is open the model computes its attention under a name of ours, which calls the very
-function and mask function the model used before, so that its outputs are the same to the last bit,
-and then shows the call to the tap. Modules of other models under the same name are let through.
+While a tap is open, the model runs an attention implementation that this module registers. It calls
+the function and mask function that the model used before, so that outputs are bit-identical, and
+then passes the call to the tap. Modules of other models under the same name are not observed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from capture_kernels.errors import OptionError
 
-# The implementations whose scores are known: softmax(scale q.k + mask), up to what kwargs say.
+# The implementations whose scores are known: softmax(scale q.k + mask), modified by kwargs only.
 _BASES: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
 _TAPS: WeakKeyDictionary[torch.nn.Module, AttentionTap] = WeakKeyDictionary()
 
 
-# Arguments that sdpa does not know: some models pass them and some releases drop them silently.
+# Arguments that sdpa ignores: some models pass them, and some releases drop them silently.
 _EAGER_ONLY = ("softcap", "s_aux")
 
 
@@ -41,7 +41,7 @@ class AttentionCall:
 
     `query` is [1, H, Q, D], `key` [1, Hkv, T, D], `value` [1, Hkv, T, Dv], `output` [1, Q, H, Dv];
     `mask` is [1, 1, Q, T], bool (True: seen) or float (0: seen), or None. `base` names the
-    implementation that ran, and `options` holds the keyword arguments it got.
+    implementation that ran, and `options` holds its keyword arguments.
     """
 
     layer: int
@@ -56,11 +56,11 @@ class AttentionCall:
 
 
 class AttentionTap:
-    """Shows every attention call of a model's decoder to `observe`, while open.
+    """While open, passes every attention call of a model's decoder to `observe`.
 
     Args:
         model: a causal language model.
-        observe: called after each call of each decoder layer; what it raises stops the model.
+        observe: called after each attention call of a decoder layer; an exception stops the model.
 
     Raises:
         OptionError: the model's attention does not go through the interface, or runs under an
@@ -109,9 +109,9 @@ def _tapped_name(base: str) -> str:
 
 
 def _original(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that `module` would have called under `base`, found where its class looks."""
+    """The function that `module` would have called under `base`."""
     namespace = vars(sys.modules[type(module).__module__])
-    # A model may override an implementation for itself in an interface of its own.
+    # A model's module may have its own interface, with its own version of an implementation.
     interface = namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     function = interface.get(base, namespace.get("eager_attention_forward"))
     if function is None:

@@ -72,9 +72,11 @@ def _device(name: str) -> torch.device:
         raise OptionError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise MissingExtraError("no CUDA device answers: use --device cpu")
+            raise MissingExtraError("no CUDA device is available: use --device cpu")
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise OptionError(f"there is no device {name}: {torch.cuda.device_count()} answer")
+            raise OptionError(
+                f"there is no device {name}: {torch.cuda.device_count()} are available"
+            )
     return device
 
 

@@ -1,4 +1,4 @@
-"""The options of an offline capture, and how they name layers and heads."""
+"""The options of an offline capture, and the layers and heads that they choose."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class PromptError(AttnError):
-    """A prompt that this model cannot take; the prompts beside it can still run."""
+    """A prompt that this model cannot take; the other prompts can still run."""
 
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What one capture takes.
+    """What one capture captures.
 
     Args:
         layers: `last`, `auto` (4 layers spread over the depth), `all`, or indices as `2,18,27`. The
             three names choose among the layers that have attention to capture.
         layout: what the 20 numbers mean; layered needs several layers.
-        max_new_tokens: tokens to generate at most; 0 captures the prompt alone. The last generated
-            token is never fed to the model, so N tokens give N - 1 generated rows.
+        max_new_tokens: maximum number of tokens to generate; 0 for the prompt alone. The last one
+            is never fed to the model, so N tokens give N - 1 generated rows.
         stride: capture the positions that are multiples of this.
-        max_steps: generated rows captured of one prompt at most; 0 for all.
+        max_steps: maximum number of generated rows captured per prompt; 0 for all.
         window: only the last `window` keys of a row count; 0 for all.
-        mask_prefix: how many tokens at the start are never looked at.
-        sink_tokens: how many tokens at the start are kept apart as sink mass.
+        mask_prefix: how many tokens at the start are masked.
+        sink_tokens: how many tokens at the start count as sink mass only.
         heads: query heads to average over, as `0,3`; None for all.
-        per_layer: one record for each captured layer instead of one for their mean.
+        per_layer: one record per captured layer instead of one for their mean.
         think_tags: rows from <think> to </think> in the generated text get the phase `think`.
         prompt_rows: capture the rows of the prompt too.
         device: auto, cpu, cuda or cuda:N.
-        dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
+        dtype: auto (that of the checkpoint), float32, bfloat16 or float16.
 
     Raises:
         OptionError: a value, or a combination, that cannot be used.
@@ -112,6 +112,6 @@ class CaptureOptions:
 
 def _numbers(name: str, text: str, usage: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
-        raise OptionError(f"{name} {text!r} is not understood: use {usage}") from None
+        raise OptionError(f"{name} {text!r} is not supported: use {usage}") from None

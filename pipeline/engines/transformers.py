@@ -44,7 +44,7 @@ class CapturedPrompt(NamedTuple):
     batch: pa.RecordBatch
     prompt_tokens: int
     new_tokens: list[int]
-    blind_rows: int  # rows that were asked for and saw no key: they have no record
+    blind_rows: int  # rows to capture that see no key: they have no record
 
 
 def utc_now() -> datetime:
@@ -56,7 +56,7 @@ class TransformersEngine:
 
     Args:
         model: a causal language model, loaded with sdpa or eager attention. It is set to eager
-            where sdpa cannot compute its scores (soft caps, learned sinks).
+            if sdpa cannot compute its scores (soft caps, learned sinks).
         tokenizer: its tokenizer.
         options: what to capture.
         name: what the records call the model.
@@ -101,7 +101,7 @@ class TransformersEngine:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model can take; None where it does not say."""
+        """The model's longest input in tokens; None if the config does not have it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def capture(
@@ -135,7 +135,7 @@ class TransformersEngine:
     def _generate(
         self, prompt: list[int], steps: list[_Step], clock: Callable[[], datetime]
     ) -> list[int]:
-        """Greedy decoding; adds a step for each forward pass. Gives the generated tokens."""
+        """Decode greedily and add a step for each forward pass; returns the generated tokens."""
         cache = DynamicCache(config=self.model.config)
         ends = self._end_tokens
         feed, begin, captured = prompt, 0, 0
@@ -162,7 +162,7 @@ class TransformersEngine:
             feed = [token]
 
     def _forward(self, tokens: list[int], cache: DynamicCache) -> Tensor:
-        """Logits float[n, V]: of the last token, or of all where the model cannot choose."""
+        """Logits float[n, V]: of the last token, or of all if the model cannot choose."""
         device = self.model.device
         extra: dict[str, Any] = {}
         if self._one_logit:
@@ -182,8 +182,8 @@ class TransformersEngine:
     def _tapped(self, steps: list[_Step]) -> Iterator[None]:
         def observe(call: AttentionCall) -> None:
             if call.layer in self.layers:
-                # The prompt and the first generated token use the model's code in all the ways
-                # there are; what holds there holds for the rest.
+                # The prompt and the first generated token take every path through the model's
+                # code, so later steps need no check.
                 self._observe(call, steps[-1], check=len(steps) <= 2)
 
         with AttentionTap(self.model, observe):
@@ -234,7 +234,7 @@ class TransformersEngine:
             )
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The layers and heads to capture, learnt from a run over two tokens."""
+        """The layers and heads to capture, found by running two tokens."""
         heads: dict[int, int] = {}
         refusals: dict[int, OptionError] = {}
 
@@ -251,7 +251,10 @@ class TransformersEngine:
         with torch.inference_mode(), AttentionTap(self.model, observe):
             try:
                 self._forward([0, 0], DynamicCache(config=self.model.config))
-            except (TypeError, ValueError) as error:  # a cache of its own, inputs of its own
+            except (
+                TypeError,
+                ValueError,
+            ) as error:  # the model needs another kind of cache or input
                 raise OptionError(f"{self.name} cannot be captured: {error}") from error
         capturable = sorted(set(heads) - set(refusals))
         if not capturable:
@@ -284,7 +287,7 @@ class TransformersEngine:
         positions = np.concatenate(
             [step.wanted.numpy() for step in captured] or [np.empty(0, np.int64)]
         )
-        parts = []
+        batches = []
         blind = 0
         for group in groups:
             vector, sink_mass, valid = self._vectors(captured, positions, group)
@@ -307,14 +310,14 @@ class TransformersEngine:
                 "sink_mass": sink_mass[valid],
                 "vector": vector[valid],
             }
-            parts.append(make_batch(columns, len(kept)))
-        batch = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+            batches.append(make_batch(columns, len(kept)))
+        batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         return CapturedPrompt(batch, prompt_len, tokens[prompt_len:], blind)
 
     def _vectors(
         self, steps: list[_Step], positions: NDArray[np.int64], group: tuple[int, ...]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]:
-        """Vectors, sink masses and which rows see a key, of all steps: one wait for the device."""
+        """Vectors, sink masses and which rows see a key, of all steps, with one device transfer."""
         if not steps:
             return np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.float32), np.empty(0, bool)
         layers = [
@@ -333,7 +336,7 @@ class TransformersEngine:
         return vector, sink_mass, valid
 
     def _phases(self, tokens: list[int], prompt_len: int) -> list[str]:
-        """The phase of every token. A thinking tag belongs to what it opens or closes."""
+        """The phase of every token. A thinking tag belongs to the text that it opens or closes."""
         if self.tags is None:
             return ["prompt"] * prompt_len + ["output"] * (len(tokens) - prompt_len)
         opening, closing = self.tags
@@ -350,7 +353,7 @@ class TransformersEngine:
 
 @dataclass
 class _Step:
-    """One forward pass: which rows it should give, and what its layers gave."""
+    """One forward pass: the rows to capture, and the statistics of its layers."""
 
     begin: int
     tokens: int
@@ -358,8 +361,8 @@ class _Step:
     time: datetime
     seen: set[int] = field(default_factory=set)
     statistics: dict[int, LayerStatistics] = field(default_factory=dict)
-    # By the mask's identity and the offset, with the mask itself so that it stays alive: layers of
-    # one kind share a mask.
+    # Keyed by the mask's identity and the offset: layers of one kind share a mask. Holding the mask
+    # keeps its id from being used again.
     _plans: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, RowPlan]] = field(
         default_factory=dict
     )

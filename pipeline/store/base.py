@@ -1,4 +1,4 @@
-"""What every store of fingerprints can do, and the values it takes and gives (DESIGN.md 4)."""
+"""The interface of every fingerprint store, and its argument and result types (DESIGN.md 4)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
 
 BATCH_ROWS = 65_536
+# How long to wait for another process that is writing.
+BUSY_TIMEOUT_S = 30.0
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows a scan takes; a field left at None does not narrow it.
+    """Which rows to select; a field that is None does not restrict them.
 
     Args:
         start, end: start <= captured_at < end. A time without a zone is taken as UTC.
-        model, layout, capture_id: the row's own value must equal it.
+        model, layout, capture_id: equal to the row's value.
     """
 
     start: datetime | None = None
@@ -49,7 +51,7 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True)
 class Appended:
-    """What became of the rows of one append. Only `inserted` rows are stored."""
+    """Row counts of one append. Only `inserted` rows are stored."""
 
     inserted: int
     duplicates: int
@@ -58,7 +60,7 @@ class Appended:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows that may be compared with one another: one model, layout and capture_id."""
+    """Rows that are comparable with one another: one model, layout and capture_id."""
 
     model: str
     layout: int
@@ -70,7 +72,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a store holds now, and what it has turned away since it was made."""
+    """What a store holds now, and how many rows it has not stored since it was created."""
 
     rows: int
     requests: int
@@ -89,19 +91,19 @@ class Counts:
 class Store(AbstractContextManager["Store"], Protocol):
     """Fingerprint records, kept once per (request_id, position, layer).
 
-    Every method may be called from several threads. All raise StoreError for a store that cannot be
-    read or written, saying what to do; an append that raises has stored nothing of its batch, or
-    (Parquet, several days in one batch) a part that a second append of the same batch completes.
+    Every method may be called from several threads. All raise StoreError if the store cannot be
+    read or written. An append that raises has stored nothing of its batch, or (Parquet, several
+    days in one batch) the rows of some days; a second append of the same batch adds the rest.
     """
 
     url: str
 
     def append(self, batch: pa.RecordBatch | pa.Table) -> Appended:
-        """Store the rows that are records and are not there yet; they survive the death of this
-        process from the moment this returns.
+        """Store the rows that are records and not duplicates. Once this returns, they survive the
+        death of this process.
 
         Args:
-            batch: in `record.SCHEMA`, or anything that `record.conform` takes.
+            batch: in `record.SCHEMA`, or anything that `record.conform` accepts.
 
         Raises:
             RecordError: the batch lacks a required column.
@@ -109,7 +111,7 @@ class Store(AbstractContextManager["Store"], Protocol):
         ...
 
     def snapshot(self) -> dict[str, Any]:
-        """A JSON-able mark: a scan with it sees no row that is appended after it."""
+        """JSON values; a scan with them sees no row that is appended later."""
         ...
 
     def scan(
@@ -123,47 +125,47 @@ class Store(AbstractContextManager["Store"], Protocol):
         """The selected rows, in an order that depends only on what the store holds.
 
         Args:
-            snapshot: from `snapshot()`; without one, what is stored as the scan starts.
-            columns: names of `record.SCHEMA` fields, any subset in any order; None gives all.
-            batch_rows: the most rows in a batch. No batch is empty.
+            snapshot: from `snapshot()`; by default, one taken as the scan starts.
+            columns: names of `record.SCHEMA` fields, any subset in any order; None for all.
+            batch_rows: maximum rows in a batch. No batch is empty.
 
         Yields:
-            Batches with the columns asked for, in their `record.SCHEMA` types, whose vectors
+            Batches with these columns, in their `record.SCHEMA` types, whose vectors
             `record.vectors` views without a copy.
         """
         ...
 
     def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
-        """The groups among the selected rows, commonest first."""
+        """The groups among the selected rows, largest first."""
         ...
 
     def counts(self) -> Counts: ...
 
     def prune(self, before: datetime) -> int:
-        """Delete the rows with captured_at < `before`; how many there were."""
+        """Delete the rows with captured_at < `before`; returns how many."""
         ...
 
     def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
-        """Note one discovery run and its clusters, in place of what was noted of that run_id.
+        """Record one discovery run and its clusters, replacing an earlier record of its run_id.
 
         Args:
             run: run_id and created_at; status, engine, model, layout, capture_id, rows, clusters,
-                noise_share, output and manifest (JSON-able) where known. Without a manifest, all
-                of `run` is taken for it.
+                noise_share, output and manifest (JSON values) if known. Without a manifest, `run`
+                is stored as the manifest.
             clusters: of each, cluster_id; label, zone, size, share, persistence and centroid
-                (float32[20], a list or 80 bytes) where known; further keys are kept as JSON.
+                (float32[20], a list or 80 bytes) if known; other keys are kept as JSON.
         """
         ...
 
     def runs(self) -> list[dict[str, Any]]:
-        """The discovery runs noted, newest first, without their manifests and clusters."""
+        """The recorded discovery runs, newest first, without manifests and clusters."""
         ...
 
     def close(self) -> None: ...
 
 
 def to_micros(time: datetime) -> int:
-    """Microseconds since 1970, UTC, exactly; a time without a zone is taken as UTC."""
+    """Microseconds since 1970, UTC, exact; a time without a zone is taken as UTC."""
     aware = time if time.tzinfo else time.replace(tzinfo=UTC)
     delta = aware - _EPOCH
     return (delta.days * 86_400 + delta.seconds) * 1_000_000 + delta.microseconds
@@ -174,12 +176,12 @@ _LATEST = to_micros(datetime.max)
 
 
 def from_micros(micros: int) -> datetime:
-    """The UTC time `micros` microseconds after 1970, held within the years 1 to 9999."""
+    """The UTC time `micros` microseconds after 1970, clipped to the years 1 to 9999."""
     return _EPOCH + timedelta(microseconds=min(max(micros, _EARLIEST), _LATEST))
 
 
-def wanted_columns(columns: Sequence[str] | None) -> list[str]:
-    """The columns a scan gives; StoreError for a name that the record does not have."""
+def columns_to_scan(columns: Sequence[str] | None) -> list[str]:
+    """The columns to scan; StoreError for a name that is not a record field."""
     names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
     if not names:
         raise StoreError("a scan needs at least one column")
@@ -201,7 +203,7 @@ def run_values(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A run and its clusters as plain column values, each with all of its columns.
 
-    Times become ISO 8601, `manifest` and a cluster's further keys (`details`) JSON, and a centroid
+    Times become ISO 8601, `manifest` and a cluster's other keys (`details`) JSON, and a centroid
     80 bytes (float32[20], little-endian).
 
     Raises:
@@ -209,24 +211,24 @@ def run_values(
     """
     for name in ("run_id", "created_at"):
         if not run.get(name):
-            raise StoreError(f"a discovery run cannot be noted without its {name}")
-    noted = {name: run.get(name) for name in RUN_FIELDS}
+            raise StoreError(f"a discovery run cannot be recorded without its {name}")
+    recorded = {name: run.get(name) for name in RUN_FIELDS}
     for name in ("created_at", "output"):
-        if noted[name] is not None:
-            time = noted[name]
-            noted[name] = time.isoformat() if isinstance(time, datetime) else str(time)
-    if not isinstance(noted["manifest"], str):
-        noted["manifest"] = json.dumps(run.get("manifest") or run, sort_keys=True, default=str)
-    made = []
+        if recorded[name] is not None:
+            time = recorded[name]
+            recorded[name] = time.isoformat() if isinstance(time, datetime) else str(time)
+    if not isinstance(recorded["manifest"], str):
+        recorded["manifest"] = json.dumps(run.get("manifest") or run, sort_keys=True, default=str)
+    cluster_values = []
     for cluster in clusters:
         if cluster.get("cluster_id") is None:
             raise StoreError(f"a cluster of run {run['run_id']} has no cluster_id")
         values = {"run_id": run["run_id"]} | {name: cluster.get(name) for name in CLUSTER_FIELDS}
         values["centroid"] = _centroid(values["centroid"])
-        further = {k: v for k, v in cluster.items() if k not in (*CLUSTER_FIELDS, "run_id")}
-        values["details"] = json.dumps(further, sort_keys=True) if further else None
-        made.append(values)
-    return noted, made
+        others = {k: v for k, v in cluster.items() if k not in (*CLUSTER_FIELDS, "run_id")}
+        values["details"] = json.dumps(others, sort_keys=True) if others else None
+        cluster_values.append(values)
+    return recorded, cluster_values
 
 
 def _centroid(value: Any) -> bytes | None:
@@ -234,5 +236,5 @@ def _centroid(value: Any) -> bytes | None:
         return None
     blob = value if isinstance(value, bytes) else np.asarray(value, "<f4").tobytes()
     if len(blob) != 4 * DIMENSIONS:
-        raise StoreError(f"a centroid holds {DIMENSIONS} numbers, got {len(blob) / 4:g}")
+        raise StoreError(f"a centroid has {DIMENSIONS} numbers, got {len(blob) / 4:g}")
     return blob

@@ -1,4 +1,4 @@
-"""Arrow and NumPy columns: distinct rows, extremes per distinct row, words and codes."""
+"""Arrow and NumPy columns: distinct rows, extremes per distinct row, strings and codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Distinct(NamedTuple):
 
 
 def distinct(*columns: NDArray[Any]) -> Distinct:
-    """Distinct combinations of whole-number columns of equal length n: first int64[m], code
-    int64[n] in 0..m-1."""
+    """Distinct combinations of integer columns of equal length n: first int64[m], code int64[n] in
+    0..m-1."""
     rows = len(columns[0])
     if rows and all((column == column[0]).all() for column in columns):
         return Distinct(np.zeros(1, np.int64), np.zeros(rows, np.int64))
@@ -36,8 +36,7 @@ def distinct(*columns: NDArray[Any]) -> Distinct:
 
 def extremes(found: Distinct, values: Ints) -> tuple[Ints, Ints]:
     """The least and the greatest of `values` for each distinct row: int64[m] each."""
-    count = len(found.first)
-    if count == 1:
+    if len(found.first) == 1:
         return values.min(keepdims=True), values.max(keepdims=True)
     low, high = values[found.first].copy(), values[found.first].copy()
     np.minimum.at(low, found.code, values)
@@ -46,21 +45,26 @@ def extremes(found: Distinct, values: Ints) -> tuple[Ints, Ints]:
 
 
 def encoded(column: pa.Array) -> tuple[Ints, pa.Array]:
-    """A string column as codes int64[n] into its distinct values; null is a value of its own."""
-    words = column.dictionary_encode(null_encoding="encode")
-    return words.indices.to_numpy(zero_copy_only=False).astype(np.int64), words.dictionary
+    """A string column as codes int64[n] into its distinct values; null is a value too."""
+    strings = column.dictionary_encode(null_encoding="encode")
+    return strings.indices.to_numpy(zero_copy_only=False).astype(np.int64), strings.dictionary
 
 
-def words(codes: Ints, names: pa.Array) -> pa.DictionaryArray:
-    """A record's dictionary column from codes into `names`, which may repeat."""
-    unique = names.dictionary_encode()
+def dictionary_column(codes: Ints, strings: pa.Array) -> pa.DictionaryArray:
+    """A record's dictionary column from codes into `strings`, which may repeat."""
+    unique = strings.dictionary_encode()
     indices = unique.indices.to_numpy(zero_copy_only=False).astype(np.int32)[codes]
     return pa.DictionaryArray.from_arrays(pa.array(indices), unique.dictionary)
 
 
-def integers(column: pa.ChunkedArray | pa.Array) -> Ints:
-    """A whole-number column without nulls as int64[n]."""
+def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column as one array; a copy only if it has several chunks."""
     if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    values: Ints = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    return column
+
+
+def integers(column: pa.Array | pa.ChunkedArray) -> Ints:
+    """An integer column without nulls as int64[n]."""
+    values: Ints = one_chunk(column).cast(pa.int64()).to_numpy(zero_copy_only=False)
     return values

@@ -1,31 +1,31 @@
-"""`attn db`: make, look at, fill, empty and prune a store."""
+"""`attn db`: create, inspect, fill, export and prune a store."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.store import Selection, open_store
+from pipeline.progress import ProgressDisplay, shown_progress
+from pipeline.store.base import Selection
+from pipeline.store.open import open_store
 from pipeline.store.parquet.store import ParquetStore
 
 from .transfer import Imported, export_file, import_file
 
-# Without a terminal, a line is printed each time this many more rows are done.
+# Rows between two lines of progress without a terminal.
 PROGRESS_ROWS = 1_000_000
 
-db_app = typer.Typer(no_args_is_help=True, help="Make, look at, fill and prune a store.")
+db_app = typer.Typer(no_args_is_help=True, help="Create, inspect, fill and prune a store.")
 
 Db = Annotated[Path, typer.Option("--db", help="Store: a .db file or a Parquet folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -33,14 +33,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 @db_app.command("init")
 def init(db: Db) -> None:
-    """Make an empty store, or bring the schema of an old one up to date."""
+    """Create an empty store, or migrate an old one to the current schema."""
     with open_store(db, create=True) as store:
         print(f"{db} is ready, with {store.counts().rows:,} fingerprints")
 
 
 @db_app.command("info")
 def info(db: Db, as_json: AsJson = False) -> None:
-    """What a store holds."""
+    """Show what a store holds."""
     with open_store(db, read_only=True) as store:
         counts, groups, runs = store.counts(), store.groups(), store.runs()
     if as_json:
@@ -63,7 +63,7 @@ def info(db: Db, as_json: AsJson = False) -> None:
         "sessions": f"{counts.sessions:,}",
         "first": _time(counts.first),
         "last": _time(counts.last),
-        "duplicates met": f"{counts.duplicates:,}",
+        "duplicates seen": f"{counts.duplicates:,}",
         **{f"rejected, {reason}": f"{n:,}" for reason, n in sorted(counts.rejected.items())},
         "discovery runs": f"{len(runs):,}" + (f", last {runs[0]['run_id']}" if runs else ""),
     }
@@ -75,7 +75,7 @@ def info(db: Db, as_json: AsJson = False) -> None:
     ]  # fmt: skip
     if rows:
         titles = ("model", "layout", "capture_id", "fingerprints", "first", "last")
-        _show("Comparable with one another", titles, rows)
+        _show("Groups of comparable fingerprints", titles, rows)
 
 
 @db_app.command("import")
@@ -84,12 +84,12 @@ def import_command(
     db: Db,
     as_json: AsJson = False,
 ) -> None:
-    """Append the records of files; the store is made where there is none."""
+    """Append the records of files; the store is created if there is none."""
     results = {}
     with open_store(db, create=True) as store:
         for path in files:
-            with _progress(f"importing {path.name}") as progress:
-                results[str(path)] = import_file(store, path, progress)
+            with shown_progress(f"importing {path.name}", PROGRESS_ROWS) as display:
+                results[str(path)] = import_file(store, path, _show_rows(display))
         if isinstance(store, ParquetStore):
             store.compact()
     if as_json:
@@ -99,7 +99,7 @@ def import_command(
         print(f"{name}: {_import_line(imported)}")
         for reason, count in sorted(imported.rejected.items()):
             line = imported.first_lines.get(reason)
-            where = f", first in line {line:,}" if line else ""
+            where = f", first on line {line:,}" if line else ""
             print(f"  rejected {count:,}: {reason}{where}")
 
 
@@ -118,9 +118,9 @@ def export_command(
     selection = Selection(start, end, model, chosen, capture_id)
     with (
         open_store(db, read_only=True) as store,
-        _progress(f"exporting to {path.name}") as progress,
+        shown_progress(f"exporting to {path.name}", PROGRESS_ROWS) as display,
     ):
-        rows = export_file(store, path, selection, progress)
+        rows = export_file(store, path, selection, _show_rows(display))
     print(f"{path}: {rows:,} fingerprints")
 
 
@@ -128,14 +128,16 @@ def export_command(
 def prune(
     db: Db,
     before: Annotated[datetime | None, typer.Option(help="Captured before this (UTC).")] = None,
-    older_than_days: Annotated[float | None, typer.Option(help="Captured that long ago.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many.")] = False,
+    older_than_days: Annotated[
+        float | None, typer.Option(help="Captured longer ago than this.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print how many.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     now: Annotated[
-        datetime | None, typer.Option(help="Count --older-than-days from here (UTC).")
+        datetime | None, typer.Option(help="Count --older-than-days back from this time (UTC).")
     ] = None,
 ) -> None:
-    """Delete old fingerprints. A Parquet folder is compacted as well."""
+    """Delete old fingerprints, and compact a Parquet folder."""
     limit = _limit(before, older_than_days, now or datetime.now(UTC))
     with open_store(db, read_only=dry_run) as store:
         rows = sum(group.rows for group in store.groups(Selection(end=limit)))
@@ -155,7 +157,7 @@ def prune(
 
 def _limit(before: datetime | None, older_than_days: float | None, now: datetime) -> datetime:
     if (before is None) == (older_than_days is None):
-        raise OptionError("say what to delete: either --before TIME or --older-than-days DAYS")
+        raise OptionError("give either --before TIME or --older-than-days DAYS")
     if before is not None:
         return before.replace(tzinfo=UTC) if before.tzinfo is None else before
     assert older_than_days is not None
@@ -192,21 +194,5 @@ def _show(title: str, titles: tuple[str, ...], rows: list[tuple[Any, ...]]) -> N
     Console().print(table)
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int], None]]:
-    """Where long work says how many rows are done: a bar on a terminal, plain lines otherwise."""
-    if sys.stderr.isatty():
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what)
-            yield lambda rows: bar.update(task, description=f"{what}: {rows:,} rows")
-        return
-    shown = 0
-
-    def line(rows: int) -> None:
-        nonlocal shown
-        if rows - shown >= PROGRESS_ROWS:
-            shown = rows
-            print(f"{what}: {rows:,} rows", file=sys.stderr, flush=True)
-
-    yield line
+def _show_rows(display: ProgressDisplay) -> Callable[[int], None]:
+    return lambda rows: display.show(rows, f"{rows:,} rows")

@@ -2,7 +2,7 @@
 
 A JSON line is one record: {"request_id": "r1", "position": 7, "layer": -1, "captured_at":
 "2026-01-10T04:02:11.000000+00:00", ..., "vector": [20 numbers]}. Null fields may be left out,
-fields that a record does not have are passed over, and a time without a zone is UTC.
+unknown fields are ignored, and a time without a zone is UTC.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Annotated, Any, cast
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from capture_kernels.errors import OptionError, RecordError, StoreError
 from pipeline import record
-from pipeline.durable import sync
-from pipeline.store.parquet.parts import damaged, write_error
+from pipeline.durable import write_atomically
+from pipeline.store.parquet.files import damaged
 
 from .base import BATCH_ROWS, EVERYTHING, Selection, Store
 
-# Lines made into one batch; a line takes some hundred times the memory of its record.
+# Lines in one batch; a line takes about a hundred times the memory of its record.
 BATCH_LINES = 8_192
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 
@@ -37,12 +38,12 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Imported:
-    """What became of a file's rows.
+    """Row counts of one import.
 
     Args:
         rows: rows, or lines that are not blank, in the file.
-        rejected: rows that are no records, by reason.
-        first_lines: of JSON lines, where each reason was first met, from 1.
+        rejected: rows that are not records, by reason.
+        first_lines: of JSON lines, the number of the first one with each reason, from 1.
     """
 
     rows: int = 0
@@ -60,8 +61,8 @@ class Imported:
 def import_file(store: Store, path: Path, progress: Progress = lambda rows: None) -> Imported:
     """Append the records of a .parquet, .jsonl or .jsonl.gz file.
 
-    Rows are appended batch by batch: after an error, what came before it is stored, and importing
-    the file again only counts that as duplicates.
+    Rows are appended batch by batch: after an error, the batches before it are stored, and a second
+    import of the file counts them as duplicates.
 
     Args:
         progress: called with the number of rows read so far, after each batch.
@@ -97,32 +98,29 @@ def export_file(
     selection: Selection = EVERYTHING,
     progress: Progress = lambda rows: None,
 ) -> int:
-    """Write the selected records to a .parquet, .jsonl or .jsonl.gz file; how many there were.
+    """Write the selected records to a .parquet, .jsonl or .jsonl.gz file; returns how many.
 
-    The file appears whole, in place of an older one, or not at all.
+    The file replaces an older one once it is whole and on disk.
 
     Raises:
         OptionError: a file of another kind.
-        StoreError: the file cannot be written, or the store cannot be read.
+        StoreError: there is no such folder, or the store cannot be read.
+        WriteError: the file cannot be written.
     """
     kind = file_kind(path)
     if not path.parent.is_dir():
         raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
-    temporary = path.with_name(f".{path.name}.tmp")
     rows = 0
-    try:
-        with _writer(temporary, kind) as write:
+
+    def write(file: IO[bytes]) -> None:
+        nonlocal rows
+        with _writer(file, kind) as write_batch:
             for batch in store.scan(selection):
-                write(batch)
+                write_batch(batch)
                 rows += batch.num_rows
                 progress(rows)
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        raise write_error(path.parent, error) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    write_atomically(path, write)
     return rows
 
 
@@ -149,9 +147,9 @@ def _parquet_batches(path: Path) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
 
 
 def _line_batches(path: Path, imported: Imported) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
-    """Batches and the line number of each row; lines that are no record are counted right here."""
+    """Batches and the line number of each row; lines that are not records are counted here."""
     try:
-        with _opened(path) as file:
+        with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             numbered = enumerate(file, start=1)
             while chunk := list(islice(numbered, BATCH_LINES)):
                 rows, lines = [], []
@@ -160,14 +158,14 @@ def _line_batches(path: Path, imported: Imported) -> Iterator[tuple[pa.RecordBat
                         continue
                     imported.rows += 1
                     try:
-                        rows.append(_record(line))
+                        rows.append(_values(line))
                         lines.append(number)
                     except RecordError as error:
                         imported.reject(str(error), 1, number)
-                columns = {name: [row[name] for row in rows] for name in record.SCHEMA.names}
+                columns = zip(*rows, strict=True) if rows else [()] * len(record.SCHEMA)
                 arrays = [
-                    pa.array(columns[field.name], _LINE_TYPES.get(field.name, field.type))
-                    for field in record.SCHEMA
+                    pa.array(values, _LINE_TYPES.get(field.name, field.type))
+                    for field, values in zip(record.SCHEMA, columns, strict=True)
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, record.SCHEMA.names), lines
     except (OSError, EOFError) as error:
@@ -180,6 +178,64 @@ _LINE_TYPES = {"vector": pa.list_(pa.float32())} | {
 }
 
 
+def _python_type(kind: pa.DataType) -> Any:
+    """What a JSON value must be to become a value of an Arrow type; a time is ISO 8601 text."""
+    if pa.types.is_integer(kind):
+        low = 0 if pa.types.is_unsigned_integer(kind) else -(1 << kind.bit_width - 1)
+        return Annotated[int, msgspec.Meta(ge=low, le=low + (1 << kind.bit_width) - 1)]
+    if pa.types.is_floating(kind):
+        return float
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return list[_python_type(kind.value_type)]  # type: ignore[misc]
+    return str
+
+
+_Line = msgspec.defstruct(
+    "_Line",
+    [
+        (field.name, _python_type(field.type) | None, None)
+        if field.nullable
+        else (field.name, _python_type(field.type))
+        for field in record.SCHEMA
+    ],
+    kw_only=True,
+)
+
+
+def _values(line: bytes) -> tuple[Any, ...]:
+    """One line as a value for every field, each of a type that Arrow takes.
+
+    Raises:
+        RecordError: not a record; the message is the reason to count it under.
+    """
+    try:
+        # Not msgspec's parser, which takes no NaN: Python writes it, and `sink_mass` may be NaN.
+        row = msgspec.convert(json.loads(line), _Line)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`").partition("[")[0]  # without the index in a list
+        raise RecordError(f"{name}: {problem}" if name else problem) from None
+    except (ValueError, RecursionError):
+        raise RecordError("not JSON") from None
+    values = msgspec.structs.asdict(row)
+    try:
+        time = datetime.fromisoformat(values["captured_at"])
+        values["captured_at"] = (
+            time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        )
+    except (ValueError, OverflowError):
+        raise RecordError("captured_at: not an ISO 8601 time") from None
+    for name, value in values.items():
+        if isinstance(value, str) and not _is_unicode(value):
+            raise RecordError(f"{name}: not Unicode text")
+    return tuple(values.values())
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether text has no half of a surrogate pair, such as \\ud800."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _first_rejected(batch: pa.RecordBatch, reason: str) -> int:
     """The first row of `batch` that is rejected for `reason`."""
     return next(
@@ -189,105 +245,28 @@ def _first_rejected(batch: pa.RecordBatch, reason: str) -> int:
     )
 
 
-def _opened(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(path)) if path.suffix == ".gz" else path.open("rb")
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    """One line as a value for every field, each of a type that Arrow takes.
-
-    Raises:
-        RecordError: not a record; the message is the reason to count it under.
-    """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise RecordError("not JSON") from None
-    if not isinstance(row, dict):
-        raise RecordError("not a JSON object")
-    return {field.name: _value(field, row.get(field.name)) for field in record.SCHEMA}
-
-
-def _value(field: pa.Field, value: Any) -> Any:
-    if value is None:
-        if not field.nullable:
-            raise RecordError(f"{field.name} is missing")
-        return None
-    kind = field.type
-    if pa.types.is_integer(kind):
-        return _integer(field.name, value, kind)
-    if pa.types.is_floating(kind):
-        return _number(field.name, value)
-    if pa.types.is_timestamp(kind):
-        return _time(field.name, value)
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        if not isinstance(value, list):
-            raise RecordError(f"{field.name} is no list")
-        if pa.types.is_integer(kind.value_type):
-            return [_integer(field.name, item, kind.value_type) for item in value]
-        return [_number(field.name, item) for item in value]
-    if not isinstance(value, str):
-        raise RecordError(f"{field.name} is no text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as \\ud800
-        raise RecordError(f"{field.name} is no text") from None
-    return value
-
-
-def _integer(name: str, value: Any, kind: pa.DataType) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RecordError(f"{name} is no whole number")
-    low = 0 if pa.types.is_unsigned_integer(kind) else -(1 << kind.bit_width - 1)
-    if not low <= value < low + (1 << kind.bit_width):
-        raise RecordError(f"{name} is out of range")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RecordError(f"{name} is no number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise RecordError(f"{name} is out of range") from None
-
-
-def _time(name: str, value: Any) -> datetime:
-    try:
-        time = datetime.fromisoformat(value)
-        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-    except (TypeError, ValueError, OverflowError):
-        raise RecordError(f"{name} is no ISO 8601 time") from None
-
-
 @contextmanager
-def _writer(path: Path, kind: str) -> Iterator[Callable[[pa.RecordBatch], object]]:
+def _writer(file: IO[bytes], kind: str) -> Iterator[Callable[[pa.RecordBatch], object]]:
     if kind == ".parquet":
-        with pq.ParquetWriter(path, record.SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(file, record.SCHEMA, compression="zstd") as writer:
             yield writer.write_batch
-        return
-    with path.open("wb") as raw:
-        if kind == ".jsonl":
-            yield lambda batch: raw.write(_lines(batch))
-            return
-        # No name and no time in the header: the same records give the same bytes.
-        with gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
+    elif kind == ".jsonl":
+        yield lambda batch: file.write(_lines(batch))
+    else:
+        # No name and no time in the header, so that the same records give the same bytes.
+        with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
             yield lambda batch: packed.write(_lines(batch))
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:
-    columns = {}
-    for name in batch.schema.names:
-        values = batch.column(name).to_pylist()
-        if name == "captured_at":
-            values = [time.isoformat(timespec="microseconds") for time in values]
-        elif name in ("sink_mass", "router_entropy"):
-            # JSON has no NaN and no infinity.
-            values = [v if v is not None and math.isfinite(v) else None for v in values]
-        columns[name] = values
     lines = []
-    for row in zip(*columns.values(), strict=True):
-        known = {name: v for name, v in zip(columns, row, strict=True) if v is not None}
+    for row in batch.to_pylist():
+        row["captured_at"] = row["captured_at"].isoformat(timespec="microseconds")
+        # Nulls are left out, and so are NaN and infinity, which JSON does not have.
+        known = {
+            name: value
+            for name, value in row.items()
+            if value is not None and (not isinstance(value, float) or math.isfinite(value))
+        }
         lines.append(json.dumps(known, ensure_ascii=False) + "\n")
     return "".join(lines).encode()

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nightly import Lineage, run_id_of
 
 from discovery.artifacts.read import read_manifest
-from discovery.commands.history import manifests_there, sparkline
+from discovery.commands.history_words import sparkline
 from discovery.runs.history import ancestry, descent
+from discovery.runs.state import manifests, survey
 
 
 def week(output: Path) -> list[str]:
@@ -163,7 +164,7 @@ def test_a_sibling_is_not_taken_for_an_ancestor_where_the_chain_is_broken(tmp_pa
     other = Lineage(tmp_path, first_day=20)
     other.night({7: 1.0})
     shutil.rmtree(tmp_path / gone)
-    known = ancestry(last, manifests_there(tmp_path))
+    known = ancestry(last, manifests(survey(tmp_path)))
     assert known.runs == (first, gone, last)
     assert known.gone == (gone,)
 
@@ -181,7 +182,7 @@ def test_the_story_of_a_cluster_that_came_off_and_was_taken_in(attn, output):
         f"{run_id_of(2)}  split off from 3",
         f"{run_id_of(4)}  5 came off",
         f"{run_id_of(7)}  went into 3",
-        "5 nights: ██▆▆▆  15.0% -> 10.0% of the rows",
+        "5 runs: ██▆▆▆  15.0% -> 10.0% of the rows",
     ]
 
 
@@ -311,7 +312,6 @@ def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 @given(chains(), st.integers(0, 6))
-@settings(max_examples=300, deadline=None)
 def test_events_compose_however_the_nights_are_cut(chain, cut):
     """Two descents, one after the other, are the descent over both."""
     start, steps = chain
@@ -325,7 +325,6 @@ def test_events_compose_however_the_nights_are_cut(chain, cut):
 
 
 @given(chains())
-@settings(max_examples=300, deadline=None)
 def test_every_cluster_of_the_first_night_lives_on_or_has_an_ending(chain):
     start, steps = chain
     found = descent(start, steps)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from shared import NOW, REPO
 
-from discovery.artifacts.read import load_artifacts
-from discovery.stages import STAGES
+from discovery.artifacts.read import open_artifacts
+from discovery.stages.registry import STAGES
 
 OPTIONS = ["--hours", "0", "--batch-size", "256", "--umap-sample-size", "700", "--seed", "7"]
 RUN_ID = "2026-01-10T04-02-11"
@@ -24,6 +24,7 @@ RUN_ID = "2026-01-10T04-02-11"
 KILLER = textwrap.dedent(
     """
     import os, signal, sys
+    import msgspec
     import discovery.commands.discover, discovery.job
     from cli import app
 
@@ -34,6 +35,7 @@ KILLER = textwrap.dedent(
         inner = original()
         def listen(event):
             inner(event)
+            event = msgspec.to_builtins(event)
             if (event["event"], event.get("stage")) == (kind, stage):
                 if kind != "progress" or event["done"] == int(done):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +58,7 @@ def killed_at(point: str, *arguments: str) -> None:
 
 def fingerprint_of(folder: Path) -> dict[str, object]:
     """Everything a run published: file hashes, and the manifest less the time each stage took."""
-    load_artifacts(folder)
+    open_artifacts(folder).verify().verify()
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.glob("*.parquet"))
@@ -146,7 +148,7 @@ def test_a_run_whose_rows_were_pruned_is_not_finished_with_others(attn, left_alo
 
     from shared import START
 
-    from pipeline.store import open_store
+    from pipeline.store.open import open_store
 
     db, _ = left_alone
     output = tmp_path / "pruned"
@@ -239,7 +241,7 @@ def test_dask_and_one_process_give_the_same_artifacts(attn, left_alone, tmp_path
 def test_rows_that_arrive_during_a_run_are_not_in_it(attn, left_alone, tmp_path):
     from planted import planted, planted_batch
 
-    from pipeline.store import open_store
+    from pipeline.store.open import open_store
 
     db, expected = left_alone
     output = tmp_path / "late"

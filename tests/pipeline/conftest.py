@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 Records = Callable[..., pa.RecordBatch]
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)

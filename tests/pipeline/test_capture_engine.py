@@ -31,7 +31,7 @@ CAPTURABLE = [
 ]
 needs_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
@@ -182,7 +182,7 @@ def test_half_precision_is_close_to_the_models_own_rows(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CAPTURABLE)
 def test_the_gpu_captures_what_the_cpu_captures(kind, dtype):

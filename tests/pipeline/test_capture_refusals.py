@@ -49,7 +49,7 @@ def test_attention_that_is_not_what_it_says_is_refused(monkeypatch):
 
     engine = make_engine(model)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", with_distance)
-    with pytest.raises(OptionError, match=r"layer 3 \(LlamaAttention\) computes something else"):
+    with pytest.raises(OptionError, match=r"layer 3 \(LlamaAttention\) does not compute softmax"):
         run(engine, words(30))
 
 
@@ -100,10 +100,10 @@ def test_a_layer_that_changes_its_scores_is_refused_by_the_name_of_the_change(
     [
         ({"layers": "4"}, r"no layer 4: layers are 0\.\.3"),
         ({"layers": "-1"}, "no layer -1"),
-        ({"layers": "first"}, "'first' is not understood"),
-        ({"layers": "1,,2"}, "'1,,2' is not understood"),
+        ({"layers": "first"}, "'first' is not supported"),
+        ({"layers": "1,,2"}, "'1,,2' is not supported"),
         ({"heads": "4"}, r"no head 4: heads are 0\.\.3"),
-        ({"heads": "x"}, "'x' is not understood"),
+        ({"heads": "x"}, "'x' is not supported"),
         ({"layout": Layout.LAYERED}, "layered needs several layers"),
         ({"layout": Layout.LAYERED, "layers": "2,2"}, "layered needs several layers"),
         ({"layout": Layout.LAYERED, "layers": "all", "per_layer": True}, "drop --per-layer"),
@@ -153,5 +153,5 @@ def test_devices_that_are_not_there_are_refused(tmp_path):
         with pytest.raises(OptionError, match="device"):
             load_engine(str(tmp_path), CaptureOptions(device=name))
     if not torch.cuda.is_available():
-        with pytest.raises(MissingExtraError, match="no CUDA device answers"):
+        with pytest.raises(MissingExtraError, match="no CUDA device is available"):
             load_engine(str(tmp_path), CaptureOptions(device="cuda"))

@@ -23,13 +23,13 @@ from pipeline.capture import (
     read_prompts,
     request_ids,
     run_capture,
-    shown_progress,
 )
 from pipeline.capture_command import capture
 from pipeline.engines.loading import load_engine
 from pipeline.engines.options import CaptureOptions
+from pipeline.progress import shown_progress
 from pipeline.record import vectors
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 NOON = datetime(2026, 1, 10, 12, tzinfo=UTC)
 app = typer.Typer()
@@ -90,11 +90,11 @@ def test_prompts_are_json_lines_or_plain_lines(tmp_path):
         ("\n  \n", "has no prompts"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
         ('["a"]', "line 1 must be an object"),
-        ('{"text": "a"}', 'line 1 must be an object with a text "prompt"'),
-        ('{"prompt": 3}', 'line 1 must be an object with a text "prompt"'),
+        ('{"text": "a"}', 'line 1 must be an object with a string "prompt"'),
+        ('{"prompt": 3}', 'line 1 must be an object with a string "prompt"'),
         ('{"prompt": " "}', "line 1 has an empty prompt"),
-        ('{"id": "", "prompt": "a"}', "line 1 must have a text or a whole number"),
-        ('{"id": true, "prompt": "a"}', "line 1 must have a text or a whole number"),
+        ('{"id": "", "prompt": "a"}', "line 1 must have a string or an integer"),
+        ('{"id": true, "prompt": "a"}', "line 1 must have a string or an integer"),
         ('{"id": "x", "prompt": "a"}\n\n{"id": "x", "prompt": "b"}', "line 3 has the id 'x' of"),
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "line 2 has the id '1' of line 1"),
     ],
@@ -225,7 +225,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_passed_over(tmp_path, model):
     ("extra", "message"),
     [
         (("--layers", "9"), "no layer 9"),
-        (("--layers", "some"), "layers 'some' is not understood"),
+        (("--layers", "some"), "layers 'some' is not supported"),
         (("--heads", "9"), "no head 9"),
         (("--layout", "wide"), "unknown layout 'wide'"),
         (("--layout", "layered"), "needs several layers"),
@@ -308,17 +308,13 @@ def test_ctrl_c_in_the_terminal_exits_with_130(tmp_path, model):
     assert told["interrupted"] and len(stored(tmp_path / "f.db")) == told["rows"]["inserted"] > 0
 
 
-def test_plain_progress_is_a_line_for_each_tenth(engine):
+def test_plain_progress_is_a_line_for_each_tenth():
     stream = StringIO()
-    summary = summary_of(engine)
-    with shown_progress(100, stream) as display:
+    with shown_progress("capture", 10, 100, stream) as display:
         for done in range(1, 101):
-            summary.prompts = done
-            display.show(summary)
+            display.show(done, f"{done}/100 prompts")
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("capture: 1/100 prompts")
-    assert lines[-1].startswith("capture: 100/100 prompts")
-    assert len(lines) == 11
+    assert lines == [f"capture: {done}/100 prompts" for done in (1, *range(11, 100, 10), 100)]
 
 
 def test_speed_is_counted_by_a_watch_that_can_be_given(tmp_path, engine):

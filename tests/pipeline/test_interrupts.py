@@ -8,8 +8,8 @@ import time
 import pytest
 
 from discovery.execution.stopping import StopRequest, stop_on_signals
-from pipeline.capture import first_interrupt_noted
-from pipeline.interrupts import lost_interrupts_again
+from pipeline.capture import first_interrupt_deferred
+from pipeline.interrupts import lost_interrupts_raised_again
 
 
 def press(*_):
@@ -51,7 +51,7 @@ def test_a_second_interrupt_of_a_job_is_never_lost(lose, capfd):
 
 @pytest.mark.parametrize("lose", [in_a_callback_from_c, in_a_finaliser])
 def test_a_second_interrupt_of_a_capture_is_never_lost(lose):
-    with pytest.raises(KeyboardInterrupt), first_interrupt_noted() as noted:
+    with pytest.raises(KeyboardInterrupt), first_interrupt_deferred() as noted:
         press()
         assert noted == [signal.SIGINT]
         lose()
@@ -65,7 +65,7 @@ def test_an_interrupt_that_is_lost_twice_comes_a_third_time():
     def raise_interrupt():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), lost_interrupts_again():
+    with pytest.raises(KeyboardInterrupt), lost_interrupts_raised_again():
         end_within(raise_interrupt)
         end_within(lambda: time.sleep(30))  # the alarm ends this, and is lost as well
         time.sleep(30)
@@ -79,7 +79,7 @@ def test_other_errors_of_a_callback_are_still_told(monkeypatch):
         def __del__(self):
             raise ValueError("broken")
 
-    with lost_interrupts_again():
+    with lost_interrupts_raised_again():
         Broken()
     assert [lost.exc_type for lost in told] == [ValueError]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -139,7 +139,7 @@ def test_a_row_with_several_faults_is_counted_once(records):
 def test_a_column_that_cannot_be_read_is_said(records):
     batch = records(2)
     columns = {n: batch.column(n) for n in batch.schema.names}
-    with pytest.raises(RecordError, match="'position' is no int32"):
+    with pytest.raises(RecordError, match="'position' cannot be cast to int32"):
         record.conform(pa.table(columns | {"position": pa.array(["one", "two"])}))
     with pytest.raises(RecordError, match="'vector' must hold lists"):
         record.conform(pa.table(columns | {"vector": pa.array([1.0, 2.0])}))

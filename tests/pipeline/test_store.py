@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from capture_kernels.errors import RecordError, StoreError
 from pipeline import record
-from pipeline.store import Selection, open_store
-from pipeline.store.base import from_micros, to_micros
+from pipeline.store.base import Selection, from_micros, to_micros
+from pipeline.store.open import open_store
 
 KEYS = list(record.KEY)
 # When the first of `records` was captured.
@@ -332,6 +332,12 @@ def test_a_store_that_is_not_there_is_made_only_when_asked(store_path):
         assert not store_path.exists()
     open_store(store_path, create=True).close()
     open_store(store_path).close()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/store", "gs://bucket/f.db", Path("S3://bucket/f.db")])
+def test_object_storage_is_refused_in_one_line(url):
+    with pytest.raises(StoreError, match=r"^object storage \(\w+://\) is not supported"):
+        open_store(url, create=True)
 
 
 def test_a_store_in_a_folder_that_is_not_there_is_refused(tmp_path: Path):

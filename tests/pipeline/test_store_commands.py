@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 from pipeline.store.transfer import export_file
 
 
@@ -30,7 +30,7 @@ def test_a_store_from_init_to_prune(attn, store_path, exported, tmp_path):
     imported = attn("db", "import", exported, *db)
     assert imported.returncode == 0, imported.stderr
     assert "301 rows, 300 stored, 0 duplicates, 1 rejected" in imported.stdout
-    assert "rejected 1: not JSON, first in line 301" in imported.stdout
+    assert "rejected 1: not JSON, first on line 301" in imported.stdout
     again = json.loads(attn("db", "import", exported, *db, "--json").stdout)
     assert again[str(exported)]["rejected"] == {"not JSON": 1}
     assert again[str(exported)]["first_lines"] == {"not JSON": 301}
@@ -64,6 +64,7 @@ def test_a_store_from_init_to_prune(attn, store_path, exported, tmp_path):
     ("arguments", "said"),
     [
         (("info", "--db", "none.db"), "does not exist"),
+        (("init", "--db", "s3://bucket/store"), "object storage (s3://) is not supported"),
         (("export", "x.csv", "--db", "there.db"), "use a name that ends in"),
         (("export", "x.jsonl", "--db", "there.db", "--layout", "round"), "unknown layout 'round'"),
         (("import", "none.jsonl", "--db", "there.db"), "none.jsonl does not exist"),

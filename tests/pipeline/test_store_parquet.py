@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store import Selection, open_store
+from pipeline.store.base import Selection
+from pipeline.store.open import open_store
 from pipeline.store.parquet.folder import FILES_LOCK, MARKER, STATE
-from pipeline.store.parquet.parts import _from_base85
+from pipeline.store.parquet.summary import _b85decode
 
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
 
@@ -238,4 +239,4 @@ def test_a_run_id_that_is_no_file_name_is_refused(store):
 
 @given(content=st.binary(max_size=200))
 def test_what_base85_packed_is_unpacked(content):
-    assert _from_base85(base64.b85encode(content).decode()) == content
+    assert _b85decode(base64.b85encode(content).decode()) == content

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 REPO = Path(__file__).parents[2]
 # What every child starts with: `batch(first)` makes 500 records numbered from `first`.
@@ -24,7 +24,7 @@ import numpy as np, pyarrow as pa
 import pipeline.store.parquet.store, pipeline.store.sqlite.store
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 
 def batch(first, rows=500):
     number = np.arange(first, first + rows)

@@ -21,7 +21,7 @@ from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
-from pipeline.store import open_store
+from pipeline.store.open import open_store
 from pipeline.store.sqlite import file as sqlite_file
 from pipeline.store.sqlite.file import APPLICATION_ID, SCHEMA_VERSION, open_database
 
@@ -189,7 +189,7 @@ def test_a_file_of_a_newer_version_is_refused(filled):
 def test_a_file_that_is_no_sqlite_is_refused_and_kept(path):
     path.write_bytes(b"no database at all" * 1_000)
     for options in ({}, {"create": True}, {"read_only": True}):
-        with pytest.raises(StoreError, match="no SQLite file"):
+        with pytest.raises(StoreError, match="not a SQLite file"):
             open_store(path, **options)
     assert path.read_bytes() == b"no database at all" * 1_000
 

@@ -1,9 +1,9 @@
-"""Rewriting the parts of a Parquet store: fewer files, no repeated keys, no old rows."""
+"""Rewriting the files of a Parquet store: fewer files, no duplicates, no old rows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,27 +13,34 @@ from numpy.typing import NDArray
 
 from pipeline import record
 from pipeline.store.base import BATCH_ROWS
-from pipeline.store.columns import integers
+from pipeline.store.columns import Ints, integers
 
-from .duplicates import repeated_rows
+from .duplicates import duplicate_rows
+from .files import (
+    TEMPORARY_PREFIX,
+    TEMPORARY_SUFFIX,
+    DataFile,
+    file_name,
+    read_rows,
+    write_file,
+)
 from .folder import APPEND_LOCK, FILES_LOCK, Folder
-from .parts import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, Part, part_name, read_rows, write_part
 
-PART_ROWS = 1 << 20
-# Left by a writer that died; a living one needs seconds.
+FILE_ROWS = 1 << 20
+# Left by a writer that died; a running one needs seconds.
 TEMPORARY_AGE_S = 86_400
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A part and which of its rows stay: bool[rows]."""
+    """A file and which of its rows stay: bool[rows]."""
 
-    part: Part
+    file: DataFile
     rows: NDArray[np.bool_]
 
 
 def compact(folder: Folder) -> int:
-    """Merge the parts of each day into parts of about a million rows without repeated keys.
+    """Merge the files of each day into files of about a million rows without duplicates.
 
     Returns:
         By how many files the folder became smaller. What scans give does not change.
@@ -43,18 +50,18 @@ def compact(folder: Folder) -> int:
         with folder.locked(APPEND_LOCK, exclusive=True):
             for name in folder.replaced():
                 folder.remove(name)
-        for file in folder.root.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
-            if time.time() - file.stat().st_mtime > TEMPORARY_AGE_S:
-                file.unlink(missing_ok=True)
-        days = [day for day, _ in groupby(folder.parts(), lambda part: part.day)]
+        for leftover in folder.root.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
+            if time.time() - leftover.stat().st_mtime > TEMPORARY_AGE_S:
+                leftover.unlink(missing_ok=True)
+        days = [day for day, _ in groupby(folder.files(), lambda file: file.day)]
     for day in days:
         # Day by day, so that readers and writers get their turn.
         with folder.locked(FILES_LOCK, exclusive=True):
-            parts = folder.parts()
-            repeats = repeated_rows(folder.root, parts)
-            for together in _to_merge([part for part in parts if part.day == day]):
-                if len(together) > 1 or together[0].name in repeats:
-                    _rewrite(folder, [_without(part, repeats) for part in together])
+            files = folder.files()
+            duplicates = duplicate_rows(folder.root, files)
+            for group in _merge_groups([file for file in files if file.day == day]):
+                if len(group) > 1 or group[0].name in duplicates:
+                    _rewrite(folder, [_without(file, duplicates) for file in group])
     return before - len(folder.names())
 
 
@@ -62,88 +69,85 @@ def prune(folder: Folder, limit: int) -> int:
     """Delete the rows with captured_at < `limit`, microseconds since 1970; how many there were."""
     deleted = 0
     with folder.locked(FILES_LOCK, exclusive=True):
-        parts = folder.parts()
-        repeats = repeated_rows(folder.root, parts)
-        # Repeats first: with the row that they repeat gone, they would come to light.
-        for part in sorted(parts, key=lambda part: part.name not in repeats):
-            if part.summary.first >= limit and part.name not in repeats:
+        files = folder.files()
+        duplicates = duplicate_rows(folder.root, files)
+        # Files with duplicates first: once the row that they repeat is gone, they would show.
+        for file in sorted(files, key=lambda file: file.name not in duplicates):
+            if file.summary.first >= limit and file.name not in duplicates:
                 continue
-            kept = _without(part, repeats)
-            shown = int(kept.rows.sum())
-            if part.summary.last < limit:
+            kept = _without(file, duplicates)
+            visible = int(kept.rows.sum())
+            if file.summary.last < limit:
                 kept.rows[:] = False
-            elif part.summary.first < limit:
-                groups = range(part.metadata.num_row_groups)
-                tables = (read_rows(folder.root, part, g, ["captured_at"]) for g in groups)
+            elif file.summary.first < limit:
+                groups = range(file.metadata.num_row_groups)
+                tables = (read_rows(folder.root, file, g, ["captured_at"]) for g in groups)
                 times = np.concatenate([integers(table.column(0)) for table in tables])
                 kept.rows[times < limit] = False
-            deleted += shown - int(kept.rows.sum())
+            deleted += visible - int(kept.rows.sum())
             _rewrite(folder, [kept])
     return deleted
 
 
-def _without(part: Part, repeats: dict[str, NDArray[np.int64]]) -> Kept:
-    rows = np.ones(part.rows, bool)
-    rows[repeats.get(part.name, [])] = False
-    return Kept(part, rows)
+def _without(file: DataFile, duplicates: dict[str, Ints]) -> Kept:
+    rows = np.ones(file.rows, bool)
+    rows[duplicates.get(file.name, [])] = False
+    return Kept(file, rows)
 
 
-def _to_merge(parts: list[Part]) -> Iterator[list[Part]]:
-    """Neighbours, in order of arrival, that make up to `PART_ROWS` rows together."""
-    together: list[Part] = []
-    for part in parts:
-        if together and sum(one.rows for one in together) + part.rows > PART_ROWS:
-            yield together
-            together = []
-        together.append(part)
-    if together:
-        yield together
+def _merge_groups(files: list[DataFile]) -> Iterator[list[DataFile]]:
+    """Neighbours, in order of arrival, that have up to `FILE_ROWS` rows together."""
+    group: list[DataFile] = []
+    for file in files:
+        if group and sum(one.rows for one in group) + file.rows > FILE_ROWS:
+            yield group
+            group = []
+        group.append(file)
+    if group:
+        yield group
 
 
 def _rewrite(folder: Folder, sources: list[Kept]) -> None:
-    """One part with the kept rows of `sources`, in their place."""
-    first, last = sources[0].part, sources[-1].part
-    runs: dict[int, int] = {}
+    """Replace `sources` by one file with their kept rows."""
+    first, last = sources[0].file, sources[-1].file
+    appends: dict[int, int] = {}
     for source in sources:
-        numbers, rows = np.unique(source.part.sequences()[source.rows], return_counts=True)
-        runs |= dict(zip(numbers.tolist(), rows.tolist(), strict=True))
-    old = [source.part.name for source in sources]
-    # A part that is rewritten alone keeps its name, and so takes the old one's place in one step.
-    name = old[0] if len(old) == 1 else part_name(first.day, first.runs[0][0], last.runs[-1][0])
+        numbers, rows = np.unique(source.file.sequences()[source.rows], return_counts=True)
+        appends |= dict(zip(numbers.tolist(), rows.tolist(), strict=True))
+    old = [source.file.name for source in sources]
+    # A file that is rewritten alone keeps its name, and so replaces the old one in one step.
+    name = (
+        old[0] if len(old) == 1 else file_name(first.day, first.appends[0][0], last.appends[-1][0])
+    )
     written = None
-    if runs:
-        footer = {"runs": sorted(runs.items()), "replaces": sorted(set(old) - {name})}
-        batches = _in_full_batches(_kept_rows(folder, sources))
-        written = write_part(folder.root, batches, footer)
+    if appends:
+        footer = {"runs": sorted(appends.items()), "replaces": sorted(set(old) - {name})}
+        written = write_file(folder.root, _kept_rows(folder, sources), footer)
     with folder.locked(APPEND_LOCK, exclusive=True):
         if written is not None:
-            folder.place(written, name)
+            folder.publish(written, name)
         for gone in old:
             if gone != name or written is None:
                 folder.remove(gone)
 
 
-def _kept_rows(folder: Folder, sources: list[Kept]) -> Iterator[pa.Table]:
+def _kept_rows(folder: Folder, sources: list[Kept]) -> Iterator[pa.RecordBatch]:
+    """The kept rows in batches of at least `BATCH_ROWS`, but for the last."""
+    waiting: list[pa.Table] = []
     for source in sources:
         start = 0
-        for row_group in range(source.part.metadata.num_row_groups):
-            table = read_rows(folder.root, source.part, row_group, record.SCHEMA.names)
-            yield table.filter(pa.array(source.rows[start : start + table.num_rows]))
+        for row_group in range(source.file.metadata.num_row_groups):
+            table = read_rows(folder.root, source.file, row_group, record.SCHEMA.names)
+            waiting.append(table.filter(pa.array(source.rows[start : start + table.num_rows])))
             start += table.num_rows
+            if sum(one.num_rows for one in waiting) >= BATCH_ROWS:
+                yield from _joined(waiting)
+                waiting = []
+    if any(one.num_rows for one in waiting):
+        yield from _joined(waiting)
 
 
-def _in_full_batches(tables: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
-    """The rows of `tables` in batches of at least `BATCH_ROWS`, but for the last."""
-    waiting: list[pa.Table] = []
-
-    def together() -> Iterator[pa.RecordBatch]:
-        whole = pa.concat_tables(waiting).unify_dictionaries().combine_chunks()
-        yield from whole.cast(record.SCHEMA).to_batches()
-
-    for table in tables:
-        waiting.append(table)
-        if sum(one.num_rows for one in waiting) >= BATCH_ROWS:
-            yield from together()
-            waiting = []
-    if sum(one.num_rows for one in waiting):
-        yield from together()
+def _joined(tables: list[pa.Table]) -> list[pa.RecordBatch]:
+    whole = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+    batches: list[pa.RecordBatch] = whole.cast(record.SCHEMA).to_batches()
+    return batches

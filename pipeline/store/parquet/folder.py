@@ -1,15 +1,15 @@
-"""The folder of a Parquet store: how it is opened, its locks, its counters and its list of parts.
+"""The folder of a Parquet store: how it is opened, its locks, its counters and its list of files.
 
     _attn_store.json     what this folder is, and its schema version
-    _lock, _files.lock   held by those who name a new part; by those who read or remove parts
-    _state.json          the number of the last append, and what was turned away
+    _lock, _files.lock   held while a file is published; while files are read or removed
+    _state.json          the number of the last append, and how many rows were not stored
     day=2026-01-10/part-<append>.parquet
     day=2026-01-10/part-<first append>-<last append>.parquet   after compaction
     _runs/<run_id>.json  discovery runs
 
-A part is written under a temporary name, fsynced and renamed, so that a crash, power loss
-included, leaves whole parts only. Any Parquet reader takes the folder as a dataset partitioned by
-`day` (names with _ or . in front are not data); it sees repeated keys until it is compacted.
+A data file is written under a temporary name, fsynced and renamed, so that a crash, power loss
+included, leaves whole files only. Any Parquet reader takes the folder as a dataset partitioned by
+`day` (names that begin with _ or . are not data); it sees duplicates until the next compaction.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from capture_kernels.errors import StoreError
-from pipeline.durable import sync
+from capture_kernels.errors import StoreError, WriteError
+from pipeline.durable import sync, write_atomically
 
-from .parts import Part, read_part, sequences_in_name, write_error
+from .files import DataFile, read_file, sequences_in_name, write_error
 
 SCHEMA_VERSION = 1
 MARKER, STATE, RUNS = "_attn_store.json", "_state.json", "_runs"
@@ -50,31 +50,33 @@ class Folder:
         self.root = root
         self.read_only = read_only
         self.busy_timeout_s = busy_timeout_s
-        self._known: dict[str, tuple[tuple[int, int, int], Part]] = {}
+        self._known: dict[str, tuple[tuple[int, int, int], DataFile]] = {}
         self._known_lock = threading.Lock()
         self._check_marker(create and not read_only)
-        # What power loss took from the state, the names of the parts still say.
+        # What power loss took from the state, the file names still say.
         spans = [span for name in self.names() if (span := sequences_in_name(name))]
         self._last_sequence = max((last for _, last in spans), default=0)
 
     def _check_marker(self, create: bool) -> None:
-        root, init = self.root, f"make it with `attn db init --db {self.root}`"
+        root = self.root
         if not root.parent.is_dir():
             raise StoreError(
                 f"the folder {root.parent} does not exist: make it, or give another path"
             )
         try:
-            # Another process may be making this store now: its first files are no foreign ones, and
-            # the marker is looked for after the others, since it comes before them.
-            others = root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir())
-            there = (root / MARKER).is_file()
-            if others and not there:
-                raise StoreError(
-                    f"{root} is a folder of another kind, and was not touched: give another path"
-                )
-            if not there:
+            # Another process may be making this store now. Its first files do not count as foreign,
+            # and the marker is looked for last, since it is made last.
+            foreign = root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir())
+            if not (root / MARKER).is_file():
+                if foreign:
+                    raise StoreError(
+                        f"{root} is a folder of another kind, and was not touched: give another"
+                        " path"
+                    )
                 if not create:
-                    raise StoreError(f"{root} holds no store: {init}")
+                    raise StoreError(
+                        f"{root} holds no store: make it with `attn db init --db {root}`"
+                    )
                 root.mkdir(exist_ok=True)
                 for name in (APPEND_LOCK, FILES_LOCK):
                     (root / name).touch()
@@ -97,21 +99,30 @@ class Folder:
     # -- small files
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a small file so that it is the old one or the new one, never half of either."""
-        path = self.root / name
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        """Write a small file atomically and durably."""
+        text = json.dumps(value, sort_keys=True)
         try:
-            temporary.write_text(json.dumps(value, sort_keys=True), encoding="utf-8")
-            temporary.replace(path)
+            write_atomically(self.root / name, lambda file: file.write(text.encode()))
+        except WriteError as error:
+            raise StoreError(str(error)) from None
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replace the state. Hold the append lock.
+
+        Without fsync, which would halve the rate of small appends: `state` says what happens when
+        power loss takes it.
+        """
+        temporary = self.root / f".{STATE}.tmp"
+        try:
+            temporary.write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
+            temporary.replace(self.root / STATE)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise write_error(self.root, error) from None
 
     def state(self) -> dict[str, Any]:
         """`sequence` of the last append, and the counts of `duplicates` and `rejected` rows."""
         state: dict[str, Any] = {"sequence": 0, "duplicates": 0, "rejected": {}}
-        # Lost or unreadable (power loss): the counts start again; the sequence is in the names.
+        # Lost or unreadable: the counts start again; the sequence is in the file names.
         with suppress(FileNotFoundError, ValueError):
             state |= json.loads((self.root / STATE).read_text(encoding="utf-8"))
         state["sequence"] = max(state["sequence"], self._last_sequence)
@@ -126,16 +137,16 @@ class Folder:
         """
         try:
             handle = os.open(self.root / name, os.O_RDONLY if self.read_only else os.O_CREAT)
-        except FileNotFoundError:  # a copy without its locks, to be read: nobody writes there
+        except FileNotFoundError:  # a read-only copy without its locks: nobody writes there
             yield
             return
         except OSError as error:
             raise StoreError(f"cannot open {self.root / name}: {error.strerror}") from None
         try:
+            kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
             deadline = time.monotonic() + self.busy_timeout_s
             while True:
                 try:
-                    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
                     fcntl.flock(handle, kind | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
@@ -149,10 +160,10 @@ class Folder:
         finally:
             os.close(handle)
 
-    # -- parts
+    # -- data files
 
     def names(self) -> list[str]:
-        """The names of the part files there are, in no order."""
+        """The names of all data files, in no order."""
         return [
             f"{day.name}/{file.name}"
             for day in self.root.glob("day=*")
@@ -160,37 +171,37 @@ class Folder:
             if sequences_in_name(file.name)
         ]
 
-    def parts(self) -> list[Part]:
-        """The parts that count, by day and then in order of arrival.
+    def files(self) -> list[DataFile]:
+        """The data files that count, by day and then in order of arrival.
 
         Hold the files lock while they are in use: they may be removed otherwise.
         """
-        parts = [self._part(name) for name in self.names()]
-        replaced = frozenset[str]().union(*(part.replaces for part in parts))
+        files = [self._file(name) for name in self.names()]
+        replaced = frozenset[str]().union(*(file.replaces for file in files))
         return sorted(
-            (part for part in parts if part.name not in replaced),
-            key=lambda part: (part.day, part.runs[0][0]),
+            (file for file in files if file.name not in replaced),
+            key=lambda file: (file.day, file.appends[0][0]),
         )
 
     def replaced(self) -> list[str]:
-        """Parts that a compaction made others from and could not remove any more."""
-        counting = {part.name for part in self.parts()}
+        """Files that a compaction replaced by others and did not live to remove."""
+        counting = {file.name for file in self.files()}
         return [name for name in self.names() if name not in counting]
 
-    def _part(self, name: str) -> Part:
+    def _file(self, name: str) -> DataFile:
         status = (self.root / name).stat()
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         with self._known_lock:
             known = self._known.get(name)
         if known is not None and known[0] == stamp:
             return known[1]
-        part = read_part(self.root, name)
+        file = read_file(self.root, name)
         with self._known_lock:
-            self._known[name] = (stamp, part)
-        return part
+            self._known[name] = (stamp, file)
+        return file
 
-    def place(self, temporary: Path, name: str) -> None:
-        """Give a written part its name, durably. Hold the append lock."""
+    def publish(self, temporary: Path, name: str) -> None:
+        """Give a written file its name, durably. Hold the append lock."""
         path = self.root / name
         try:
             path.parent.mkdir(exist_ok=True)
@@ -202,15 +213,16 @@ class Folder:
             raise write_error(self.root, error) from None
 
     def remove(self, name: str) -> None:
-        """Delete a part, and its day's folder with its last one. Hold both locks."""
+        """Delete a file, and its day's folder with its last one. Hold both locks."""
+        path = self.root / name
         try:
-            (self.root / name).unlink(missing_ok=True)
-            with suppress(OSError):  # other parts are in it
-                (self.root / name).parent.rmdir()
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # other files are in it
+                path.parent.rmdir()
         except OSError as error:
-            raise StoreError(f"cannot delete {self.root / name}: {error.strerror}") from None
+            raise StoreError(f"cannot delete {path}: {error.strerror}") from None
 
 
 def _of_a_new_store(path: Path) -> bool:
-    """Whether this is one of the files that are there before the marker is."""
+    """Whether this is one of the files that exist before the marker does."""
     return path.name in (APPEND_LOCK, FILES_LOCK, MARKER) or path.name.startswith(f".{MARKER}.")

@@ -1,9 +1,9 @@
-"""A SQLite file of ours: how it is opened, made, brought up to date, and what its errors mean.
+"""The SQLite file: how it is opened, created and migrated, and what its errors mean.
 
-All access goes through one SQLite library, the one in the ADBC driver: it moves Arrow columns in
-and out of C, several times faster than Python rows. Two SQLite libraries must not hold one file
-open in one process (POSIX locks belong to the process, so the second one's close drops the first
-one's locks): do not open a live store with Python's own `sqlite3`. Other processes may, any time.
+All access goes through the SQLite library in the ADBC driver: it moves Arrow columns in and out of
+C, several times faster than Python rows. Two SQLite libraries must not have one file open in one
+process (POSIX locks belong to the process, so closing it in one drops the other's locks): do not
+open an open store with Python's `sqlite3`. Other processes may at any time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ import pyarrow as pa
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import BATCH_ROWS
+from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
 # MIGRATIONS[i] is the SQL script that takes a file from schema version i + 1 to i + 2.
 MIGRATIONS: tuple[str, ...] = ()
-BUSY_TIMEOUT_S = 30.0
 CACHE_KIB = 64 * 1024
 _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 
-# What SQLite says, and what it means to the user. ADBC hands on no result codes, only the words.
+# SQLite's messages, and what they mean to the user. ADBC passes on messages, not result codes.
 _MEANINGS = (
     ("is locked", "{path} is locked by another process: wait until it is done, or stop it"),
-    ("not a database", "{path} is no SQLite file: give another path"),
+    ("not a database", "{path} is not a SQLite file: give another path"),
     ("malformed", "{path} is damaged: restore it from a backup, or save what `sqlite3 {path} "
                   ".recover` still reads"),
     ("readonly", "{path} or its folder is read-only: make it writable, or work on a copy"),
@@ -53,22 +52,22 @@ _MEANINGS = (
 def store_error(path: Path, error: dbapi.Error) -> StoreError:
     """What an error of the driver means to the user."""
     text = str(error)
-    for words, meaning in _MEANINGS:
-        if words in text:
+    for message, meaning in _MEANINGS:
+        if message in text:
             return StoreError(meaning.format(path=path))
     return StoreError(f"{path}: {text.splitlines()[0]}")
 
 
 class Database(AbstractContextManager["Database"]):
-    """One connection. Not for two threads at once.
+    """One connection. Not thread-safe.
 
     Args:
-        path: an existing file, or one to be made with `mode` "rwc".
+        path: an existing file, or with `mode` "rwc" a new one.
         mode: of SQLite's URIs: "ro", "rw" or "rwc".
         busy_timeout_s: how long to wait for another process's lock.
 
     Raises:
-        StoreError: from every method, in the user's words.
+        StoreError: from every method.
     """
 
     def __init__(self, path: Path, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
@@ -81,13 +80,12 @@ class Database(AbstractContextManager["Database"]):
         except dbapi.Error as error:
             raise store_error(path, error) from None
         try:
-            # NORMAL: a committed batch survives the death of the process, kill -9 included. Power
-            # loss may take back the batches since the last checkpoint, whole ones, and never harms
-            # the file.
+            # NORMAL: a committed batch survives kill -9 of the process. Power loss may undo whole
+            # batches since the last checkpoint, and never damages the file.
             self.run(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
             self.run("PRAGMA synchronous = NORMAL")
             self.run(f"PRAGMA cache_size = -{CACHE_KIB}")
-            self.pragma("user_version")  # only now is the file itself looked at
+            self.pragma("user_version")  # the first access to the file itself
         except StoreError:
             self.close()
             raise
@@ -104,12 +102,12 @@ class Database(AbstractContextManager["Database"]):
         parameters: Sequence[Any] | pa.RecordBatch | None = None,
         batch_rows: int = BATCH_ROWS,
     ) -> pa.Table:
-        """The answer to one query.
+        """The result of one query.
 
         Args:
-            parameters: one value for each `?`, or a batch with a column for each, whose rows are
-                bound in turn; their answers follow one another.
-            batch_rows: at least the rows expected: the driver takes a column's type from that many.
+            parameters: one value for each `?`, or a batch with a column for each: the query runs
+                once for each row, and the results are concatenated.
+            batch_rows: at least the rows expected: the driver infers column types from that many.
         """
         try:
             with self._connection.cursor(adbc_stmt_kwargs={_BATCH_ROWS: str(batch_rows)}) as cursor:
@@ -123,7 +121,7 @@ class Database(AbstractContextManager["Database"]):
         return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
     def run(self, sql: str, parameters: Sequence[Any] | pa.RecordBatch | None = None) -> None:
-        """Run one statement, once for each row where `parameters` is a batch."""
+        """Run one statement, once for each row if `parameters` is a batch."""
         try:
             with self._connection.cursor() as cursor:
                 if isinstance(parameters, pa.RecordBatch):
@@ -135,22 +133,22 @@ class Database(AbstractContextManager["Database"]):
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """All or nothing of what is done inside, and no other writer meanwhile.
+        """A transaction: all or nothing, without other writers.
 
-        Without `write`: one and the same state of the file for all that is read inside.
+        Without `write`, all reads inside see the same state of the file.
         """
         self.run("BEGIN IMMEDIATE" if write else "BEGIN")
         try:
             yield
             self.run("COMMIT")
         except BaseException:
-            # SQLite has already rolled back after a full disk; then there is nothing to undo.
+            # After a full disk SQLite has rolled back already.
             with suppress(StoreError):
                 self.run("ROLLBACK")
             raise
 
     def scalar(self, sql: str) -> int:
-        """The one whole number that a query gives."""
+        """The integer that a query returns."""
         return int(self.rows(sql)[0][0])
 
     def pragma(self, name: str) -> int:
@@ -178,13 +176,13 @@ def open_database(
     busy_timeout_s: float = BUSY_TIMEOUT_S,
     migrations: Sequence[str] = MIGRATIONS,
 ) -> Database:
-    """The store at `path`, made or brought up to date where that is needed and allowed.
+    """The store at `path`, created or migrated if that is needed and allowed.
 
     Args:
-        migrations: the scripts from each schema version to the next, oldest first.
+        migrations: the scripts from each schema version to the next, in order.
 
     Raises:
-        StoreError: missing, not ours, of a newer version, locked, or not to be read or written.
+        StoreError: missing, not ours, of a newer version, locked, or not permitted.
     """
     target = len(migrations) + 1
     if not path.parent.is_dir():
@@ -231,8 +229,8 @@ def _read_only(path: Path, busy_timeout_s: float) -> Database:
     try:
         return Database(path, "ro", busy_timeout_s)
     except StoreError:
-        # A reader of a WAL file makes its lock file beside it. Where it may not, and nothing waits
-        # in a WAL, nobody is writing: SQLite may then take the file as it is, without locks.
+        # A reader of a WAL database creates a lock file beside it. If it may not, and there is no
+        # WAL, nobody is writing: SQLite may then read the file without locks.
         wal = path.with_name(f"{path.name}-wal")
         if os.access(path.parent, os.W_OK) or wal.exists():
             raise
@@ -244,7 +242,7 @@ def _create(database: Database) -> None:
     deadline = time.monotonic() + database.busy_timeout_s
     while True:
         try:
-            # The busy timeout does not cover the switch to WAL, where two processes may meet.
+            # The busy timeout does not cover the switch to WAL, which another process may be doing.
             database.run("PRAGMA page_size = 8192")
             database.run("PRAGMA journal_mode = WAL")
             break
@@ -253,7 +251,7 @@ def _create(database: Database) -> None:
                 raise
             time.sleep(0.02)
     with database.transaction():
-        if not database.is_empty():  # another process was first
+        if not database.is_empty():  # another process was faster
             return
         for statement in statements(script):
             if not _sets_up_file(statement):
@@ -261,14 +259,14 @@ def _create(database: Database) -> None:
 
 
 def _sets_up_file(statement: str) -> bool:
-    """Whether a statement of schema.sql must stand outside of a transaction, or is one's edge."""
+    """Whether a statement of schema.sql must run outside a transaction, or begins or ends one."""
     bare = " ".join(line for line in statement.splitlines() if not line.startswith("--")).strip()
     return bare.startswith(("PRAGMA page_size", "PRAGMA journal_mode", "BEGIN", "COMMIT"))
 
 
 def _migrate(database: Database, migrations: Sequence[str]) -> None:
     with database.transaction():
-        # Another process may have been first: look again now that nobody else can write.
+        # Another process may have been faster: check again now that nobody else can write.
         version = database.pragma("user_version")
         for number, script in enumerate(migrations[version - 1 :], start=version + 1):
             for statement in statements(script):

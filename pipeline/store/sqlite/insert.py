@@ -35,7 +35,7 @@ WHERE session_ref = ?10"""
 
 
 def insert(db: Database, rows: pa.RecordBatch) -> int:
-    """Insert the rows whose keys are new; how many."""
+    """Insert the rows whose keys are new; returns how many."""
     newest = db.scalar("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'requests'")
     keys = _keys(db, rows)
     keep = _unseen(db, keys, newest)
@@ -52,10 +52,10 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     seq = np.arange(first, first + count)
     times = integers(rows.column("captured_at"))
     phases = rows.column("phase")
-    # A word that no row uses may be any word.
+    # The dictionary may have unused values.
     phase_codes = np.array(
-        [record.PHASES.index(word) if word in record.PHASES else -1
-         for word in phases.dictionary.to_pylist()]
+        [record.PHASES.index(phase) if phase in record.PHASES else -1
+         for phase in phases.dictionary.to_pylist()]
     )  # fmt: skip
     arrays = {
         "seq": seq,
@@ -72,7 +72,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         "top_experts": rows_.experts_to_blobs(rows.column("top_experts")),
     }
     with ThreadPoolExecutor(1) as helper:
-        # Zones take a fifth of the time that the insert does; both leave the interpreter lock.
+        # Zones take a fifth of the insert's time; both release the interpreter lock.
         zones = helper.submit(_zones, rows)
         db.run(_INSERT, pa.record_batch(arrays))
     _add_to_blocks(db, seq, captures, times)
@@ -119,13 +119,13 @@ def _unseen(db: Database, keys: Ints, newest: int) -> np.ndarray[Any, np.dtype[n
 
 
 def _captures(db: Database, rows: pa.RecordBatch) -> tuple[Ints, Ints]:
-    models, model_words = encoded(rows.column("model").cast(pa.string()))
-    ids, id_words = encoded(rows.column("capture_id").cast(pa.string()))
+    models, model_names = encoded(rows.column("model").cast(pa.string()))
+    ids, id_names = encoded(rows.column("capture_id").cast(pa.string()))
     layouts = rows.column("layout").to_numpy()
     found = distinct(models, ids, layouts)
     values = {
-        "model": model_words.take(pa.array(models[found.first])),
-        "capture_id": id_words.take(pa.array(ids[found.first])),
+        "model": model_names.take(pa.array(models[found.first])),
+        "capture_id": id_names.take(pa.array(ids[found.first])),
         "layout": layouts[found.first].astype(np.int64),
     }
     return found.code, _intern(db, "captures", "capture_ref", values)
@@ -142,7 +142,7 @@ def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Disti
 
 
 def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
-    """References of rows of `table` with these values, made where they are new: int64[m]."""
+    """References of the rows of `table` with these values, inserted if they are new: int64[m]."""
     batch = pa.record_batch(values)
     names, marks = ", ".join(values), ", ".join("?" * len(values))
     db.run(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", batch)

@@ -1,4 +1,4 @@
-"""Records as the columns of the SQLite tables, and back (schema.sql says what each holds)."""
+"""Records to columns of the SQLite tables and back (schema.sql describes the columns)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
-from pipeline.store.columns import Ints, distinct, integers, words
+from pipeline.store.columns import Ints, dictionary_column, distinct, integers
 
 VECTOR_BYTES = 4 * DIMENSIONS
 POSITION_BITS, LAYER_BITS = 24, 9
@@ -76,7 +76,7 @@ def experts_to_blobs(column: pa.ListArray) -> pa.Array:
     offsets = np.zeros(len(column) + 1, np.int32)
     np.cumsum(2 * lengths, out=offsets[1:])
     values = pc.fill_null(column.flatten(), -1).to_numpy(zero_copy_only=False).astype("<i2")
-    # One byte too many, so that the empty blob has an address: to SQLite no address means NULL.
+    # One spare byte, so that an empty blob has an address: without one SQLite stores NULL.
     data = pa.py_buffer(values.tobytes() + b"\0")
     whole = pa.Array.from_buffers(
         pa.binary(), len(column), [None, pa.py_buffer(offsets.tobytes()), data]
@@ -91,7 +91,6 @@ def experts_from_blobs(column: pa.Array) -> pa.Array:
     lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
     offsets = np.zeros(len(column) + 1, np.int32)
     np.cumsum(lengths // 2, out=offsets[1:])
-    # A null has no bytes, so what lies between the first and the last offset is all values.
     data = b"".join(blob for blob in column.to_pylist() if blob)
     lists = pa.ListArray.from_arrays(
         pa.array(offsets, mask=None), pa.array(np.frombuffer(data, "<i2").astype(np.int16))
@@ -106,8 +105,8 @@ def decode(
 
     Args:
         table: the table columns that `SOURCES` names for `columns`, n rows.
-        columns: which record fields to make.
-        look_up: gives the rows of the table "requests", "captures" or "sessions" with the given
+        columns: the record fields to return.
+        look_up: returns the rows of the table "requests", "captures" or "sessions" with the given
             references, in their order.
     """
     stored = {
@@ -122,8 +121,8 @@ def decode(
     if any(SOURCES.get(name) == "capture" for name in columns):
         captures = distinct(refs := integers(stored["capture"]))
         known = look_up("captures", refs[captures.first])
-        made["model"] = words(captures.code, known.column("model"))
-        made["capture_id"] = words(captures.code, known.column("capture_id"))
+        made["model"] = dictionary_column(captures.code, known.column("model"))
+        made["capture_id"] = dictionary_column(captures.code, known.column("capture_id"))
         layouts = integers(known.column("layout")).astype(np.uint8)
         made["layout"] = pa.array(layouts[captures.code])
     if "session_id" in columns:
@@ -131,7 +130,7 @@ def decode(
         names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
         made["session_id"] = names.take(pa.array(sessions.code))
     if "phase" in columns:
-        made["phase"] = words(integers(stored["phase"]), pa.array(record.PHASES))
+        made["phase"] = dictionary_column(integers(stored["phase"]), pa.array(record.PHASES))
     if "vector" in columns:
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:
@@ -150,7 +149,7 @@ def _from_keys(
     keys: Ints, columns: list[str], look_up: Callable[[str, Ints], pa.RecordBatch]
 ) -> dict[str, pa.Array]:
     refs = keys >> REQUEST_SHIFT
-    # Rows of one request stand together in most batches, so look at the runs before sorting.
+    # Rows of one request are adjacent in most batches, so runs are found before sorting.
     starts = np.flatnonzero(np.diff(refs, prepend=-1))
     runs = distinct(refs[starts])
     requests = look_up("requests", refs[starts][runs.first])

@@ -15,8 +15,9 @@ CREATE TABLE captures (
     UNIQUE (model, capture_id, layout)
 );
 
--- One row per client session of a capture, and one (session_id NULL) for what a capture took
--- outside of any session. The counts say what was ever appended; pruning does not lower them.
+-- One row per client session of a capture, and one (session_id NULL) for the rows without a
+-- session. The counts are of all rows ever appended; pruning does not lower them. The zones are
+-- those of the standard thresholds.
 CREATE TABLE sessions (
     session_ref INTEGER PRIMARY KEY AUTOINCREMENT,
     session_id TEXT,
@@ -34,8 +35,8 @@ CREATE TABLE sessions (
 );
 CREATE UNIQUE INDEX sessions_without_id ON sessions (capture) WHERE session_id IS NULL;
 
--- Request ids, interned. `page` is 0 but for positions past 2^24 or layers past 510, whose high
--- bits it holds: ((layer + 1) >> 9 << 8) | (position >> 24).
+-- Request ids, interned. `page` holds the high bits of positions past 2^24 and layers past 510, and
+-- is 0 otherwise: ((layer + 1) >> 9 << 8) | (position >> 24).
 CREATE TABLE requests (
     request_ref INTEGER PRIMARY KEY AUTOINCREMENT,
     request_id TEXT NOT NULL,
@@ -62,7 +63,7 @@ CREATE TABLE fingerprints (
 );
 CREATE UNIQUE INDEX fingerprints_by_key ON fingerprints (key);
 
--- The fingerprints as records, to look at: SELECT * FROM records LIMIT 10.
+-- The fingerprints as readable records: SELECT * FROM records LIMIT 10.
 CREATE VIEW records AS SELECT
     seq,
     request_id,
@@ -84,8 +85,8 @@ FROM fingerprints
     JOIN captures ON captures.capture_ref = fingerprints.capture
     JOIN sessions ON sessions.session_ref = fingerprints.session;
 
--- What each run of 65,536 sequence numbers holds, so that a window of time or a count of groups
--- reads a few summaries instead of every row. block = seq >> 16
+-- A summary of each 65,536 sequence numbers, so that a time window or a count of groups reads a few
+-- summaries instead of every row. block = seq >> 16
 CREATE TABLE blocks (
     block INTEGER NOT NULL,
     capture INTEGER NOT NULL REFERENCES captures,
@@ -95,7 +96,7 @@ CREATE TABLE blocks (
     PRIMARY KEY (block, capture)
 ) WITHOUT ROWID;
 
--- Whole numbers by name: next_seq, duplicates, and `rejected: <reason>`.
+-- Integers by name: next_seq, duplicates, and `rejected: <reason>`.
 CREATE TABLE totals (
     name TEXT PRIMARY KEY,
     value INTEGER NOT NULL
@@ -130,7 +131,7 @@ CREATE TABLE clusters (
     PRIMARY KEY (run_id, cluster_id)
 ) WITHOUT ROWID;
 
--- "attn" in ASCII, so that another program's file is not taken for ours.
+-- "attn" in ASCII, so that another program's file is not mistaken for a store.
 PRAGMA application_id = 1635021934;
 PRAGMA user_version = 1;
 

@@ -14,23 +14,24 @@ from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.base import (
     BATCH_ROWS,
+    BUSY_TIMEOUT_S,
     EVERYTHING,
     Appended,
     Counts,
     Group,
     Selection,
+    columns_to_scan,
     from_micros,
     run_values,
     to_micros,
-    wanted_columns,
 )
 from pipeline.store.columns import Ints
 
 from . import rows as rows_
-from .file import BUSY_TIMEOUT_S, Database, open_database
+from .file import Database, open_database
 from .insert import BLOCK_BITS, insert
 
-# Blocks deleted in one transaction of a prune (about a million rows): writers get their turn.
+# Blocks pruned in one transaction (about a million rows), so that writers get their turn.
 PRUNE_BLOCKS = 16
 
 _LOOK_UP = {
@@ -104,7 +105,7 @@ class SqliteStore:
         return Appended(inserted, duplicates, rejected)
 
     def prune(self, before: datetime) -> int:
-        """See `Store.prune`. The file keeps its size; the room is used again by later rows."""
+        """See `Store.prune`. The file keeps its size; later rows reuse the space."""
         self._check_writable()
         limit, deleted = to_micros(before), 0
         keys_of_one = 1 << rows_.REQUEST_SHIFT
@@ -139,15 +140,15 @@ class SqliteStore:
     def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         """See `Store.record_run`."""
         self._check_writable()
-        noted, noted_clusters = run_values(run, clusters)
+        recorded, recorded_clusters = run_values(run, clusters)
         with self._lock, self._db.transaction():
-            self._db.run("DELETE FROM clusters WHERE run_id = ?", (noted["run_id"],))
+            self._db.run("DELETE FROM clusters WHERE run_id = ?", (recorded["run_id"],))
             self._db.run(
-                f"INSERT OR REPLACE INTO discovery_runs ({', '.join(noted)})"
-                f" VALUES ({', '.join('?' * len(noted))})",
-                tuple(noted.values()),
+                f"INSERT OR REPLACE INTO discovery_runs ({', '.join(recorded)})"
+                f" VALUES ({', '.join('?' * len(recorded))})",
+                tuple(recorded.values()),
             )
-            for cluster in noted_clusters:
+            for cluster in recorded_clusters:
                 self._db.run(
                     f"INSERT INTO clusters ({', '.join(cluster)})"
                     f" VALUES ({', '.join('?' * len(cluster))})",
@@ -157,7 +158,7 @@ class SqliteStore:
     # -- reading
 
     def snapshot(self) -> dict[str, Any]:
-        """See `Store.snapshot`: the highest sequence number given out."""
+        """See `Store.snapshot`: the highest sequence number so far."""
         with self._lock:
             next_seq = self._db.scalar("SELECT value FROM totals WHERE name = 'next_seq'")
         return {"kind": "sqlite", "seq": next_seq - 1}
@@ -170,8 +171,8 @@ class SqliteStore:
         columns: Sequence[str] | None = None,
         batch_rows: int = BATCH_ROWS,
     ) -> Iterator[pa.RecordBatch]:
-        """See `Store.scan`: rows in order of arrival, read over a connection of its own."""
-        names = wanted_columns(columns)
+        """See `Store.scan`: rows in order of arrival, read through a separate connection."""
+        names = columns_to_scan(columns)
         mark = self.snapshot() if snapshot is None else snapshot
         if mark.get("kind") != "sqlite":
             raise StoreError(f"the snapshot {mark} was not taken of a SQLite store")
@@ -191,13 +192,15 @@ class SqliteStore:
             def look_up(table: str, refs: Ints) -> pa.RecordBatch:
                 found = db.table(_LOOK_UP[table], pa.record_batch({"ref": refs}), len(refs))
                 if found.num_rows != len(refs):
-                    raise StoreError(f"{self.path} is damaged: {table} that rows refer to are gone")
+                    raise StoreError(
+                        f"{self.path} is damaged: {table} that rows refer to are missing"
+                    )
                 return found.combine_chunks().to_batches()[0]
 
             for low, high in _ranges(db, selection, last_seq):
                 for start in range(low, high, batch_rows):
                     stop = min(start + batch_rows, high)
-                    # One read transaction, so that a prune cannot take a name away in between.
+                    # One read transaction, so that a prune cannot delete a name in between.
                     db.run("BEGIN")
                     table = db.table(query, (start, stop, *values), batch_rows)
                     batch = rows_.decode(table, names, look_up) if table.num_rows else None
@@ -206,7 +209,7 @@ class SqliteStore:
                         yield batch
 
     def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
-        """See `Store.groups`: from the block summaries, and rows only at the window's edges."""
+        """See `Store.groups`: from block summaries; rows are read only at the window's edges."""
         start, end = _bounds(selection)
         with self._lock, self._db.transaction(write=False):
             where, values = _conditions(self._db, Selection(None, None, selection.model,
@@ -216,7 +219,7 @@ class SqliteStore:
                 f" WHERE first_at >= ? AND last_at < ?{where} GROUP BY capture",
                 (start, end, *values),
             )
-            # The + keeps SQLite from sorting every row into an index for this one question.
+            # The + keeps SQLite from building an index of every row for this query.
             found += self._db.rows(
                 "SELECT f.capture, count(*), min(captured_at), max(captured_at) FROM"
                 " (SELECT * FROM blocks WHERE last_at >= ?1 AND first_at < ?2"
@@ -224,7 +227,7 @@ class SqliteStore:
                 " CROSS JOIN fingerprints AS f"
                 f" ON f.seq >= b.block << {BLOCK_BITS} AND f.seq < b.block + 1 << {BLOCK_BITS}"
                 " WHERE +f.capture = b.capture AND captured_at >= ?1 AND captured_at < ?2"
-                " GROUP BY b.block, b.capture",  # the order they are read in: nothing to sort
+                " GROUP BY b.block, b.capture",  # the order of reading: no sort needed
                 (start, end, *values),
             )
             names = {
@@ -282,7 +285,7 @@ class SqliteStore:
 
 
 def _bounds(selection: Selection) -> tuple[int, int]:
-    """The window as whole numbers that any captured_at lies between."""
+    """The window as two integers that every captured_at can be compared with."""
     start, end = selection.window
     return -(2**63) if start is None else start, 2**63 - 1 if end is None else end
 
@@ -301,7 +304,7 @@ def _conditions(db: Database, selection: Selection) -> tuple[str, tuple[int, ...
     if wanted:
         match = " AND ".join(f"{name} = ?" for name in wanted)
         refs = db.rows(f"SELECT capture_ref FROM captures WHERE {match}", tuple(wanted.values()))
-        # Literals: these are our own whole numbers, and their count varies.
+        # Literals: these are our integers, and their number varies.
         where += f" AND capture IN ({', '.join(str(ref) for (ref,) in refs)})"
     return where, tuple(values)
 

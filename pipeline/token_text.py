@@ -1,4 +1,4 @@
-"""Token texts: the tokens of a model as people read them, from its own tokenizer.json."""
+"""Token texts: a model's tokens as people read them, from its tokenizer.json."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def open_tokens(path: Path | None, model: str) -> TokenText:
 
     Args:
         path: a tokenizer.json, or a folder that holds one. With None, the folder that `model` names
-            is looked in, and where that holds none that can be read, every text is None.
-        model: the model's name in the store: a local folder, or the name of a hub.
+            is searched; if it holds none that can be read, every text is None.
+        model: the model's name in the store: a local folder or a hub name.
 
     Raises:
         OptionError: `path` holds no tokenizer that can be read.
@@ -45,13 +45,17 @@ def open_tokens(path: Path | None, model: str) -> TokenText:
 
 
 def visible(text: str) -> str:
-    """`text` with blanks and line breaks shown as ␣, ⇥ and ⏎, what cannot be seen escaped, and at
-    most 24 characters of it."""
+    """At most 24 characters of `text`, with blanks and line breaks as ␣, ⇥ and ⏎, and with other
+    invisible characters escaped."""
     names = {" ": BLANK, "\n": LINE_BREAK, "\t": TAB}
     shown = [
-        names.get(sign)
-        or (sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii"))
-        for sign in text[: MOST_CHARACTERS + 1]
+        names.get(character)
+        or (
+            character
+            if character.isprintable()
+            else character.encode("unicode_escape").decode("ascii")
+        )
+        for character in text[: MOST_CHARACTERS + 1]
     ]
     kept = 0
     length = 0
@@ -87,23 +91,23 @@ def _texts(path: Path) -> TokenText:
         # From a file or a str, the library raises a bare Exception.
         tokenizer = Tokenizer.from_buffer(content)
     except ValueError:
-        raise OptionError(f"{path} is no tokenizer: give the model's own {FILE}") from None
+        raise OptionError(f"{path} is not a tokenizer: give the model's own {FILE}") from None
     added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
     before = _anchor(tokenizer)
     prefix = tokenizer.decode(before, skip_special_tokens=False)
 
     @cache
     def text(token_id: int) -> str | None:
-        piece = tokenizer.id_to_token(token_id) if 0 <= token_id < 2**31 else None
-        if piece is None:
+        token = tokenizer.id_to_token(token_id) if 0 <= token_id < 2**31 else None
+        if token is None:
             return None
         if token_id in added:
             return visible(added[token_id])
         decoded = tokenizer.decode([*before, token_id], skip_special_tokens=False)
         own = decoded[len(prefix) :] if decoded.startswith(prefix) else decoded
         if _REPLACED in own:
-            return visible(_part_of_character(piece))
-        return visible(own or piece)
+            return visible(_as_bytes(token))
+        return visible(own or token)
 
     return text
 
@@ -118,17 +122,17 @@ def _anchor(tokenizer: Tokenizer) -> list[int]:
 
 
 @cache
-def _bytes_of_signs() -> dict[str, int]:
-    """The bytes behind the printable signs of a byte-level vocabulary (GPT-2's table)."""
+def _byte_characters() -> dict[str, int]:
+    """The byte behind each printable character of a byte-level vocabulary (GPT-2's table)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = [byte for byte in range(256) if byte not in plain]
-    signs = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(len(moved))]
-    return dict(zip(signs, plain + moved, strict=True))
+    characters = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(len(moved))]
+    return dict(zip(characters, plain + moved, strict=True))
 
 
-def _part_of_character(piece: str) -> str:
-    """A piece that is no whole character, as its bytes: `\\xe2\\x80`."""
-    table = _bytes_of_signs()
-    if piece.startswith("<0x") or not all(sign in table for sign in piece):
-        return piece
-    return bytes(table[sign] for sign in piece).decode("utf-8", "backslashreplace")
+def _as_bytes(token: str) -> str:
+    """A token that is not a whole character, as its bytes: `\\xe2\\x80`."""
+    table = _byte_characters()
+    if token.startswith("<0x") or not all(character in table for character in token):
+        return token
+    return bytes(table[character] for character in token).decode("utf-8", "backslashreplace")

@@ -1,0 +1,30 @@
+"""64-bit hashes of request ids and keys: the same in every process, version and package.
+
+The Parquet store writes them into footers and discovery draws its samples by them, so neither
+function may ever change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+
+
+def string_hashes(strings: pa.Array) -> Hashes:
+    """BLAKE2b-64 of each string of a column without nulls: uint64[n]."""
+    digests = [hashlib.blake2b(s.encode(), digest_size=8).digest() for s in strings.to_pylist()]
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+
+
+def mix64(values: Hashes) -> Hashes:
+    """A fixed bijective scramble of 64-bit numbers, uint64[n] (the finaliser of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,196 @@
+"""Files of the Parquet store: how one is written, and what its footer says about its rows.
+
+The footer summarises the rows (groups, and the range of positions of each request), so that a store
+knows what a file holds, and whether two files can share a key, without reading rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from capture_kernels.errors import StoreError
+from pipeline import record
+from pipeline.durable import sync
+from pipeline.hashing import Hashes, mix64, string_hashes
+from pipeline.store.base import BATCH_ROWS
+from pipeline.store.columns import Ints, encoded, integers, one_chunk
+
+from .summary import Summary, merge, pack, summarize, unpack
+
+FOOTER_KEY = "attn"
+DAY_US = 86_400_000_000
+TEMPORARY_PREFIX, TEMPORARY_SUFFIX = ".part-", ".tmp"
+_NAME = re.compile(r"part-(\d{12})(?:-(\d{12}))?\.parquet")
+# Few distinct values: a dictionary pays. Vectors and counters have none, and would only try.
+_DICTIONARY_COLUMNS = ["request_id", "session_id", "prompt_len", "layer", "model", "capture_id",
+                       "layout", "phase"]  # fmt: skip
+_temporary_numbers = count()
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file: rows of one day, in order of arrival.
+
+    Args:
+        name: path within the store, `day=2026-01-10/part-000000000007.parquet`.
+        appends: (sequence number, rows) of each append that the rows come from, ascending.
+        replaces: names of the files that this one was made from; they are to be ignored.
+    """
+
+    name: str
+    day: str
+    appends: tuple[tuple[int, int], ...]
+    replaces: frozenset[str]
+    summary: Summary
+    metadata: pq.FileMetaData
+
+    @property
+    def rows(self) -> int:
+        return int(self.metadata.num_rows)
+
+    def rows_until(self, sequence: int) -> int:
+        """How many rows were appended up to `sequence`: they are the first ones of the file."""
+        return sum(rows for number, rows in self.appends if number <= sequence)
+
+    def sequences(self) -> Ints:
+        """The append that each row came with: int64[rows]."""
+        numbers, rows = np.array(self.appends, np.int64).T
+        return np.repeat(numbers, rows)
+
+
+def file_name(day: str, first: int, last: int) -> str:
+    """The name of the file with the rows of the appends `first` to `last`."""
+    span = f"{first:012}" if first == last else f"{first:012}-{last:012}"
+    return f"day={day}/part-{span}.parquet"
+
+
+def sequences_in_name(name: str) -> tuple[int, int] | None:
+    """First and last append of the file called `name`; None for any other file."""
+    match = _NAME.fullmatch(Path(name).name)
+    return (int(match[1]), int(match[2] or match[1])) if match else None
+
+
+def key_hashes(rows: pa.Table) -> tuple[Hashes, Hashes]:
+    """Hashes of request_id and of the whole key of each row: uint64[n] each.
+
+    Two of a billion keys share a hash with a probability of about 1/40. Only rows whose request is
+    in two files at overlapping positions are ever compared by it.
+    """
+    codes, ids = encoded(one_chunk(rows.column("request_id")))
+    requests = string_hashes(ids)[codes]
+    low = integers(rows.column("position")) << 16 | integers(rows.column("layer")) + 1
+    return requests, mix64(requests + mix64(low.astype(np.uint64)))
+
+
+def write_file(
+    folder: Path, batches: Iterable[pa.RecordBatch], footer: dict[str, Any] | None = None
+) -> Path:
+    """Write rows to a temporary file in `folder` and fsync it; its path, to be renamed.
+
+    Args:
+        footer: `runs` (the appends) and `replaces` of a compacted file.
+
+    Raises:
+        StoreError: the disk is full, or the folder cannot be written.
+    """
+    number = next(_temporary_numbers)
+    temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{number}{TEMPORARY_SUFFIX}"
+    made = False
+    summaries = []
+    try:
+        temporary.touch(exist_ok=False)
+        made = True
+        with pq.ParquetWriter(
+            temporary,
+            record.SCHEMA,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=_DICTIONARY_COLUMNS,
+            use_byte_stream_split=["vector.list.element"],
+        ) as writer:
+            for batch in batches:
+                writer.write_batch(batch, row_group_size=BATCH_ROWS)
+                summaries.append(summarize(batch))
+            about = pack(merge(summaries)) | (footer or {})
+            writer.add_key_value_metadata({FOOTER_KEY: json.dumps(about)})
+        sync(temporary)
+    except BaseException as error:
+        if made:
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise write_error(folder, error) from None
+        raise
+    return temporary
+
+
+def read_file(root: Path, name: str) -> DataFile:
+    """The file called `name`, its footer read.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        StoreError: it is damaged or not ours.
+    """
+    sequences = sequences_in_name(name)
+    try:
+        metadata = pq.read_metadata(root / name)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowInvalid, OSError) as error:
+        raise damaged(root / name, error) from None
+    packed = (metadata.metadata or {}).get(FOOTER_KEY.encode())
+    if packed is None or sequences is None:
+        raise StoreError(f"{root / name} was not written by this store: move it out of the folder")
+    about = json.loads(packed)
+    appends = about.get("runs") or [[sequences[0], metadata.num_rows]]
+    return DataFile(
+        name=name,
+        day=Path(name).parent.name.removeprefix("day="),
+        appends=tuple((int(sequence), int(rows)) for sequence, rows in appends),
+        replaces=frozenset(about.get("replaces", ())),
+        summary=unpack(about),
+        metadata=metadata,
+    )
+
+
+def read_rows(root: Path, file: DataFile, row_group: int, columns: list[str]) -> pa.Table:
+    """Some columns of one row group.
+
+    Raises:
+        StoreError: the file is damaged or gone.
+    """
+    try:
+        with pq.ParquetFile(root / file.name, metadata=file.metadata) as opened:
+            # One thread: a scan reads several row groups at once instead.
+            return opened.read_row_group(row_group, columns=columns, use_threads=False)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise damaged(root / file.name, error) from None
+
+
+def write_error(path: Path, error: OSError) -> StoreError:
+    """What a failed write means to the user."""
+    reason = error.strerror or str(error).splitlines()[0]
+    return StoreError(
+        f"cannot write in {path} ({reason}): nothing of this batch was stored; "
+        "make room or make it writable, and send it again"
+    )
+
+
+def damaged(path: Path, error: Exception) -> StoreError:
+    """What a file that cannot be read means to the user."""
+    if isinstance(error, PermissionError):
+        return StoreError(f"{path} cannot be read: permission denied")
+    return StoreError(
+        f"{path} is damaged or cannot be read ({str(error).splitlines()[0]}): "
+        "restore it, or delete it to go on without its rows"
+    )
