@@ -7,7 +7,7 @@ and table entries that belong to no key point far outside the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -166,6 +166,34 @@ def paged_case(
         query_rows=exact_queries,
         keys=split(keys),
         values=None if values is None else split(values),
+    )
+
+
+def other_layer(case: PagedCase, seed: int, dtype: torch.dtype | None = None) -> PagedCase:
+    """Other keys of the same requests, in the same slots, and other queries: float64 truth too.
+
+    Args:
+        dtype: of the keys, 8 bits wide; they are then descaled by 2. None for that of the case.
+    """
+    random = torch.Generator().manual_seed(seed)
+    queries = torch.randn(case.queries.shape, generator=random).to(case.queries.dtype)
+    exact_queries = queries[: case.active].double().numpy()
+    queries[case.active :] = torch.nan
+    numbers = torch.randn(case.k_cache.shape, generator=random).to(dtype or case.k_cache.dtype)
+    keys = numbers.double() * (1.0 if dtype is None else 2.0)
+    used = ~case.k_cache.isnan().cpu()
+    assert case.req_to_token is not None and case.req_pool_indices is not None
+    slots = [
+        case.req_to_token[case.req_pool_indices[row], :length].long().cpu()
+        for row, length in enumerate(case.lengths)
+    ]
+    return replace(
+        case,
+        queries=queries.to(DEVICE),
+        k_cache=torch.where(used, numbers.float(), torch.nan).to(numbers.dtype).to(DEVICE),
+        descale=None if dtype is None else torch.full((keys.shape[1],), 2.0, device=DEVICE),
+        query_rows=exact_queries,
+        keys=[keys[each].numpy() for each in slots],
     )
 
 

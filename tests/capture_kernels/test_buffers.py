@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -396,7 +396,6 @@ def test_a_writer_that_overtakes_the_copy_leaves_no_torn_record(overtaken, torn)
     writer.check_all(drain)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     capacity=st.sampled_from([8, 16]),
     actions=st.lists(

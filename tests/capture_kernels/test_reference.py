@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError
@@ -184,7 +184,6 @@ def make(case, **changes):
     return q, k, options | {"scale": 8**-0.5, "position": case["t"], "sinks": sinks}
 
 
-@settings(max_examples=80, deadline=None)
 @given(case=cases, layout=st.sampled_from(Layout))
 def test_the_means_over_the_heads_are_the_fingerprint_of_the_exact_rows(case, layout):
     q, k, options = make(case)
@@ -208,7 +207,6 @@ def test_the_means_over_the_heads_are_the_fingerprint_of_the_exact_rows(case, la
     assert found.sink_mass.mean() == pytest.approx(truth.sink_mass, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases)
 def test_without_a_mask_the_logits_and_logsumexp_give_the_exact_row(case):
     q, k, options = make(case, visibility=Visibility())
@@ -219,7 +217,6 @@ def test_without_a_mask_the_logits_and_logsumexp_give_the_exact_row(case):
     np.testing.assert_allclose(found.mean, rows.mean(axis=0), atol=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
 @given(case=cases)
 def test_bins_and_bands_are_shares_of_one_whole(case):
     q, k, options = make(case)
@@ -235,7 +232,6 @@ def test_bins_and_bands_are_shares_of_one_whole(case):
         assert (share >= 0).all() and (share <= 1 + 1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases, few=st.integers(0, 8), more=st.integers(0, 80))
 def test_a_longer_top_k_begins_with_the_shorter_one(case, few, more):
     q, k, options = make(case)
@@ -255,7 +251,6 @@ def test_a_longer_top_k_begins_with_the_shorter_one(case, few, more):
         np.testing.assert_allclose(every.top_mass, 1.0, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases, shift=st.floats(-300, 300))
 def test_a_shift_of_all_logits_changes_only_logits_and_logsumexp(case, shift):
     q, k, options = make(case, soft_cap=None)
@@ -275,7 +270,6 @@ def test_a_shift_of_all_logits_changes_only_logits_and_logsumexp(case, shift):
     assert moved.valid == whole.valid
 
 
-@settings(max_examples=40, deadline=None)
 @given(case=cases, sink=st.floats(-50, 50))
 def test_a_learned_sink_changes_only_what_has_it_in_the_denominator(case, sink):
     q, k, options = make(case, with_sinks=False)

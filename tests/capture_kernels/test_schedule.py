@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -187,7 +187,6 @@ def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, a
     assert_rows(steps, [row_fields(n, visibility, window, all_keys=all_keys) for n in lengths])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     # Sizes of which each is compiled once on a device.
     lengths=st.sampled_from([1, 3, 16]).flatmap(
