@@ -38,14 +38,9 @@ TUNING_TOP = TUNING._replace(warps=4)
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_values(
     partial, partial_values, row_table, block_ptr, program_ptr, sinks, value_descale, output,
-    stride_or, stride_oh, num_rows,
-    HEADS: tl.constexpr,
-    QUERIES_A_KEY: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    VALUE_DESCALE: tl.constexpr,
+    stride_or, stride_oh, num_rows, HEADS: tl.constexpr, QUERIES_A_KEY: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STATISTICS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, VALUE_DESCALE: tl.constexpr,
 ):  # fmt: skip
     """The output of one row and head; a row without keys keeps what it holds."""
     AT_ONCE: tl.constexpr = 16

@@ -51,9 +51,7 @@ def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr
 @triton.jit
 def merge_splits(
     partial, row_table, block_ptr, program_ptr, heads, sinks, per_head, row, number, num_rows,
-    HEADS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of one row and head. Returns its logsumexp: float32[1]."""
     c = tl.arange(0, 32)
@@ -127,16 +125,9 @@ def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
 def finish(
     partial, row_table, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived,
     candidates, uncertain_tops, uncertain_buckets, rescan_queue, positions, top_values, top_mass,
-    num_rows, programs, first_layer, max_rows, layers,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    TOP_SPLITS: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows and heads of all pending layers in turns."""
     c = tl.arange(0, 32)

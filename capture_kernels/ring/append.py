@@ -79,17 +79,9 @@ def _is_recorded(
 @triton.jit(do_not_specialize=["rows", "layer_stride"])
 def append_records(
     statistics, position, handle, phase, enabled, num_active, layer_numbers, slots, state, rows,
-    layer_stride,
-    LAYERS: tl.constexpr,
-    PER_LAYER: tl.constexpr,
-    LAYERED: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SCAN_ROWS: tl.constexpr,
-    SCAN_ITEMS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
+    LAYOUT: tl.constexpr, CAPACITY: tl.constexpr, SCAN_ROWS: tl.constexpr, SCAN_ITEMS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     rows = tl.minimum(tl.load(num_active), rows)
     asked = tl.full([], 0, tl.int32)

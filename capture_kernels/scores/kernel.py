@@ -60,21 +60,10 @@ def _add_products(y, q, keys, there, dims, DEPTH: tl.constexpr, UPCAST: tl.const
 def scores_pass(
     query, keys, table, heads, descale, sinks, partial, out, rows, start, columns, max_lanes,
     mask_prefix, window, bend, unit, stride_qr, stride_qh, stride_ks, stride_kh, stride_table,
-    stride_descale, stride_or, stride_oh, stride_oc,
-    WRITE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    DESCALE: tl.constexpr,
-    SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    stride_descale, stride_or, stride_oh, stride_oc, WRITE: tl.constexpr, GROUP: tl.constexpr,
+    PER_KEY: tl.constexpr, DEPTH: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    SPLITS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOWED: tl.constexpr, DESCALE: tl.constexpr,
+    SINKS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     turn, blocks = tl.program_id(0), tl.num_programs(0)
     pack, packs = tl.program_id(1), tl.num_programs(1)

@@ -6,20 +6,28 @@ and table entries that belong to no key point far outside the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOW = pytest.mark.slow
 Form = Literal["req_to_token", "kv_indptr"]
 # A slot, a length and a table row that no cache of a test has: reading there is a fault.
 HUGE = 2**30
 HUGE_REQUEST = 2**40
+
+
+def cases(*fast: tuple[Any, ...], slow: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+    """Parameters for pytest from (id, values...); the slow ones are for make test-all."""
+    made = [pytest.param(*values, id=name) for name, *values in fast]
+    return made + [pytest.param(*values, id=name, marks=SLOW) for name, *values in slow]
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,25 @@ def other_layer(case: PagedCase, seed: int, dtype: torch.dtype | None = None) ->
         query_rows=exact_queries,
         keys=[keys[each].numpy() for each in slots],
     )
+
+
+def without_waiting(step: Callable[[], Any]) -> Any:
+    """Run a step, once compiled, that may neither allocate nor wait for the device: its result."""
+    step()
+    torch.cuda.synchronize()
+
+    def allocated() -> tuple[int, int]:
+        count = torch.cuda.memory_stats()["allocation.all.allocated"]
+        return count, torch.cuda.memory_allocated()
+
+    before = allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert allocated() == before
+    return found
 
 
 def as_float64(numbers: Tensor | ArrayLike) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from paged import DEVICE, HUGE, assert_close, paged_case  # noqa: E402
+from paged import DEVICE, HUGE, SLOW, assert_close, cases, paged_case, without_waiting  # noqa: E402
 
 from capture_kernels.constants import LOGSUMEXP  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
@@ -34,7 +34,6 @@ from capture_kernels.launch import HeadGroups  # noqa: E402
 ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
-SLOW = pytest.mark.slow
 
 # Some five times what float32 gives on a CPU. Tensor cores sum each mass as two bfloat16.
 if ON_GPU:
@@ -170,107 +169,44 @@ def on_device(*numbers, dtype=torch.float32):
     return torch.tensor(numbers, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shape", "paged", "options"),
-    [
-        pytest.param(
-            [1, 2, 63, 64, 65, 129, 257],
-            (2, 1, 40),
-            {"seq_dtype": torch.int32, "padding_rows": 2},
-            {},
-            id="odd lengths",
-        ),
-        pytest.param(
-            [130, 7],
-            (35, 1, 32),
-            {"dtype": torch.bfloat16, "form": "kv_indptr"},
-            {"programs": 50},
-            id="MQA",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [66, 2, 129],
-            (3, 3, 96),
-            {"dtype": torch.float32, "size": 3.0, "form": "kv_indptr", "padding_rows": 1},
-            {"programs": 7},
-            id="a key head each",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [129, 5],
-            (8, 2, 128),
-            {"dtype": torch.bfloat16, "size": 2.0},
-            {"sinks": on_device(-3.0, 0.0, 1.0, 2.0, 4.0, 9.0, -30.0, 30.0)},
-            id="learned sinks",
-        ),
-        pytest.param([65], (8, 1, 256), {"padding_rows": 1}, {}, id="head_dim 256", marks=SLOW),
-        pytest.param(
-            [129, 3], (6, 2, 80), {"size": 10.0}, {"soft_cap": 5.0, "scale": 0.2}, id="soft cap"
-        ),
-        pytest.param(
-            [1, 49, 50, 51, 91, 200],
-            (4, 2, 32),
-            {},
-            {"window": 50, "visibility": Visibility(1, 0, 90)},
-            id="a wide window over the model's",
-        ),
-        pytest.param(
-            [2, 64, 65, 101, 140],
-            (2, 1, 32),
-            {},
-            {"window": 64, "visibility": Visibility(4, 2, 20), "programs": 1},
-            id="a narrow window under the model's",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [11, 12, 14, 15, 74, 75, 200],
-            (2, 1, 32),
-            {"form": "kv_indptr"},
-            {"visibility": Visibility(14, 10), "window": 190},
-            id="masked prefix",
-            marks=SLOW,
-        ),
-        pytest.param([1, 2, 70], (4, 2, 32), {}, {"visibility": Visibility(0)}, id="no sinks"),
-        pytest.param(
-            [1, 3, 4, 5, 130], (4, 2, 32), {}, {"visibility": Visibility(4)}, id="four sinks"
-        ),
-        pytest.param(
-            [1, 70], (4, 2, 32), {}, {"visibility": Visibility(100)}, id="more sinks than keys"
-        ),
-        pytest.param(
-            [100, 9],
-            (12, 3, 32),
-            {},
-            {"chosen": (11, 4, 0, 3, 5), "sinks": on_device(*range(12))},
-            id="chosen heads",
-        ),
-        pytest.param([100], (12, 3, 32), {"dtype": torch.float32}, {"chosen": (6,)}, id="one head"),
-        pytest.param(
-            [131, 9],
-            (4, 2, 64),
-            {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]},
-            {"soft_cap": 30.0},
-            id="float8 e4m3",
-        ),
-        pytest.param(
-            [131, 9],
-            (4, 2, 64),
-            {"dtype": torch.float8_e5m2, "descale": 0.5, "query_dtype": torch.bfloat16},
-            {},
-            id="float8 e5m2",
-            marks=SLOW,
-        ),
-        pytest.param([70], (2, 1, 32), {"dtype": torch.float8_e4m3fn}, {}, id="float8 as it is"),
-        pytest.param(
-            [131, 9],
-            (4, 2, 64),
-            {"dtype": torch.float8_e4m3fn, "query_dtype": torch.float32, "size": 4.0},
-            {},
-            id="float8 with float32 queries",
-            marks=SLOW,
-        ),
+# fmt: off
+KINDS_OF_ROWS = cases(
+    ("odd lengths", [1, 2, 63, 64, 65, 129, 257], (2, 1, 40), {"seq_dtype": torch.int32,
+     "padding_rows": 2}, {}),
+    ("learned sinks", [129, 5], (8, 2, 128), {"dtype": torch.bfloat16, "size": 2.0},
+     {"sinks": on_device(-3.0, 0.0, 1.0, 2.0, 4.0, 9.0, -30.0, 30.0)}),
+    ("soft cap", [129, 3], (6, 2, 80), {"size": 10.0}, {"soft_cap": 5.0, "scale": 0.2}),
+    ("a wide window over the model's", [1, 49, 50, 51, 91, 200], (4, 2, 32), {}, {"window": 50,
+     "visibility": Visibility(1, 0, 90)}),
+    ("no sinks", [1, 2, 70], (4, 2, 32), {}, {"visibility": Visibility(0)}),
+    ("four sinks", [1, 3, 4, 5, 130], (4, 2, 32), {}, {"visibility": Visibility(4)}),
+    ("more sinks than keys", [1, 70], (4, 2, 32), {}, {"visibility": Visibility(100)}),
+    ("chosen heads", [100, 9], (12, 3, 32), {}, {"chosen": (11, 4, 0, 3, 5),
+     "sinks": on_device(*range(12))}),
+    ("one head", [100], (12, 3, 32), {"dtype": torch.float32}, {"chosen": (6,)}),
+    ("float8 e4m3", [131, 9], (4, 2, 64), {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]},
+     {"soft_cap": 30.0}),
+    ("float8 as it is", [70], (2, 1, 32), {"dtype": torch.float8_e4m3fn}, {}),
+    slow=[
+        ("MQA", [130, 7], (35, 1, 32), {"dtype": torch.bfloat16, "form": "kv_indptr"},
+         {"programs": 50}),
+        ("a key head each", [66, 2, 129], (3, 3, 96), {"dtype": torch.float32, "size": 3.0,
+         "form": "kv_indptr", "padding_rows": 1}, {"programs": 7}),
+        ("head_dim 256", [65], (8, 1, 256), {"padding_rows": 1}, {}),
+        ("a narrow window under the model's", [2, 64, 65, 101, 140], (2, 1, 32), {}, {"window": 64,
+         "visibility": Visibility(4, 2, 20), "programs": 1}),
+        ("masked prefix", [11, 12, 14, 15, 74, 75, 200], (2, 1, 32), {"form": "kv_indptr"},
+         {"visibility": Visibility(14, 10), "window": 190}),
+        ("float8 e5m2", [131, 9], (4, 2, 64), {"dtype": torch.float8_e5m2, "descale": 0.5,
+         "query_dtype": torch.bfloat16}, {}),
+        ("float8 with float32 queries", [131, 9], (4, 2, 64), {"dtype": torch.float8_e4m3fn,
+         "query_dtype": torch.float32, "size": 4.0}, {}),
     ],
 )
+# fmt: on
+
+
+@pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS_OF_ROWS)
 def test_rows_of_every_kind_agree_with_the_reference(lengths, shape, paged, options):
     check(paged_case(lengths, *shape, **paged), **options)
 
@@ -308,17 +244,6 @@ def test_blocks_of_several_tiles(max_length, block_keys, programs):
 def test_tiles_of_one_set_of_ranges_are_flushed_together(programs):
     # Long enough that no range begins or ends for several tiles; or each of 40 is a split.
     check(paged_case([2500], 2, 1, 16, size=4.0), max_length=3000, programs=programs)
-
-
-def test_equal_logits_are_spread_evenly():
-    case = paged_case([3, 10, 70, 130], 2, 1, 32, size=0.0)
-    found = check(case)
-    assert_close(found.entropy, np.ones((4, 2)), **MASSES)
-    for row, length in enumerate(case.lengths):
-        counts = np.bincount(log2_bins(np.arange(length - 1)), minlength=16)
-        expected = np.tile(counts / (length - 1), (2, 1))
-        assert_close(found.hist[row], expected, **MASSES)
-        assert_close(found.sink_mass[row], [1 / length] * 2, **MASSES)
 
 
 def test_of_huge_logits_the_largest_has_it_all():
@@ -714,29 +639,23 @@ def test_tensors_that_do_not_fit_a_plan_are_refused(change):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("joined", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
-@pytest.mark.parametrize(
-    ("shape", "paged", "options"),
-    [
-        pytest.param((16, 4, 24), {}, {"chosen": [1, 4, 6, 7, 8, 13]}, id="some heads"),
-        pytest.param(
-            (8, 4, 64),
-            {"dtype": torch.float8_e4m3fn, "descale": [0.5, 2.0, 1.0, 3.0]},
-            {"sinks": torch.arange(8.0, device=DEVICE)},
-            id="float8",
-            marks=SLOW,
-        ),
-        pytest.param((8, 8, 40), {"padding_rows": 1}, {}, id="a key head each", marks=SLOW),
-        pytest.param((6, 6, 33), {}, {"window": 50}, id="no power of two", marks=SLOW),
-        pytest.param(
-            (8, 4, 64),
-            {"dtype": torch.float8_e4m3fn, "query_dtype": torch.bfloat16},
-            {},
-            id="float8 with bfloat16 queries",
-            marks=SLOW,
-        ),
+# fmt: off
+JOINED_HEADS = cases(
+    ("some heads", (16, 4, 24), {}, {"chosen": [1, 4, 6, 7, 8, 13]}),
+    slow=[
+        ("float8", (8, 4, 64), {"dtype": torch.float8_e4m3fn, "descale": [0.5, 2.0, 1.0, 3.0]},
+         {"sinks": torch.arange(8.0, device=DEVICE)}),
+        ("a key head each", (8, 8, 40), {"padding_rows": 1}, {}),
+        ("no power of two", (6, 6, 33), {}, {"window": 50}),
+        ("float8 with bfloat16 queries", (8, 4, 64), {"dtype": torch.float8_e4m3fn,
+         "query_dtype": torch.bfloat16}, {}),
     ],
 )
+# fmt: on
+
+
+@pytest.mark.parametrize("joined", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(("shape", "paged", "options"), JOINED_HEADS)
 def test_key_heads_may_be_joined(joined, shape, paged, options):
     case = paged_case([1, 70, 0, 200], *shape, **paged)
     tuning = PAIRS._replace(key_heads=joined)
@@ -820,16 +739,7 @@ def test_a_run_neither_waits_nor_allocates():
         plan.run(case.queries, case.k_cache, sinks=sinks)
         return plan.answer()
 
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
-    assert after == before
+    found = without_waiting(step)
     assert_statistics(found, reference(case, visibility=Visibility(1, 3), sinks=sinks))
 
 

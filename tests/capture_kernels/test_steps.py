@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-from paged import DEVICE, assert_close, other_layer, paged_case  # noqa: E402
+from paged import DEVICE, assert_close, cases, other_layer, paged_case, without_waiting  # noqa: E402
 from test_fused_decode import assert_outputs, exact_outputs  # noqa: E402
 from test_statistics import (  # noqa: E402
+    MASSES,
     active_rows,
     assert_statistics,
     needs_gpu,
@@ -26,8 +27,10 @@ from test_topk import MASS, ON_GPU, assert_top, large_keys, mean_probabilities, 
 from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
 from capture_kernels.decode.step.layers import NOTED  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
+from capture_kernels.fingerprint.vector import Layout, fingerprint  # noqa: E402
 from capture_kernels.ring.append import AppendPlan, StepRows  # noqa: E402
-from capture_kernels.ring.ring import Ring  # noqa: E402
+from capture_kernels.ring.ring import Drain, Ring  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 LENGTHS = [40, 0, 3]
@@ -69,18 +72,22 @@ def assert_layer(found, case, sinks, **asked):
         assert_top(found.top, case, sinks=sinks, **asked)
 
 
-@pytest.mark.parametrize(
-    ("pending", "float8", "sinks"),
-    [
-        pytest.param(2, (), True, id="two at once"),
-        pytest.param(3, (1,), True, id="some are float8"),
-        pytest.param(1, (), True, id="one by one", marks=pytest.mark.slow),
-        pytest.param(3, (), True, id="all at once", marks=pytest.mark.slow),
-        pytest.param(0, (), True, id="keys are read again", marks=pytest.mark.slow),
-        pytest.param(3, (0, 1, 2), True, id="all are float8", marks=pytest.mark.slow),
-        pytest.param(3, (), False, id="some have learned sinks", marks=pytest.mark.slow),
+# fmt: off
+KINDS_OF_LAYERS = cases(
+    ("two at once", 2, (), True),
+    ("some are float8", 3, (1,), True),
+    slow=[
+        ("one by one", 1, (), True),
+        ("all at once", 3, (), True),
+        ("keys are read again", 0, (), True),
+        ("all are float8", 3, (0, 1, 2), True),
+        ("some have learned sinks", 3, (), False),
     ],
 )
+# fmt: on
+
+
+@pytest.mark.parametrize(("pending", "float8", "sinks"), KINDS_OF_LAYERS)
 def test_layers_of_a_step_are_the_references_however_many_wait(pending, float8, sinks):
     layers = layers_of(3, float8=float8, sinks=sinks)
     case, asked = layers[0][0], {"top_k": 3, "mean_top_k": 2, "hubs": True}
@@ -160,19 +167,33 @@ def test_fused_decode_has_its_output_at_once():
         assert_layer(plan.answer(number), layer, sinks, k=2, mean_k=0)
 
 
-def test_all_layers_go_to_the_ring_as_one_record():
+@pytest.mark.parametrize("layout", Layout)
+def test_the_record_of_all_layers_is_the_fingerprint_of_their_attention(layout):
     layers = layers_of(2)
     case = layers[0][0]
     plan = plan_for(case, layers=2)
     schedule(plan, case)
     run_layers(plan, layers)
     ring, rows = Ring(64, DEVICE), case.rows
-    append = AppendPlan(ring, max_rows=rows + 1, layers=[0, 9])
+    append = AppendPlan(ring, max_rows=rows + 1, layers=[0, 9], layout=layout)
     flags = torch.ones(rows, dtype=torch.uint8, device=DEVICE)
     position, handle = case.seq_lens.int() - 1, torch.arange(rows, device=DEVICE)
     append.run(plan.mean[:, :rows], StepRows(position, handle, flags, flags, active_rows(case)))
-    # A row of a single key, the sink, and one of none have no record.
-    assert int(ring.state[0]) == sum(length > 1 for length in LENGTHS)
+    records = Drain(ring).flush()
+    # The row without keys has no record.
+    assert records["handle"].tolist() == [0, 2]
+    for record in records:
+        row, t = int(record["handle"]), int(record["position"])
+        exact = [
+            attention_rows(
+                layer.query_rows[row][None], layer.keys[row], scale=0.25, positions=[t],
+                sinks=sinks.cpu().numpy(),
+            )[0]
+            for layer, sinks in layers
+        ]  # fmt: skip
+        truth = fingerprint(exact, t, layout)
+        assert_close(record["vector"], truth.vector, **MASSES)
+        assert_close([record["sink_mass"]], [truth.sink_mass], **MASSES)
 
 
 def test_a_step_without_rows_has_layers_all_the_same():
@@ -249,16 +270,7 @@ def test_a_graph_of_several_layers_follows_the_lengths_of_each_step():
     with torch.cuda.graph(graph):
         found = step(captured, hubs[0])
     random = np.random.default_rng(0)
-    step(eager, hubs[1])
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph.replay()
-        step(eager, hubs[1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    without_waiting(lambda: (graph.replay(), step(eager, hubs[1])))
     for _ in range(30):
         random_step(case, random, case.seq_lens)
         flags = random.integers(0, 2, case.active)

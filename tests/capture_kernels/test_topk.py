@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-from paged import DEVICE, assert_close, assert_top_k, paged_case  # noqa: E402
+from paged import DEVICE, SLOW, assert_close, assert_top_k, cases, paged_case  # noqa: E402
 from test_statistics import active_rows, on_device, page_table, plan_for  # noqa: E402
 
 from capture_kernels.decode.fused import FusedDecodePlan  # noqa: E402
@@ -102,94 +102,46 @@ def check(case, *, k=3, mean_k=3, scratch=64 << 20, **options):
     return top
 
 
-SLOW = pytest.mark.slow
 KEPT_OR_NOT = pytest.mark.parametrize("scratch", [64 << 20, 0], ids=["kept", "read again"])
 FLOAT8 = {"dtype": torch.float8_e4m3fn}
 MASKS = on_device(0, 5, 3, 89, 100, 7, dtype=torch.int32)
 
 
-@KEPT_OR_NOT
-@pytest.mark.parametrize(
-    ("lengths", "shape", "paged", "options"),
-    [
-        pytest.param([0, 1, 33, 97], (2, 1, 16), {}, {"tuning": Tuning(tile=32)}, id="lengths"),
-        pytest.param(
-            [70, 3],
-            (2, 1, 16),
-            {"dtype": torch.bfloat16},
-            {
-                "soft_cap": 3.0,
-                "sinks": on_device(4.0, -3.0),
-                "window": 60,
-                "visibility": Visibility(2, 5, 66),
-            },
-            id="caps, sinks, windows and a mask",
-        ),
-        pytest.param(
-            [2, 63, 64, 65, 129, 307], (2, 1, 40), {}, {"k": 5}, id="more lengths", marks=SLOW
-        ),
-        pytest.param(
-            [130, 5], (4, 4, 32), {"form": "kv_indptr"}, {"k": 1, "mean_k": 1}, id="one", marks=SLOW
-        ),
-        pytest.param([150, 3], (1, 1, 32), {}, {"k": 64, "mean_k": 64}, id="most", marks=SLOW),
-        pytest.param([200], (2, 1, 16), {}, {"k": 0, "mean_k": 7}, id="mean alone", marks=SLOW),
-        pytest.param([200], (2, 1, 16), {}, {"k": 17, "mean_k": 0}, id="heads alone", marks=SLOW),
-        pytest.param([70], (33, 1, 16), {}, {"k": 2}, id="many heads on one key head", marks=SLOW),
-        pytest.param(
-            [90, 40], (12, 3, 32), {}, {"chosen": (11, 0, 4, 5)}, id="chosen heads", marks=SLOW
-        ),
-        pytest.param(
-            [140, 7, 3, 90, 64],
-            (4, 2, 32),
-            {},
-            {"masks": MASKS, "visibility": Visibility(2, 70), "k": 9},
-            id="masked prefixes by row",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [150, 9], (4, 2, 64), {**FLOAT8, "descale": [0.25, 2.0]}, {}, id="float8", marks=SLOW
-        ),
-        pytest.param(
-            [150, 9],
-            (4, 2, 64),
-            {**FLOAT8, "query_dtype": torch.bfloat16},
-            {},
-            id="float8 with bfloat16 queries",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [3_000, 5],
-            (2, 1, 16),
-            {},
-            {"programs": 50, "mean_k": 0, "max_length": 3_000},
-            id="many splits",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [3_000],
-            (2, 1, 16),
-            {},
-            {"programs": 50, "k": 30, "max_length": 3_000},
-            id="many splits and a larger k",
-            marks=SLOW,
-        ),
-        pytest.param(
-            [3_000, 700, 40, 1],
-            (1, 1, 16),
-            {},
-            {"programs": 29, "k": 16, "max_length": 3_000},
-            id="several splits",
-            marks=SLOW,
-        ),
-        pytest.param([150, 9], (4, 2, 32), {"size": 300.0}, {}, id="huge logits", marks=SLOW),
-        pytest.param(
-            [300, 5], (8, 4, 40), {}, {"k": 16, "mean_k": 0}, id="joined key heads", marks=SLOW
-        ),
-        pytest.param(
-            [260, 600], (1, 1, 16), {}, {"max_length": 600_000}, id="large blocks", marks=SLOW
-        ),
+# fmt: off
+KINDS_OF_TOPS = cases(
+    ("lengths", [0, 1, 33, 97], (2, 1, 16), {}, {"tuning": Tuning(tile=32)}),
+    ("caps, sinks, windows and a mask", [70, 3], (2, 1, 16), {"dtype": torch.bfloat16},
+     {"soft_cap": 3.0, "sinks": on_device(4.0, -3.0), "window": 60, "visibility": Visibility(2, 5,
+     66)}),
+    slow=[
+        ("more lengths", [2, 63, 64, 65, 129, 307], (2, 1, 40), {}, {"k": 5}),
+        ("one", [130, 5], (4, 4, 32), {"form": "kv_indptr"}, {"k": 1, "mean_k": 1}),
+        ("most", [150, 3], (1, 1, 32), {}, {"k": 64, "mean_k": 64}),
+        ("mean alone", [200], (2, 1, 16), {}, {"k": 0, "mean_k": 7}),
+        ("heads alone", [200], (2, 1, 16), {}, {"k": 17, "mean_k": 0}),
+        ("many heads on one key head", [70], (33, 1, 16), {}, {"k": 2}),
+        ("chosen heads", [90, 40], (12, 3, 32), {}, {"chosen": (11, 0, 4, 5)}),
+        ("masked prefixes by row", [140, 7, 3, 90, 64], (4, 2, 32), {}, {"masks": MASKS,
+         "visibility": Visibility(2, 70), "k": 9}),
+        ("float8", [150, 9], (4, 2, 64), {**FLOAT8, "descale": [0.25, 2.0]}, {}),
+        ("float8 with bfloat16 queries", [150, 9], (4, 2, 64), {**FLOAT8,
+         "query_dtype": torch.bfloat16}, {}),
+        ("many splits", [3_000, 5], (2, 1, 16), {}, {"programs": 50, "mean_k": 0,
+         "max_length": 3_000}),
+        ("many splits and a larger k", [3_000], (2, 1, 16), {}, {"programs": 50, "k": 30,
+         "max_length": 3_000}),
+        ("several splits", [3_000, 700, 40, 1], (1, 1, 16), {}, {"programs": 29, "k": 16,
+         "max_length": 3_000}),
+        ("huge logits", [150, 9], (4, 2, 32), {"size": 300.0}, {}),
+        ("joined key heads", [300, 5], (8, 4, 40), {}, {"k": 16, "mean_k": 0}),
+        ("large blocks", [260, 600], (1, 1, 16), {}, {"max_length": 600_000}),
     ],
 )
+# fmt: on
+
+
+@KEPT_OR_NOT
+@pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS_OF_TOPS)
 def test_the_top_k_is_exact(lengths, shape, paged, options, scratch):
     check(paged_case(lengths, *shape, padding_rows=1, **paged), scratch=scratch, **options)
 
@@ -266,19 +218,21 @@ def large_keys(case, which, row=0):
     case.keys[row][:] = (case.k_cache[slots].double() * factor).cpu().numpy()
 
 
+# fmt: off
+KINDS_OF_KEYS = cases(
+    ("float16", (1, 1, 16), {}, {}),
+    slow=[
+        ("soft cap", (2, 2, 80), {"dtype": torch.bfloat16}, {"soft_cap": 5.0}),
+        ("float8", (1, 1, 160), {**FLOAT8, "descale": [0.5]}, {}),
+    ],
+)
+# fmt: on
+
+
 @pytest.mark.parametrize(
     ("k", "programs"), [(3, 1), *(pytest.param(*each, marks=SLOW) for each in ((64, 1), (16, 60)))]
 )
-@pytest.mark.parametrize(
-    "shape, paged, options",
-    [
-        pytest.param((1, 1, 16), {}, {}, id="float16"),
-        pytest.param(
-            (2, 2, 80), {"dtype": torch.bfloat16}, {"soft_cap": 5.0}, id="soft cap", marks=SLOW
-        ),
-        pytest.param((1, 1, 160), {**FLOAT8, "descale": [0.5]}, {}, id="float8", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("shape, paged, options", KINDS_OF_KEYS)
 def test_large_keys_may_all_be_of_one_bucket(k, programs, shape, paged, options):
     # Every 64th, so that they are in one lane of every tile: more than the two that are kept.
     case = paged_case([500, 30], *shape, **paged)

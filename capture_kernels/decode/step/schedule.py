@@ -85,14 +85,8 @@ def is_split(program_ptr, program, begin, end, last):
 def _schedule_rows(
     seq_lens, starts, enabled, num_active, masks, block_ptr, program_ptr, row_table, base,
     table_stride, num_rows, programs, max_length, model_window, visible_window, mask_prefix,
-    sink_tokens,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_ENABLED: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
-    HAS_MASKS: tl.constexpr,
-    ALL_KEYS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
+    sink_tokens, HAS_LENGTHS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    HAS_MASKS: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     here = row < num_rows

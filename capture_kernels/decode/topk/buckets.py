@@ -66,9 +66,7 @@ def keep_two(y, index, first, second, rest, indices):
 
 @triton.jit
 def write_two(
-    at, first, second, rest, indices, chosen,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
+    at, first, second, rest, indices, chosen, TILE: tl.constexpr, HEADS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Write what `keep_two` has left of a split, in units of ln 2, to each head's candidates `at`,
@@ -161,12 +159,8 @@ def first_block(program_ptr, program, there, begin):
 
 @triton.jit
 def kept_key(
-    head_candidates, program_ptr, program, bucket, there, begin,
-    SECOND: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    head_candidates, program_ptr, program, bucket, there, begin, SECOND: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """The first or the second key kept of some buckets, packed with its distance, or NOTHING; and,
     with SECOND, the largest of the rest. `head_candidates` points to the candidates of a row and

@@ -38,17 +38,9 @@ def probability_shifts(per_head, row, HEADS: tl.constexpr, ALL_HEADS: tl.constex
 @triton.jit
 def mean_of_tile(
     row, newest, distance, real, query, keys, head_table, descale, shifts, factor, soft_cap,
-    stride_qr, stride_qh, stride_kh,
-    STRIDE_KS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
+    stride_qr, stride_qh, stride_kh, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """p of a tile of keys, from the keys: float32[TILE], -inf where a key is not real."""
@@ -85,10 +77,7 @@ def mean_of_tile(
 @triton.jit
 def add_tile(
     p, largest, tile, row, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    KEEP: tl.constexpr,
-    HUBS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's p to the hubs, and write the largest of its block after the block's last tile.
     Returns the largest of each lane so far."""
@@ -110,22 +99,10 @@ def head_mean(
     logits, mean_keys, mean_maxima, hubs, per_head, row_table, block_ptr, base, kv_slots, query,
     keys, addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs,
     longest, num_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
-    STRIDE_KS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEEP: tl.constexpr,
-    HUBS: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
+    RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
@@ -209,13 +186,8 @@ def head_mean(
 @triton.jit(do_not_specialize=["num_rows", "first_layer"])
 def top_mean(
     mean_keys, mean_maxima, chosen_blocks, positions, top_values, row_table, block_ptr, num_rows,
-    logit_blocks, max_blocks, first_layer, max_rows,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
+    logit_blocks, max_blocks, first_layer, max_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, RECOMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean; or, if its p were not kept, the blocks to rescan for it."""
     row, layer = tl.program_id(0), tl.program_id(1)

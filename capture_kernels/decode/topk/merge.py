@@ -29,12 +29,8 @@ from .sort_key import (
 @triton.jit
 def merge_top_k(
     candidates, row_table, block_ptr, program_ptr, row, number, num_rows, programs,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    TOP_SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr,
+    TOP_SPLITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The top k of one head, packed: int64[SIZE]; and its uncertain buckets, as
     program * BUCKETS + bucket: int32[SIZE], -1 elsewhere.

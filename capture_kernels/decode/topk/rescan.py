@@ -30,12 +30,8 @@ ROUNDING = tl.constexpr(1e-5)
 
 @triton.jit
 def key_logits(
-    distance, real, newest, query, keys, factor, soft_cap,
-    STRIDE_KS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    distance, real, newest, query, keys, factor, soft_cap, STRIDE_KS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Natural logits of keys int32[COUNT] with one head's query: float32[COUNT], -inf where the key
     is not real. Without tensor cores, for which one query is too few."""
@@ -79,21 +75,10 @@ def rescan_heads(
     rescan_queue, uncertain_tops, uncertain_buckets, candidates, logits, positions, top_values,
     top_mass, per_head, row_table, block_ptr, program_ptr, base, kv_slots, heads, query, keys,
     addresses, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows, programs, logit_blocks,
-    max_rows, first_layer,
-    STRIDE_KS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    BUCKETS_AT_ONCE: tl.constexpr,
-    KEYS_AT_ONCE: tl.constexpr,
-    LOGITS_KEPT: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
+    max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, BUCKETS_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr,
+    LOGITS_KEPT: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
 ):  # fmt: skip
     """The top k of the queued heads, from all keys of their uncertain buckets."""
     BLOCK: tl.constexpr = TILE * TILES
@@ -180,20 +165,10 @@ def has_chosen_blocks(row_table, block_ptr, row, num_rows, logit_blocks, max_blo
 def rescan_mean(
     chosen_blocks, chosen_tops, per_head, row_table, block_ptr, base, kv_slots, query, keys,
     addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows,
-    logit_blocks, max_blocks, max_rows, first_layer,
-    STRIDE_KS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALL_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS_A_ROW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCALE: tl.constexpr,
+    logit_blocks, max_blocks, max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
+    PROGRAMS_A_ROW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The top k of the head mean in this program's share of a row's chosen blocks."""
@@ -225,10 +200,7 @@ def rescan_mean(
 @triton.jit(do_not_specialize=["num_rows", "first_layer"])
 def merge_mean_tops(
     chosen_tops, positions, top_values, row_table, block_ptr, num_rows, logit_blocks, max_blocks,
-    first_layer, max_rows,
-    PROGRAMS_A_ROW: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
+    first_layer, max_rows, PROGRAMS_A_ROW: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean, from those of the programs of `rescan_mean`."""
     row, layer = tl.program_id(0), tl.program_id(1)
