@@ -7,7 +7,7 @@ DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test lint bench sample test-gpu sanitize-gpu bench-gpu clean
+.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,8 +25,13 @@ discover: $(VENV)/.base
 	$(BIN)/attn db import $(SAMPLE) --db $(DB)
 	$(BIN)/attn discover --db $(DB) --output $(OUTPUT) --hours 0 --long-running
 
+# The everyday tests; tests/README.md lists what only test-all runs.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu and not slow'
+
+# Everything that needs no GPU, with more examples of each property.
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,7 +10,8 @@ from typer.core import TyperGroup
 
 from capture_kernels.errors import AttnError
 from discovery.commands.classify import classify
-from discovery.commands.discover import discover, runs_app
+from discovery.commands.discover import discover
+from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
 from pipeline.store.commands import db_app
 

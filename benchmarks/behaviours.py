@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import REPO, SAMPLE, WrongAnswerError, by_key
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from pipeline.record import KEY
 from pipeline.record import vectors as record_vectors
 
@@ -254,7 +254,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as made:
             if options.artifacts:
-                artifacts = load_artifacts(options.artifacts)
+                artifacts = open_artifacts(options.artifacts)
             else:
                 db = common.make_store(Path(made) / "sample.db", common.read_records(options.db))
                 artifacts = common.run_job(db, Path(made) / "out", SEED).artifacts

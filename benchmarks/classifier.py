@@ -38,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError
 from capture_kernels.fingerprint.vector import Layout
-from discovery.artifacts.classifier import NOISE, Classified, Classifier
+from discovery.artifacts.classifier import Classified, Classifier
 from discovery.artifacts.projection import Projection
-from discovery.artifacts.read import Artifacts, load_artifacts
+from discovery.artifacts.read import Artifacts, open_artifacts
+from discovery.artifacts.schema import NOISE
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 
@@ -113,7 +114,7 @@ def check_answers(
         noise += answers_noise
         beyond += bool(apart[row] > tables.reach and not answers_noise)
         # The landmark that was answered with: it must be the right one, or as near as it.
-        theirs = np.flatnonzero((tables.place == found.place[i]).all(axis=1))
+        theirs = np.flatnonzero((tables.place == found.coordinates[i]).all(axis=1))
         answered = int(theirs[apart[theirs].argmin()]) if len(theirs) else -1
         near_noise_rule = abs(stray - tables.noise_factor * member) < ROUNDING
         as_near = is_noise[answered] == answers_noise and apart[answered] - apart[row] < ROUNDING
@@ -268,7 +269,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as made:
             if options.artifacts:
-                artifacts = load_artifacts(options.artifacts)
+                artifacts = open_artifacts(options.artifacts)
             else:
                 db = common.make_store(Path(made) / "records.db", records)
                 artifacts = common.run_job(db, Path(made) / "out", 42).artifacts

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from capture_kernels.errors import AttnError
-from discovery.artifacts.read import Artifacts, load_artifacts
+from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from pipeline.record import KEY, conform
@@ -143,7 +143,7 @@ def run_job(db: Path, output: Path, seed: int, engine: str = "auto") -> Run:
     run_id = discover(options, now=NOW)["run_id"]
     seconds = time.perf_counter() - began
     # By its own name: `latest` does not move to a run that fails its gate.
-    return Run(load_artifacts(output / run_id), seconds)
+    return Run(open_artifacts(output / run_id), seconds)
 
 
 def by_key(table: pa.Table) -> pa.Table:

@@ -40,8 +40,9 @@ from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError, by_key
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.pca import Moments, fit_projection
 from discovery.artifacts.classifier import Classifier
-from discovery.artifacts.projection import Moments, Projection, square_roots
+from discovery.artifacts.projection import square_roots
 from discovery.engines.cpu import CpuEngine
 from discovery.options import DiscoverOptions
 from discovery.stages import neighbors as neighbors_stage
@@ -151,7 +152,7 @@ def projected(vectors: NDArray[np.float32], space: str, layout: Layout) -> NDArr
     """The rows in one of `SPACES` after the job's PCA: float32[n, d]."""
     if space == "square roots by octave":
         moments = Moments.empty().add(vectors, layout)
-        fitted = Projection.fit(moments.means, np.ones(DIMENSIONS), moments.covariance)
+        fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
         return fitted(vectors, layout)
     values = vectors.astype(np.float64)
     values = square_roots(values) if space == "square roots" else values
@@ -159,7 +160,7 @@ def projected(vectors: NDArray[np.float32], space: str, layout: Layout) -> NDArr
     if space == "z-scores":
         deviation = values.std(axis=0)
         scale = np.where(deviation > 0, deviation, 1.0)
-    fitted = Projection.fit(mean, scale, np.cov(values.T, bias=True))
+    fitted = fit_projection(mean, scale, np.cov(values.T, bias=True))
     return np.asarray(((values - mean) / scale) @ fitted.components, np.float32)
 
 

@@ -45,8 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.artifacts.projection import Moments, Projection
-from discovery.engines.protocol import ENGINES, Engine, open_engine
+from discovery.algorithms.pca import Moments, fit_projection
+from discovery.engines.open import ENGINES, open_engine
+from discovery.engines.protocol import Engine
 from discovery.engines.rapids import why_not
 from discovery.stages.cluster import smallest_cluster
 from discovery.stages.neighbors import self_first
@@ -70,7 +71,7 @@ def map_of_planted(rows: int, engine: Engine) -> NDArray[np.float32]:
     """The map that the engine makes of so many planted rows: float32[n, 2]."""
     vectors, _ = planted(rows, SEED)
     moments = Moments.empty().add(vectors, Layout.LOG16)
-    projection = Projection.fit(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    projection = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
     space = np.ascontiguousarray(projection(vectors, Layout.LOG16))
     indices = np.empty((rows, MAP_NEIGHBORS), np.int32)
     distances = np.empty((rows, MAP_NEIGHBORS), np.float32)

@@ -41,10 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common, large
 from benchmarks.common import NOW, REPO, WrongAnswerError
 from benchmarks.interruptions import published
-from discovery.artifacts.read import load_artifacts
-from discovery.engines.protocol import ENGINES
+from discovery.artifacts.read import open_artifacts
+from discovery.engines.open import ENGINES
 from discovery.job import CHECKPOINT, RUN_FILE
-from discovery.stages.neighbors import rest_part
+from discovery.stages.neighbors import rest_file
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
 LEAST_ARI = 0.99
@@ -98,7 +98,7 @@ class Attempt:
         return (self.checkpoint / stage / "stage.json").exists()
 
     def placing(self) -> bool:
-        return (self.checkpoint / "neighbors" / rest_part(0)).exists()
+        return (self.checkpoint / "neighbors" / rest_file(0)).exists()
 
     def largest_child(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -203,7 +203,7 @@ class Kills:
         same = published(alone) == published(other)
         if same:
             return {"same_files": True, "ari": 1.0}
-        first, second = (load_artifacts(folder).table("embedding") for folder in (alone, other))
+        first, second = (open_artifacts(folder).table("embedding") for folder in (alone, other))
         common.check_same_keys(first, second, f"{name}'s embedding.parquet")
         ari = float(
             adjusted_rand_score(

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from pipeline.store.open import open_store
 from tests.planted import planted, planted_batch
 
@@ -132,7 +132,7 @@ def agreement(folder: Path, rows: int, checked: int) -> dict[str, float | int]:
     truth = {chunk: chunk_rows(chunk, rows)[1] for chunk in checked_chunks(rows, checked)}
     found = {chunk: np.full(len(own), -2, np.int32) for chunk, own in truth.items()}
     total = 0
-    with pq.ParquetFile(load_artifacts(folder).folder / "embedding.parquet") as file:
+    with pq.ParquetFile(open_artifacts(folder).folder / "embedding.parquet") as file:
         for batch in file.iter_batches(columns=["request_id", "position", "cluster_id"]):
             total += batch.num_rows
             words = batch.column("request_id").dictionary_encode()

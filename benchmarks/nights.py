@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from tests.nights import Night, Origin, fortnight, two_nights
@@ -76,7 +76,7 @@ def run_night(night: Night, db: Path, output: Path) -> Found:
     common.make_store(db, night.records)
     options = DiscoverOptions(db=str(db), output=str(output), hours=24)
     manifest = discover(options, now=night.end)
-    artifacts = load_artifacts(output / manifest["run_id"])
+    artifacts = open_artifacts(output / manifest["run_id"])
     clusters = artifacts.table("clusters")
     truth = dict(zip(keys(night.records), night.truth.tolist(), strict=True))
     members: dict[int, Counter[int]] = {}

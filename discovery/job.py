@@ -1,8 +1,7 @@
-"""The job: runs the stages in order, each from its checkpoint where it has one."""
+"""The job: runs the stages in order, each from its checkpoint if it has one."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -12,125 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import NewRunNeededError, RunError
-from capture_kernels.fingerprint.vector import Layout
-from discovery.artifacts.read import MANIFEST, read_manifest
+from discovery.artifacts.read import read_manifest
+from discovery.artifacts.schema import MANIFEST, Manifest
 from discovery.engines.gpu_memory import GpuMemoryErrors
-from discovery.engines.protocol import Engine, open_engine
-from discovery.events.log import Listener, Progress
+from discovery.engines.open import open_engine
+from discovery.events.log import EventLog, Listener
+from discovery.events.schema import (
+    RunFailed,
+    RunFinished,
+    RunInterrupted,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+)
 from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
 from discovery.execution.memory import MemoryPlan, MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
+from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
 from discovery.runs import folder as runs
-from discovery.runs.checkpoint import StageParts, chained_key
+from discovery.runs.checkpoint import chained_key, clear_checkpoint
 from discovery.runs.deletion import sweep
-from discovery.runs.parent import Parent, before_this_run, open_parent
-from discovery.stages import extract, publish
-from discovery.stages.rows import Rows
+from discovery.runs.parent import before_this_run
+from discovery.runs.state import CHECKPOINT, RUN_FILE
+from discovery.stages.context import RunContext
+from discovery.stages.extract import freeze_window
+from discovery.stages.registry import STAGES
 from pipeline.durable import write_json
-from pipeline.store.base import Store
 from pipeline.store.open import open_store
 from pipeline.tokens import open_tokens
 
-from .options import FREE_ON_RESUME, RULES, DiscoverOptions
-from .stages import STAGES
-
-CHECKPOINT = ".checkpoint"
-RUN_FILE = "run.json"
-
-
-class Job:
-    """One discovery run in progress; the stages work on it.
-
-    `parts` belongs to the stage that is running; `stage_parts(name)` gives an earlier one's.
-    """
-
-    def __init__(
-        self,
-        options: DiscoverOptions,
-        run_id: str,
-        saved: dict[str, Any],
-        engine: Engine,
-        executor: Executor,
-        progress: Progress,
-        stop: StopRequest,
-        memory: MemoryPlan,
-    ) -> None:
-        self.options = options
-        self.run_id = run_id
-        self.window: dict[str, Any] = saved["window"]
-        self.layout = Layout(self.window["layout"])
-        self.created_at: str = saved["created_at"]
-        self.follows: dict[str, Any] = saved["follows"]
-        self.executor = executor
-        self.engine = engine
-        self.memory = memory
-        self.folder = options.output_dir / run_id
-        self.summaries: dict[str, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}
-        self.parts: StageParts
-        self._progress = progress
-        self._stop = stop
-        self._finished: dict[str, StageParts] = {}
-
-    def open_store(self, *, read_only: bool = False) -> Store:
-        return open_store(self.options.db, read_only=read_only)
-
-    def stage_parts(self, name: str) -> StageParts:
-        return self._finished[name]
-
-    @functools.cached_property
-    def rows(self) -> Rows:
-        kept = self.summaries["extract"]["rows"]
-        return Rows(
-            self.stage_parts("extract"), kept, self.options.part_rows, self.executor.shares_disk
-        )
-
-    @functools.cached_property
-    def parent(self) -> Parent | None:
-        """The run that this one is compared with, verified; None for the first of its lineage."""
-        run_id = self.follows["parent"]
-        return open_parent(self.options.output_dir, run_id) if run_id else None
-
-    def part_done(self, done: int, total: int) -> None:
-        """Tell that a part is done, and stop or wait here if that was asked for."""
-        self._progress.part_done(self._stage, done, total)
-        self.stop_if_asked()
-
-    def stop_if_asked(self) -> None:
-        """Raise Interrupted where the run should stop; wait where it is paused."""
-        self._stop.check()
-        if self._stop.paused:
-            self._progress.emit("run_paused")
-            self._stop.wait_while_paused()
-            self._progress.emit("run_resumed")
-
-    def run(self) -> dict[str, Any]:
-        """Run or finish every stage; returns the manifest."""
-        key = ""
-        for number, stage in enumerate(STAGES, start=1):
-            self.stop_if_asked()
-            self._stage = stage.name
-            key = chained_key(key, stage.name, stage.parameters(self))
-            self.parts = StageParts(self.folder / CHECKPOINT / stage.name, key)
-            self._progress.emit("stage_started", stage=stage.name, number=number, of=len(STAGES))
-            saved = self.parts.finished()
-            if saved is None:
-                began = time.perf_counter()
-                with GpuMemoryErrors():
-                    summary, says = stage.run(self)
-                seconds = round(time.perf_counter() - began, 3)
-                self.parts.finish(summary, says, seconds)
-            else:
-                summary, says, seconds = saved["summary"], saved["says"], saved["seconds"]
-            self._finished[stage.name] = self.parts
-            self.summaries[stage.name], self.seconds[stage.name] = summary, seconds
-            self._progress.emit(
-                "stage_finished", stage=stage.name, number=number, of=len(STAGES), says=says,
-                seconds=seconds, kept=saved is not None,
-            )  # fmt: skip
-            for event, fields in stage.tells(self) if stage.tells else ():
-                self._progress.emit(event, **fields)
-        return read_manifest(self.folder)
+# The first link of the chain of checkpoint keys: files that another version of this format wrote
+# are not read, but computed again.
+CHECKPOINT_FORMAT = "2"
 
 
 def discover(
@@ -140,28 +52,28 @@ def discover(
     now: datetime | None = None,
     listeners: list[Listener] | None = None,
     stop: StopRequest | None = None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Run a discovery job, or finish one that was stopped; returns the published manifest.
 
     Args:
         options: what to do; with `resume` only its `FREE_ON_RESUME` fields count.
         resume: the run id of the stopped run.
         now: the time that the window ends at and that names the run; the clock by default.
-        listeners: called with every progress event.
-        stop: asks the job to stop at the next part.
+        listeners: called with every event.
+        stop: asks the job to stop at the next chunk.
 
     Raises:
         RunError: nothing to do, another job at work, or a run that cannot be resumed.
-        Interrupted: it stopped where it was asked to; it can be resumed.
+        Interrupted: it stopped as it was asked to; it can be resumed.
     """
     stop = stop or StopRequest()
     stop.limit_hours(options.max_hours)
     output = options.output_dir
     engine = open_engine(options.engine)
     moment = (now or datetime.now(UTC)).astimezone(UTC)
-    # Everything that can be refused is looked at before anything is written.
+    # Everything that can be refused is checked before anything is written.
     with open_store(options.db, read_only=True) as store:
-        window = None if resume else extract.freeze_window(store, options, moment)
+        window = None if resume else freeze_window(store, options, moment)
     if options.tokenizer:
         open_tokens(Path(options.tokenizer), "")
     if resume:
@@ -171,8 +83,8 @@ def discover(
         runs.clean_up(output)
         sweep(output)
         if resume:
-            run_id = runs.run_folder(output, resume).name
-            options, saved = resumed_options(output / run_id, options)
+            folder = runs.run_folder(output, resume)
+            options, saved = resumed_options(folder, options)
         options = options.resolved(engine)
         rows = (window or saved["window"])["rows"]
         memory = plan_memory(options, engine, rows, len(os.sched_getaffinity(0)))
@@ -181,45 +93,72 @@ def discover(
         cleanup.callback(executor.close)
         if window:
             run_id = runs.new_run_id(output, moment)
-            checkpoint = output / run_id / CHECKPOINT
-            checkpoint.mkdir(parents=True)
+            folder = output / run_id
+            (folder / CHECKPOINT).mkdir(parents=True)
             saved = {
                 "run_id": run_id,
                 "created_at": moment.isoformat(),
                 "window": window,
                 "follows": before_this_run(output, run_id, window, options.hours),
             }
-            write_json(checkpoint / RUN_FILE, {**saved, "options": options.as_json()})
+            write_json(folder / CHECKPOINT / RUN_FILE, {**saved, "options": options.as_json()})
 
-        progress = Progress(output / run_id / "progress.jsonl", run_id, listeners or [])
-        cleanup.callback(progress.close)
-        job = Job(options, run_id, saved, engine, executor, progress, stop, memory)
-        progress.emit(
-            "run_started", resumed=resume is not None, model=job.window["model"],
-            layout=job.layout.label, rows=job.window["rows"],
-            engine=f"{job.engine.name} engine, {executor.description}",
+        log = EventLog(folder / "progress.jsonl", folder.name, listeners or [])
+        cleanup.callback(log.close)
+        context = RunContext(options, saved, engine, executor, log, stop, memory)
+        log.emit(
+            RunStarted, resumed=resume is not None, model=context.window["model"],
+            layout=context.layout.label, rows=context.window["rows"],
+            engine=f"{engine.name} engine, {executor.description}",
         )  # fmt: skip
         try:
-            manifest = job.run()
+            run_stages(context)
         except (Interrupted, KeyboardInterrupt) as stopped:
-            says = f"finish it with --resume {run_id}"
-            progress.emit("run_interrupted", reason=str(stopped) or "at once", says=says)
+            says = f"finish it with --resume {context.run_id}"
+            log.emit(RunInterrupted, reason=str(stopped) or "at once", says=says)
             raise
         except BaseException as error:
-            # A bug as much as a full disk: the log says how the run ended.
-            progress.emit("run_failed", reason=str(error) or type(error).__name__)
+            # A bug as much as a full disk: the log records how the run ended.
+            log.emit(RunFailed, reason=str(error) or type(error).__name__)
             raise
-        progress.emit(
-            "run_finished", clusters=manifest["counts"]["clusters"],
+        manifest = read_manifest(folder)
+        log.emit(
+            RunFinished, clusters=manifest["counts"]["clusters"],
             peak_memory_gb=round(watch.peak_gb, 3),
         )  # fmt: skip
-        publish.clear_checkpoint(output / run_id / CHECKPOINT)
-        runs.release_reservation(output, run_id)
+        clear_checkpoint(folder / CHECKPOINT)
+        runs.release_reservation(output, context.run_id)
         return manifest
 
 
+def run_stages(context: RunContext) -> None:
+    """Run every stage that its checkpoint does not hold already."""
+    key, log, of = CHECKPOINT_FORMAT, context.log, len(STAGES)
+    for number, stage in enumerate(STAGES, start=1):
+        context.stop_if_asked()
+        key = chained_key(key, stage.name, stage.parameters(context))
+        context.begin_stage(stage.name, key)
+        log.emit(StageStarted, stage=stage.name, number=number, of=of)
+        saved = context.checkpoint.finished()
+        if saved is None:
+            began = time.perf_counter()
+            with GpuMemoryErrors():
+                summary, says = stage.run(context)
+            seconds = round(time.perf_counter() - began, 3)
+            context.checkpoint.finish(summary, says, seconds)
+        else:
+            summary, says, seconds = saved["summary"], saved["says"], saved["seconds"]
+        context.finish_stage(summary, seconds)
+        log.emit(
+            StageFinished, stage=stage.name, number=number, of=of, says=says, seconds=seconds,
+            kept=saved is not None,
+        )  # fmt: skip
+        for kind, fields in stage.events(context) if stage.events else ():
+            log.emit(kind, **fields)
+
+
 def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
-    """Dask where it was asked for and the plan has room for it; else this process."""
+    """Dask if it was asked for and the plan has room for it; else this process."""
     if options.scheduler or memory.workers:
         return DaskExecutor(
             options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
@@ -230,7 +169,7 @@ def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
 
 
 def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:
-    """The options that the run was started with, save for how and where it is finished."""
+    """The options that the run was started with, except for how and where it is finished."""
     path = folder / CHECKPOINT / RUN_FILE
     if not path.exists():
         if (folder / MANIFEST).exists():

@@ -104,7 +104,7 @@ class DiscoverOptions:
         return replace(
             self,
             umap_sample_size=self.umap_sample_size or engine.fit_rows,
-            batch_size=self.batch_size or engine.part_rows,
+            batch_size=self.batch_size or engine.chunk_rows,
         )
 
     @property
@@ -114,7 +114,7 @@ class DiscoverOptions:
         return self.umap_sample_size
 
     @property
-    def part_rows(self) -> int:
+    def chunk_rows(self) -> int:
         """Rows of a part, of resolved options."""
         assert self.batch_size is not None
         return self.batch_size

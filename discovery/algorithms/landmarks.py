@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import array_module, block_rows, dots, on_host
-from discovery.artifacts.classifier import NOISE, nearest_landmark
+from discovery.artifacts.prototypes import nearest_prototype
+from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 
 from .threads import one_thread
@@ -96,8 +97,8 @@ def _train(
 
     factor = 0.0
     if len(noise_points):
-        to_cluster = engine.host(nearest_landmark(members, moved).distance)
-        to_noise = engine.host(nearest_landmark(members, noise_points).distance)
+        to_cluster = engine.host(nearest_prototype(members, moved).distance)
+        to_noise = engine.host(nearest_prototype(members, noise_points).distance)
         ratio = to_noise / np.maximum(to_cluster, np.finfo(np.float32).tiny)
         factor = float(np.quantile(ratio, LOST_TO_NOISE))
     return Landmarks(

@@ -21,12 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, on_host
-from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, Layout
-
-# cuVS's NN-descent keeps float32 distances only up to 16 dimensions.
-MAX_COMPONENTS = 16
-EXPLAINED = 0.99
+from capture_kernels.arrays import array_module
+from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 
 
 def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
@@ -53,70 +49,6 @@ def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.i
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Sums over square-rooted vectors by context octave, added up chunk by chunk in float64. They
-    are on the host, wherever the vectors are.
-
-    counts int64[16], totals float64[16, 20], products float64[20, 20] (over all octaves).
-    """
-
-    counts: NDArray[np.int64]
-    totals: NDArray[np.float64]
-    products: NDArray[np.float64]
-
-    @classmethod
-    def empty(cls) -> Moments:
-        return cls(
-            np.zeros(HIST_BINS, np.int64),
-            np.zeros((HIST_BINS, DIMENSIONS)),
-            np.zeros((DIMENSIONS, DIMENSIONS)),
-        )
-
-    def add(self, vectors: NDArray[np.float32], layout: Layout) -> Moments:
-        """With n more vectors float32[n, 20]."""
-        return self + Moments.of(vectors, layout)
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.counts + other.counts,
-            self.totals + other.totals,
-            self.products + other.products,
-        )
-
-    @classmethod
-    def of(cls, vectors: NDArray[np.float32], layout: Layout) -> Moments:
-        """Those of the vectors float32[n, 20], on any device."""
-        xp = array_module(vectors)
-        roots = square_roots(vectors.astype(np.float64))
-        octave = context_octave(vectors, layout)
-        members = octave[:, None] == xp.arange(HIST_BINS)
-        return cls(
-            on_host(members.sum(axis=0)),
-            on_host(members.T.astype(np.float64) @ roots),
-            on_host(roots.T @ roots),
-        )
-
-    @property
-    def rows(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def means(self) -> NDArray[np.float64]:
-        """float64[16, 20]: each octave's mean; an octave without rows has its nearest one's."""
-        seen = np.flatnonzero(self.counts)
-        nearest = seen[np.abs(np.arange(HIST_BINS)[:, None] - seen).argmin(axis=1)]
-        return self.totals[nearest] / self.counts[nearest, None]
-
-    @property
-    def covariance(self) -> NDArray[np.float64]:
-        """float64[20, 20] about the octaves' means, over all rows."""
-        seen = self.counts > 0
-        means = self.totals[seen] / self.counts[seen, None]
-        between = (means * self.counts[seen, None]).T @ means
-        return (self.products - between) / self.rows
-
-
-@dataclass(frozen=True)
 class Projection:
     """projected = ((sqrt(vector) - mean[octave]) / scale) @ components.
 
@@ -128,27 +60,6 @@ class Projection:
     scale: NDArray[np.float32]
     components: NDArray[np.float32]
     explained: NDArray[np.float64]
-
-    @classmethod
-    def fit(
-        cls, mean: NDArray[np.float64], scale: NDArray[np.float64], covariance: NDArray[np.float64]
-    ) -> Projection:
-        """PCA by the covariance: as many components as hold 99% of the variance, 2 to 16."""
-        values, axes = np.linalg.eigh(covariance / np.outer(scale, scale))
-        values, axes = values[::-1].clip(min=0), axes[:, ::-1]
-        total = values.sum()
-        shares = values / total if total > 0 else np.zeros_like(values)
-        count = int(np.searchsorted(np.cumsum(shares), EXPLAINED)) + 1
-        count = min(max(count, 2), MAX_COMPONENTS)
-        # An eigenvector's sign is arbitrary: the largest loading is made positive.
-        axes = axes[:, :count]
-        signs = np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(count)])
-        return cls(
-            mean.astype(np.float32),
-            scale.astype(np.float32),
-            (axes * signs).astype(np.float32),
-            shares[:count],
-        )
 
     def __call__(self, vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
         """float32[n, 20] to float32[n, d], on any device."""

@@ -7,26 +7,24 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow.parquet as pq
 import typer
 
 from capture_kernels.errors import ArtifactError, RunError
-from discovery.artifacts.read import MANIFEST, read_manifest
+from discovery.artifacts.read import Artifacts, read_manifest
+from discovery.artifacts.schema import Manifest, identity_of
 from discovery.describe.words import joined
 from discovery.runs import folder as runs
 from discovery.runs.history import (
     Ancestry,
     Cluster,
     Clusters,
-    Manifest,
     ancestry,
     clusters_by_run,
     compare,
     history,
-    lineage_key,
     story,
 )
-from pipeline.durable import file_facts
+from discovery.runs.state import manifests, survey
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -47,10 +45,10 @@ def diff(
     first: RunId, second: RunId, output: Output = Path("discovery_outputs"), as_json: AsJson = False
 ) -> None:
     """What changed from one run to another of its lineage: clusters, zones, quality."""
-    manifests = manifests_there(output)
+    readable = manifests(survey(output))
     given = [finished_run(output, run) for run in (first, second)]
     before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
-    known = ancestry(after["run_id"], manifests)
+    known = ancestry(after["run_id"], readable)
     refuse_strangers(before, after, known)
     then, now = (own_clusters(output, manifest) for manifest in (before, after))
     found = compare(before, after, then, now, known)
@@ -71,16 +69,16 @@ def lineage(
     as_json: AsJson = False,
 ) -> None:
     """The life of a cluster id: where it came from, its share over the nights, how it ended."""
-    manifests = manifests_there(output)
+    readable = manifests(survey(output))
     manifest = finished_run(output, run)
-    known = ancestry(manifest["run_id"], manifests)
-    own = {r: own_clusters(output, manifests[r]) for r in known.runs if r in manifests}
-    seen = clusters_by_run(known, manifests, own)
+    known = ancestry(manifest["run_id"], readable)
+    own = {r: own_clusters(output, readable[r]) for r in known.runs if r in readable}
+    seen = clusters_by_run(known, readable, own)
     found = story(cluster, manifest, known, seen)
     if found is None:
         raise ArtifactError(
             f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
-            + elsewhere(cluster, output, manifests, seen[manifest["run_id"]])
+            + elsewhere(cluster, output, readable, seen[manifest["run_id"]])
         )
     says = story_in_words(found)
     print(json.dumps({**found, "says": says}) if as_json else "\n".join(says))
@@ -126,19 +124,6 @@ def gc(
     )  # fmt: skip
 
 
-def manifests_there(output: Path) -> dict[str, Manifest]:
-    """The manifests of all finished runs that this version can read, by run id."""
-    found = {}
-    for run_id in runs.run_ids(output):
-        if (output / run_id / MANIFEST).exists():
-            try:
-                found[run_id] = read_manifest(output / run_id)
-            except ArtifactError:
-                # Of another version, or damaged: as good as gone, and only asked for by name.
-                continue
-    return found
-
-
 def finished_run(output: Path, run: str) -> Manifest:
     return read_manifest(runs.run_folder(output, run))
 
@@ -149,10 +134,8 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
     Raises:
         ArtifactError: the table is missing or damaged.
     """
-    path = output / manifest["run_id"] / "clusters.parquet"
-    if not path.exists() or file_facts(path) != manifest["files"][path.name]:
-        raise ArtifactError(f"{path} is missing or damaged: choose another run")
-    table = pq.read_table(path, columns=["cluster_id", "label", "share"])
+    artifacts = Artifacts(output / manifest["run_id"], manifest)
+    table = artifacts.table("clusters", ["cluster_id", "label", "share"])
     return {row["cluster_id"]: Cluster(row["label"], row["share"]) for row in table.to_pylist()}
 
 
@@ -160,7 +143,7 @@ def refuse_strangers(before: Manifest, after: Manifest, known: Ancestry) -> None
     """Raises ArtifactError unless the later run descends from the earlier."""
     if before["run_id"] in known.runs:
         return
-    a, b = (" / ".join(lineage_key(manifest)) for manifest in (before, after))
+    a, b = (" / ".join(identity_of(manifest).values()) for manifest in (before, after))
     if a != b:
         reason = f"they are of {a} and of {b}"
     elif len(known.runs) == 1:
@@ -172,11 +155,11 @@ def refuse_strangers(before: Manifest, after: Manifest, known: Ancestry) -> None
     )
 
 
-def elsewhere(cluster: int, output: Path, manifests: dict[str, Manifest], there: Clusters) -> str:
+def elsewhere(cluster: int, output: Path, readable: dict[str, Manifest], there: Clusters) -> str:
     """Where else an id that was not found is known, or which ids are."""
-    for run_id in sorted(manifests, key=runs.run_order, reverse=True):
-        told = {event["cluster_id"] for event in history(manifests[run_id])}
-        if cluster in told or cluster in own_clusters(output, manifests[run_id]):
+    for run_id in sorted(readable, key=runs.run_order, reverse=True):
+        told = {event["cluster_id"] for event in history(readable[run_id])}
+        if cluster in told or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
     ids = ", ".join(map(str, sorted(there))) or "none"
     return f": its clusters are {ids}"

@@ -32,7 +32,7 @@ class CpuEngine:
 
     name = "cpu"
     fit_rows = 25_000
-    part_rows = 65_536
+    chunk_rows = 65_536
     search_rows = 8_192
     # The libraries, UMAP compiled and a store read; allocators keep some of it.
     at_rest_bytes = 600_000_000

@@ -13,10 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.errors import OptionError
-
-ENGINES = ("auto", "cpu", "rapids")
-
 
 class Clustering(NamedTuple):
     """Clusters of n map points, numbered by falling size.
@@ -43,7 +39,7 @@ class Engine(Protocol):
     Arrays are NumPy arrays on the host, but for those that `array` made, which stay on the engine's
     device until `host` brings them back.
 
-    name, versions: for the manifest. fit_rows, part_rows: what --umap-sample-size and --batch-size
+    name, versions: for the manifest. fit_rows, chunk_rows: what --umap-sample-size and --batch-size
     are where they are not given. search_rows: queries worth searching for at a time. at_rest_bytes:
     memory of the host that a process takes with the libraries loaded. gpus: how many there are for
     the engine's workers, 0 for a CPU.
@@ -52,7 +48,7 @@ class Engine(Protocol):
     name: str
     versions: dict[str, str]
     fit_rows: int
-    part_rows: int
+    chunk_rows: int
     search_rows: int
     at_rest_bytes: int
     gpus: int
@@ -105,26 +101,3 @@ class Engine(Protocol):
         max_cluster_size: int,
     ) -> Clustering:
         """HDBSCAN of the map points float32[n, 2], with no cluster above `max_cluster_size`."""
-
-
-def open_engine(name: str) -> Engine:
-    """The engine called `name`; "auto" is RAPIDS where a GPU answers, and the CPU where none does.
-
-    Raises:
-        OptionError: no such engine, or RAPIDS was asked for and cannot work here.
-    """
-    if name not in ENGINES:
-        raise OptionError(f"unknown engine {name!r}: use {' or '.join(ENGINES)}")
-    if name != "cpu":
-        from .rapids import why_not
-
-        reason = why_not()
-        if reason is None:
-            from discovery.engines.rapids.engine import RapidsEngine
-
-            return RapidsEngine()
-        if name == "rapids":
-            raise OptionError(f"--engine rapids cannot work here: {reason}")
-    from .cpu import CpuEngine
-
-    return CpuEngine()

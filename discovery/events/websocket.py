@@ -1,45 +1,16 @@
 """Live progress and steering: a run's events over a WebSocket, and commands back.
 
-Only this machine can connect, and no page of a browser. Each message is one JSON object; the
-schema of all of them is events.schema.json. A client gets `hello`, what has happened so far
-(without what is out of date), then what happens. All but hello, answer and pong are lines of
-`<run>/progress.jsonl` too, and have `run_id` and `at` (UTC).
+It listens on 127.0.0.1 and refuses browser pages. A client gets `hello`, then the events so far
+that are still current, then each event as it happens; `schema.py` defines all messages.
 
-| event            | when                      | fields                                            |
-|------------------|---------------------------|---------------------------------------------------|
-| hello            | first, to each client     | protocol, run_id, model, layout, rows (null until |
-|                  |                           | run_started), stages, commands                    |
-| run_started      | a run begins, or goes on  | resumed, engine, model, layout, rows (of the      |
-|                  | from its checkpoint       | window)                                           |
-| stage_started    | a stage begins            | stage, number, of                                 |
-| progress         | parts are done; some 5/s  | stage, done, total                                |
-| stage_finished   | a stage ends, or was kept | stage, number, of, says, seconds, kept            |
-| embedding_sample | after umap and lineage    | of, rows, points [x, y], cluster_ids (-1 is       |
-|                  |                           | noise; null after umap)                           |
-| zone_stats       | after zones               | shares                                            |
-| cluster_update   | after lineage             | of, clusters (cluster_id, size, share, x, y,      |
-|                  |                           | event, parents), gone (cluster_id, event,         |
-|                  |                           | children)                                         |
-| run_paused       | the run waits at a part   |                                                   |
-| run_resumed      | it goes on                |                                                   |
-| run_interrupted  | stopped with a checkpoint | reason, says (how to finish it)                   |
-| run_failed       | ended by an error         | reason                                            |
-| run_finished     | published                 | clusters, peak_memory_gb                          |
-| answer           | to a command's sender     | command, id, ok, reason (where not ok)            |
-| pong             | to a ping's sender        | id                                                |
-
-Sizes and shares of cluster_update are those of the fitted rows (`of`); where rows were sampled,
-the artifacts' are of all rows.
-
-A command is {"command": C, "id": any text, or left out}. `pause` lets the run wait at its next
-part; signals, --max-hours and `stop` end a paused run too. `resume` lets it go on. `stop` stops it
-at its next part, with exit code 4 and a checkpoint. `ping` is answered by pong.
+A command is {"command": C, "id": any text, or left out}. `pause` makes the run wait at its next
+chunk; signals, --max-hours and `stop` end a paused run too. `resume` continues it. `stop` stops it
+at its next chunk, with exit code 4 and a checkpoint. `ping` is answered by `pong`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import threading
@@ -47,55 +18,68 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 from capture_kernels.errors import OptionError
 from discovery.execution.stopping import StopRequest
-from discovery.stages import STAGES
 
-from .log import ENDS, Event
+from .schema import (
+    COMMANDS,
+    ENDS,
+    PROTOCOL,
+    STAGE_NAMES,
+    Answer,
+    EmbeddingSample,
+    Event,
+    Hello,
+    Message,
+    Pong,
+    Progress,
+    RunPaused,
+    RunResumed,
+    RunStarted,
+)
 
 HOST = "127.0.0.1"
-PROTOCOL = 1
 MOST_CLIENTS = 32
-# Connections, with those that have not said a word yet: each is an open file of the run.
+# Connections, with those that have not sent anything yet: each is an open file of the run.
 MOST_CONNECTIONS = 2 * MOST_CLIENTS
 # Bytes of a command; a longer message closes its connection with code 1009.
 MOST_BYTES = 4_096
-# Messages that a slow client may be behind before it is cut off; the run never waits for one.
-BEHIND = 1_000
+# Messages that a slow client may be behind before it is disconnected; the run never waits for one.
+QUEUE_LENGTH = 1_000
 # Seconds between two commands of a client: a flood of them would take the run's time.
 BETWEEN_COMMANDS = 0.02
 # Seconds that clients have at the end to read what is left.
-GOODBYE = 3.0
+CLOSE_SECONDS = 3.0
 TRY_AGAIN_LATER = 1013
 
-# What a client says wrong is answered, not printed over the run's own lines.
+# A client's bad message is answered, not printed over the run's own lines.
 LOG = logging.getLogger("attn.live")
 LOG.addHandler(logging.NullHandler())
 
-Outbox = asyncio.Queue[str | None]
+Outbox = asyncio.Queue[bytes | None]
 
 
 def stop_run(stop: StopRequest) -> None:
     stop.ask("a client's stop command, at a checkpoint")
 
 
-# Each does what it says and returns None, or why it cannot.
+# What a command does; it returns None, or the reason why it cannot.
 STEERING: dict[str, Callable[[StopRequest], str | None]] = {
     "pause": StopRequest.pause,
     "resume": StopRequest.resume,
     "stop": stop_run,
 }
-COMMANDS = (*STEERING, "ping")
 
 
 class LiveEvents:
-    """A progress listener that serves the events on a port and passes commands to `stop`.
+    """A listener that serves the events on a port and passes commands to `stop`.
 
-    All clients are served by one thread with an event loop of its own; only `__call__` and `close`
-    are called from outside it.
+    One thread with its own event loop serves all clients; only `__call__` and `close` are called
+    from outside it.
 
     Raises:
         OptionError: the port is taken or not allowed.
@@ -117,12 +101,12 @@ class LiveEvents:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._tell, event)
+        self._loop.call_soon_threadsafe(self._broadcast, event)
 
     def close(self) -> None:
-        """Let every client have its last events, for a few seconds at most, and stop serving."""
+        """Send every client its last events, for a few seconds at most, and stop serving."""
         self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(2 * GOODBYE)
+        self._thread.join(2 * CLOSE_SECONDS)
 
     def _run(self, listening: socket.socket) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -132,26 +116,26 @@ class LiveEvents:
         connections: set[ServerConnection] = set()
         server = await serve(
             self._follow, sock=listening, origins=[None], compression=None, max_size=MOST_BYTES,
-            open_timeout=5, close_timeout=GOODBYE, logger=LOG,
-            create_connection=counted_in(connections),
+            open_timeout=5, close_timeout=CLOSE_SECONDS, logger=LOG,
+            create_connection=limited_to(connections),
         )  # fmt: skip
         await self._closing.wait()
         server.close(close_connections=False)
         for connection in list(self._clients):
             self._dismiss(connection)
         with suppress(TimeoutError):
-            await asyncio.wait_for(server.wait_closed(), GOODBYE)
+            await asyncio.wait_for(server.wait_closed(), CLOSE_SECONDS)
         for connection in list(connections):
             connection.transport.abort()
         await server.wait_closed()
 
-    def _tell(self, event: Event) -> None:
-        message = json.dumps(event)
+    def _broadcast(self, event: Event) -> None:
+        message = msgspec.json.encode(event)
         self._backlog.add(event, message)
         for connection in list(self._clients):
             self._put(connection, message)
 
-    def _put(self, connection: ServerConnection, message: str) -> None:
+    def _put(self, connection: ServerConnection, message: bytes) -> None:
         try:
             self._clients[connection].put_nowait(message)
         except asyncio.QueueFull:
@@ -159,7 +143,7 @@ class LiveEvents:
             self._dismiss(connection)
 
     def _dismiss(self, connection: ServerConnection) -> None:
-        """Let a client read what it has, and no more."""
+        """Let a client read what is queued for it, and no more."""
         outbox = self._clients.pop(connection)
         if outbox.full():
             outbox.get_nowait()
@@ -169,8 +153,8 @@ class LiveEvents:
         if len(self._clients) >= MOST_CLIENTS:
             await connection.close(TRY_AGAIN_LATER, f"{MOST_CLIENTS} clients are connected already")
             return
-        outbox: Outbox = asyncio.Queue(BEHIND)
-        for message in (json.dumps(self._backlog.hello()), *self._backlog.messages()):
+        outbox: Outbox = asyncio.Queue(QUEUE_LENGTH)
+        for message in (msgspec.json.encode(self._backlog.hello()), *self._backlog.messages()):
             outbox.put_nowait(message)
         self._clients[connection] = outbox
         if self._closing.is_set():
@@ -181,70 +165,69 @@ class LiveEvents:
     async def _listen(self, connection: ServerConnection) -> None:
         try:
             while True:
-                # As bytes, so that text which is no UTF-8 is answered like other nonsense.
+                # As bytes, so that text that is not UTF-8 is answered like any bad message.
                 message = await connection.recv(decode=False)
                 if connection in self._clients:
-                    self._put(connection, json.dumps(self._answer(message)))
+                    self._put(connection, msgspec.json.encode(self._answer(message)))
                 await asyncio.sleep(BETWEEN_COMMANDS)
         finally:
             if connection in self._clients:
                 self._dismiss(connection)
 
-    def _answer(self, message: bytes) -> Event:
+    def _answer(self, message: bytes) -> Message:
         command, given, refused = parse(message)
         if refused is None and command == "ping":
-            return {"event": "pong", "id": given}
+            return Pong(id=given)
         if refused is None and self._backlog.over:
             refused = "the run is over"
         if refused is None:
             refused = STEERING[str(command)](self._stop)
-        answer = {"event": "answer", "command": command, "id": given, "ok": refused is None}
-        return answer if refused is None else {**answer, "reason": refused}
+        if refused is None:
+            return Answer(command=command, id=given, ok=True)
+        return Answer(command=command, id=given, ok=False, reason=refused)
 
 
 class Backlog:
-    """What a client that comes late is told: what has happened, less what is out of date."""
+    """The events that a client which connects late still needs."""
 
     def __init__(self) -> None:
-        self._so_far: list[tuple[str, str]] = []
-        self._started: Event = {}
+        self._current: list[tuple[type[Event], bytes]] = []
+        self._started: RunStarted | None = None
         self.over = False
 
-    def add(self, event: Event, message: str) -> None:
-        kind = event["event"]
-        if kind == "run_started":
+    def add(self, event: Event, message: bytes) -> None:
+        kind = type(event)
+        if isinstance(event, RunStarted):
             self._started = event
-        self.over = self.over or kind in ENDS
-        if kind == "run_resumed":
-            # A pause that is over says nothing, and there may be any number of them.
-            self._so_far = [told for told in self._so_far if told[0] != "run_paused"]
+        self.over = self.over or isinstance(event, ENDS)
+        if isinstance(event, RunResumed):
+            # A pause that has ended is of no interest, and there may be any number of them.
+            self._drop(RunPaused)
             return
-        if kind == "embedding_sample":
-            self._so_far = [told for told in self._so_far if told[0] != kind]
-        # A later count of parts replaces an earlier one.
-        if kind == "progress" and self._so_far and self._so_far[-1][0] == kind:
-            self._so_far.pop()
-        self._so_far.append((kind, message))
+        if isinstance(event, EmbeddingSample):
+            self._drop(EmbeddingSample)
+        # A later count of chunks replaces an earlier one.
+        if isinstance(event, Progress) and self._current and self._current[-1][0] is Progress:
+            self._current.pop()
+        self._current.append((kind, message))
 
-    def messages(self) -> list[str]:
-        return [message for _, message in self._so_far]
+    def _drop(self, kind: type[Event]) -> None:
+        self._current = [known for known in self._current if known[0] is not kind]
 
-    def hello(self) -> Event:
-        known = {name: self._started.get(name) for name in ("run_id", "model", "layout", "rows")}
-        return {
-            "event": "hello",
-            "protocol": PROTOCOL,
-            **known,
-            "stages": [stage.name for stage in STAGES],
-            "commands": list(COMMANDS),
-        }
+    def messages(self) -> list[bytes]:
+        return [message for _, message in self._current]
+
+    def hello(self) -> Hello:
+        names = ("run_id", "model", "layout", "rows")
+        known = {name: getattr(self._started, name, None) for name in names}
+        return Hello(protocol=PROTOCOL, stages=list(STAGE_NAMES), commands=list(COMMANDS), **known)
 
 
 def parse(message: bytes) -> tuple[str | None, str | None, str | None]:
-    """A command, the id that came with it, and why it is refused (None where it is not)."""
+    """A command, its id, and the reason why it is refused (None if it is not)."""
     try:
-        asked: Any = json.loads(message)
-    except (ValueError, RecursionError):
+        asked: Any = msgspec.json.decode(message)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None, None, "not JSON"
     if not isinstance(asked, dict):
         return None, None, "not a JSON object"
@@ -259,17 +242,17 @@ def parse(message: bytes) -> tuple[str | None, str | None, str | None]:
 
 
 async def send(connection: ServerConnection, outbox: Outbox) -> None:
-    """Send what a client is to have, and close when that is all."""
+    """Send a client its messages, and close when there are no more."""
     while (message := await outbox.get()) is not None:
-        await connection.send(message)
+        await connection.send(message, text=True)
     await connection.close()
 
 
-def counted_in(connections: set[ServerConnection]) -> type[ServerConnection]:
-    """Connections that are in this set while they are open, and cut off at once where there are too
-    many: one that has not said a word is no client yet, and takes a file all the same."""
+def limited_to(connections: set[ServerConnection]) -> type[ServerConnection]:
+    """Connections that are in this set while they are open. Those above MOST_CONNECTIONS are
+    aborted at once: a connection that has not sent anything is an open file all the same."""
 
-    class Counted(ServerConnection):
+    class Limited(ServerConnection):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             connections.add(self)
@@ -280,4 +263,4 @@ def counted_in(connections: set[ServerConnection]) -> type[ServerConnection]:
             connections.discard(self)
             super().connection_lost(error)
 
-    return Counted
+    return Limited

@@ -70,7 +70,7 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
     on_gpus = engine.gpus > 0
     if options.max_memory_gb is None:
         return MemoryPlan(most, None, SCRATCH_MOST, on_gpus)
-    part = min(options.part_rows, rows)
+    part = min(options.chunk_rows, rows)
     fitted = min(options.fit_rows, rows)
     needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + PART_ROW * part
     needed += fitted * (FIT_ROW + FIT_NEIGHBOR * options.umap_neighbors)

@@ -1,8 +1,8 @@
 """The output folder: run ids, the lock, cluster ids that are never used twice, `latest`.
 
-<output>/<run_id>/         one folder a run
-<output>/latest            link to the run that is served
-<output>/next_cluster_id   what has been given out, and to which unfinished runs
+<output>/<run_id>/         one folder for each run
+<output>/latest            symlink to the run that is served
+<output>/next_cluster_id   ids that were reserved, and for which unfinished runs
 <output>/.lock             held while a job writes
 """
 
@@ -29,12 +29,12 @@ def new_run_id(output: Path, now: datetime) -> str:
     """UTC time, `2026-01-10T04-02-11`, with a suffix (`-2`, `-3`, ...) when taken."""
     base = now.strftime("%Y-%m-%dT%H-%M-%S")
     same = [found for found in run_ids(output) if found[:19] == base]
-    # Counted on from the last one: one that was deleted must not come back as another run.
+    # Continue from the highest suffix, so that the id of a deleted run is not used again.
     return f"{base}-{run_order(same[-1])[1] + 1}" if same else base
 
 
 def run_folder(output: Path, run_id: str) -> Path:
-    """The folder of an existing run; `latest` is resolved. ArtifactError names what there is."""
+    """The folder of an existing run; `latest` is resolved. ArtifactError names the newest runs."""
     if run_id == "latest":
         served = latest_id(output)
         if served is None:
@@ -56,12 +56,12 @@ def run_ids(output: Path) -> list[str]:
 
 
 def run_order(run_id: str) -> tuple[str, int]:
-    """The place of a run id in time: -10 comes after -9."""
+    """Sort key of a run id by time: -10 comes after -9."""
     return run_id[:19], int(run_id[20:] or 1)
 
 
 def latest_id(output: Path) -> str | None:
-    """The run that `latest` points at, whether or not it is still there."""
+    """The run that `latest` names, whether or not it still exists."""
     latest = output / "latest"
     return latest.readlink().name if latest.is_symlink() else None
 
@@ -95,10 +95,10 @@ def output_lock(output: Path) -> Iterator[None]:
 
 
 def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -> int:
-    """The first of `count` fresh cluster ids; a run that asks again gets the same ones.
+    """The first of `count` new cluster ids; a run that asks again gets the same ones.
 
     Args:
-        least: the ids are no lower, even where the file that counts them was lost.
+        least: the lowest id to give, even if the file that counts them was lost.
 
     Raises:
         RunError: that file is damaged.
@@ -121,7 +121,7 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -
 
 
 def release_reservation(output: Path, run_id: str) -> None:
-    """Forget which ids a finished run was given; they stay used."""
+    """Forget which ids a finished run reserved; they are never given again."""
     path = output / "next_cluster_id"
     if not path.exists():
         return
@@ -131,20 +131,22 @@ def release_reservation(output: Path, run_id: str) -> None:
 
 
 def clean_up(output: Path) -> None:
-    """Under the lock: remove what a killed job left behind, and refuse a `latest` that is no link.
+    """Under the lock: remove what a killed job left behind, and check that `latest` can be moved.
 
     Raises:
-        RunError: `latest` is a file or folder of its own, so that it could never be moved.
+        RunError: `latest` is not a symlink.
     """
     latest = output / "latest"
     if latest.exists() and not latest.is_symlink():
-        raise RunError(f"{latest} is no link to a run: move it away, or choose another --output")
+        raise RunError(
+            f"{latest} is not a symlink to a run: move it away, or choose another --output"
+        )
     for done in output.glob("*/.checkpoint.done"):
         shutil.rmtree(done)
 
 
 def newer_latest(output: Path, run_id: str) -> str | None:
-    """The run that is latest, where it is there and newer than `run_id`."""
+    """The run that `latest` names, if it exists and is newer than `run_id`."""
     served = latest_id(output)
     newer = served in run_ids(output) and run_order(served) > run_order(run_id)
     return served if newer else None

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from .folder import run_order
-from .parent import was_served
+from discovery.artifacts.schema import Manifest, was_served
 
-Manifest = dict[str, Any]
+from .folder import run_order
+
 Event = dict[str, Any]
-LineageKey = tuple[str, str, str]
 
 
 class Cluster(NamedTuple):
@@ -63,11 +62,6 @@ class Descent:
     through: dict[int, tuple[int, ...]]
     since: dict[int, str]
     ended: dict[int, Ending]
-
-
-def lineage_key(manifest: Manifest) -> LineageKey:
-    """Model, layout and capture id: runs that differ in one are never compared."""
-    return manifest["model"], manifest["layout"], manifest["capture_id"]
 
 
 def history(manifest: Manifest) -> list[Event]:

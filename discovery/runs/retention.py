@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from capture_kernels.errors import ArtifactError
-from discovery.artifacts.read import MANIFEST, read_manifest
-from discovery.job import CHECKPOINT, RUN_FILE
+from discovery.artifacts.schema import identity_of
 
 from . import folder as runs
 from .deletion import bytes_in, delete, sweep
-from .history import LineageKey, lineage_key
-from .parent import was_served
-
-
-class Found(NamedTuple):
-    """A run folder: its state; where it can be read its lineage and parent, and whether it may be a
-    parent itself."""
-
-    run_id: str
-    state: Literal["finished", "unfinished", "unreadable"]
-    lineage: LineageKey | None = None
-    parent: str | None = None
-    served: bool = False
+from .state import RunState, survey
 
 
 def collect(
@@ -78,7 +63,7 @@ def _collect(
 
 
 def keepers(
-    found: Sequence[Found],
+    found: Sequence[RunState],
     latest: str | None,
     named: Iterable[str],
     keep_last: int,
@@ -91,7 +76,7 @@ def keepers(
     that is kept for that alone does not keep its own.
     """
     why: dict[str, list[str]] = {one.run_id: [] for one in found}
-    finished = [one for one in found if one.state == "finished"]
+    finished = [one for one in found if one.finished]
     if latest in why:
         why[latest].append("latest")
     for run_id in named:
@@ -99,7 +84,12 @@ def keepers(
             why[run_id].append("--keep")
     for one in finished[len(finished) - min(keep_last, len(finished)) :]:
         why[one.run_id].append(f"newest {keep_last}")
-    for run_id in {one.lineage: one.run_id for one in found if one.served}.values():
+    newest_served = {
+        tuple(identity_of(one.manifest).values()): one.run_id
+        for one in found
+        if one.manifest is not None and one.served
+    }
+    for run_id in newest_served.values():
         why[run_id].append("the next run's parent")
     for one in found:
         if one.state == "unreadable":
@@ -110,53 +100,3 @@ def keepers(
         if one.parent in why:
             why[one.parent].append(f"parent of {one.run_id}")
     return {run_id: reasons for run_id, reasons in why.items() if reasons}
-
-
-def survey(output: Path) -> list[Found]:
-    """The run folders of an output folder, oldest first. What is a link, or holds neither a
-    manifest nor a checkpoint of its own name, is none."""
-    found = []
-    for run_id in runs.run_ids(output):
-        folder = output / run_id
-        if folder.is_symlink():
-            continue
-        checkpoint, manifest = folder / CHECKPOINT, folder / MANIFEST
-        one = None
-        if checkpoint.is_dir() and not checkpoint.is_symlink():
-            one = _unfinished(folder)
-            if one and manifest.is_file() and (whole := _finished(folder)):
-                # Published, and killed before it was done: the next run may follow it all the same.
-                one = whole._replace(state=one.state)
-        elif manifest.is_file() and not manifest.is_symlink():
-            one = _finished(folder)
-        if one is not None:
-            found.append(one)
-    return found
-
-
-def _finished(folder: Path) -> Found | None:
-    try:
-        manifest = read_manifest(folder)
-    except ArtifactError:
-        return Found(folder.name, "unreadable")
-    if manifest["run_id"] != folder.name:
-        return None
-    return Found(
-        folder.name, "finished", lineage_key(manifest), manifest["parent_run"],
-        was_served(manifest),
-    )  # fmt: skip
-
-
-def _unfinished(folder: Path) -> Found | None:
-    """A run with a checkpoint: it can be resumed, even where it has its manifest already."""
-    path = folder / CHECKPOINT / RUN_FILE
-    if not path.exists():
-        # Killed before there was anything to resume; what holds more than that is no run.
-        alone = [inside.name for inside in folder.iterdir()] == [CHECKPOINT]
-        return Found(folder.name, "unfinished") if alone else None
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        run_id, parent = saved["run_id"], saved.get("follows", {}).get("parent")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Found(folder.name, "unreadable")
-    return Found(run_id, "unfinished", parent=parent) if run_id == folder.name else None

@@ -1,4 +1,4 @@
-"""extract: the window's rows, frozen at the run's start, as parts of `batch_size` rows."""
+"""extract: the window's rows, frozen at the run's start, in chunks of `batch_size` rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,25 +16,22 @@ from numpy.typing import NDArray
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.runs.checkpoint import StageCheckpoint
 from pipeline.store.base import Group, Selection, Store
 
-if TYPE_CHECKING:
-    from discovery.job import Job
-    from discovery.runs.checkpoint import StageParts
+from .context import RunContext
 
 COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
-# One more column of a part: uint64, what `sampling.request_hashes` gives.
-REQUEST_HASH = "request_hash"
 
 
-def parameters(job: Job) -> dict[str, Any]:
-    o = job.options
-    return {"window": job.window, "max_per_request": o.max_per_request, "seed": o.seed,
-            "batch_size": o.batch_size, "columns": [*COLUMNS, REQUEST_HASH]}  # fmt: skip
+def parameters(context: RunContext) -> dict[str, Any]:
+    o = context.options
+    return {"window": context.window, "max_per_request": o.max_per_request, "seed": o.seed,
+            "batch_size": o.batch_size, "columns": list(COLUMNS)}  # fmt: skip
 
 
 def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
-    """What this run reads, decided once and kept, so that a resumed run reads the same.
+    """What this run reads, decided once and saved, so that a resumed run reads the same.
 
     Raises:
         RunError: too few rows; the message says how many there are and what would reach them.
@@ -101,7 +98,7 @@ def nothing_found(store: Store, options: Any, now: datetime) -> str:
         )
     oldest = min(group.first for group in matching)
     reach, most = (math.ceil((now - t) / timedelta(hours=1)) for t in (newest, oldest))
-    # The newest row alone is no run: wider until there are as many as one needs.
+    # The newest row alone is not enough for a run: widen until there are enough.
     while reach < most and rows_within(store, options, now, reach) < options.min_rows:
         reach *= 2
     return (
@@ -118,7 +115,7 @@ def rows_within(store: Store, options: Any, now: datetime, hours: float) -> int:
 
 
 def wanted_rows(options: Any, now: datetime, hours: float) -> Selection:
-    """What the options ask for, in the `hours` before `now` (0: whenever)."""
+    """What the options select, in the `hours` before `now` (0: all)."""
     return Selection(
         start=now - timedelta(hours=hours) if hours else None,
         end=now if hours else None,
@@ -138,74 +135,76 @@ def selection_of(window: dict[str, Any]) -> Selection:
     )  # fmt: skip
 
 
-def part_name(index: int) -> str:
+def chunk_file(index: int) -> str:
     return f"rows-{index:05d}.arrow"
 
 
-def run(job: Job) -> tuple[dict[str, Any], str]:
-    most, expected = job.options.max_per_request, job.window["rows"]
-    scratch = job.parts.folder / ".hashes"
+def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    most, expected = context.options.max_per_request, context.window["rows"]
+    scratch = context.checkpoint.folder / ".hashes"
     with (
-        job.open_store(read_only=True) as store,
-        RequestLimit(scratch, most, expected, job.memory.scratch_bytes) as limit,
+        context.open_store(read_only=True) as store,
+        RequestLimit(scratch, most, expected, context.memory.scratch_bytes) as limit,
     ):
-        look_at_keys(job, store, limit)
+        hash_rows(context, store, limit)
         keep = limit.kept()
         kept = int(np.count_nonzero(keep))
-        if kept < job.options.min_rows:
+        if kept < context.options.min_rows:
             raise RunError(
                 f"--max-per-request {most} leaves {kept} of {len(keep):,} "
-                f"rows, --min-rows is {job.options.min_rows}: raise it, or 0 for all"
+                f"rows, --min-rows is {context.options.min_rows}: raise it, or 0 for all"
             )
-        times = write_parts(job, kept_rows(scan(job, store, COLUMNS), keep, limit), kept)
+        times = write_chunks(context, kept_rows(scan(context, store, COLUMNS), keep), kept)
     summary = {
         "rows_in_window": len(keep),
         "rows": kept,
         "captured_at": list(times),
         "over_request_limit": len(keep) - kept,
-        "left_out": job.window["left_out"],
+        "left_out": context.window["left_out"],
     }
-    says = f"{kept:,} rows of {job.window['model']}"
+    says = f"{kept:,} rows of {context.window['model']}"
     if kept < len(keep):
         says += f"; {len(keep) - kept:,} over {most} a request left out"
-    if other := sum(group["rows"] for group in job.window["left_out"]):
+    if other := sum(group["rows"] for group in context.window["left_out"]):
         says += f"; {other:,} of other models, layouts or captures left out"
     return summary, says
 
 
-def write_parts(job: Job, batches: Iterator[pa.RecordBatch], kept: int) -> tuple[int, int]:
-    """Keep the rows as parts; while one is written, the rows of the next are read.
+def write_chunks(
+    context: RunContext, batches: Iterator[pa.RecordBatch], kept: int
+) -> tuple[int, int]:
+    """Save the rows in chunks; while one is written, the rows of the next are read.
 
     Args:
-        batches: `kept` rows in all, in the columns of a part.
+        batches: `kept` rows in all.
 
     Returns:
         When the first and the last of them were captured, in microseconds since 1970 UTC.
     """
-    size = job.options.part_rows
+    size = context.options.chunk_rows
     total = -(-kept // size)
     first, last = [], []
     writing: Future[None] | None = None
-    # Left by an error or a stop, it still waits for the part that is being written.
+    # On an error or a stop, leaving this block waits for the chunk that is being written.
     with ThreadPoolExecutor(1) as writer:
-        for index, rows in enumerate(full_parts(batches, size)):
+        for index, rows in enumerate(full_chunks(batches, size)):
             for batch in rows:
                 times = captured_at(batch)
                 first.append(int(times.min()))
                 last.append(int(times.max()))
             if writing is not None:
                 writing.result()
-                job.part_done(index, total)
-            writing = writer.submit(write_part, job.parts, part_name(index), rows)
+                context.chunk_done(index, total)
+            writing = writer.submit(write_chunk, context.checkpoint, chunk_file(index), rows)
         if writing is not None:
             writing.result()
-            job.part_done(total, total)
+            context.chunk_done(total, total)
     return min(first), max(last)
 
 
-def write_part(parts: StageParts, name: str, rows: list[pa.RecordBatch]) -> None:
-    if not parts.has(name):
-        parts.write_batch(name, merge(rows))
+def write_chunk(checkpoint: StageCheckpoint, name: str, rows: list[pa.RecordBatch]) -> None:
+    if not checkpoint.has(name):
+        checkpoint.write_batch(name, merge(rows))
 
 
 def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
@@ -213,32 +212,32 @@ def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
     return np.asarray(batch.column("captured_at").cast(pa.int64()).to_numpy())
 
 
-def scan(job: Job, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+def scan(context: RunContext, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     return store.scan(
-        selection_of(job.window),
-        snapshot=job.window["snapshot"],
+        selection_of(context.window),
+        snapshot=context.window["snapshot"],
         columns=columns,
-        batch_rows=job.options.part_rows,
+        batch_rows=context.options.chunk_rows,
     )
 
 
-def look_at_keys(job: Job, store: Store, limit: RequestLimit) -> None:
-    """Hand the hashes of all rows of the scan to `limit`, so that one long answer does not become
+def hash_rows(context: RunContext, store: Store, limit: RequestLimit) -> None:
+    """Give the hashes of all rows of the scan to `limit`, so that one long answer does not dominate
     the map."""
     digest = hashlib.sha256()
-    for batch in scan(job, store, ("request_id", "position", "layer")):
-        job.stop_if_asked()
+    for batch in scan(context, store, ("request_id", "position", "layer")):
+        context.stop_if_asked()
         requests = request_hashes(batch)
-        rows = row_hashes(requests, batch, job.options.seed)
+        rows = row_hashes(requests, batch, context.options.seed)
         digest.update(rows.data)
         limit.add(requests, rows)
     if not limit.rows:
         raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
-    check_same_rows(job, digest.digest())
+    check_same_rows(context, digest.digest())
 
 
-def check_same_rows(job: Job, found: bytes) -> None:
-    """The parts that a resumed run has kept must be of the rows that it now finds.
+def check_same_rows(context: RunContext, found: bytes) -> None:
+    """Check that the chunks of a resumed run are of the rows that it now finds.
 
     Args:
         found: the digest of their hashes.
@@ -247,29 +246,27 @@ def check_same_rows(job: Job, found: bytes) -> None:
         NewRunNeededError: rows were deleted since the run began.
     """
     digest = np.frombuffer(found, np.uint8)
-    if not job.parts.has("found.npz"):
-        job.parts.write_arrays("found.npz", digest=digest)
-    elif not np.array_equal(job.parts.read_arrays("found.npz")["digest"], digest):
+    if not context.checkpoint.has("found.npz"):
+        context.checkpoint.write_arrays("found.npz", digest=digest)
+    elif not np.array_equal(context.checkpoint.read_arrays("found.npz")["digest"], digest):
         raise NewRunNeededError("rows of this run were deleted from the store: start a new run")
 
 
 def kept_rows(
-    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_], limit: RequestLimit
+    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows to keep, with the hashes of their requests. No batch is empty."""
+    """The rows to keep. No batch is empty."""
     end = 0
     for batch in batches:
         start, end = end, end + batch.num_rows
         own = keep[start:end]
         if not own.any():
             continue
-        hashed = batch.append_column(REQUEST_HASH, pa.array(limit.requests(start, end)))
-        yield hashed if own.all() else hashed.filter(pa.array(own))
+        yield batch if own.all() else batch.filter(pa.array(own))
 
 
-def full_parts(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa.RecordBatch]]:
-    """The rows in parts of exactly `size` (the last one less), each as batches, however they were
-    scanned."""
+def full_chunks(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa.RecordBatch]]:
+    """The rows in chunks of exactly `size` (the last may be smaller), each as a list of batches."""
     waiting: list[pa.RecordBatch] = []
     room = size
     for batch in batches:
@@ -284,6 +281,6 @@ def full_parts(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa
 
 
 def merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of several; their dictionaries are made one, in order of first appearance."""
+    """One batch of several; their dictionaries are merged in order of first appearance."""
     table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
     return table.to_batches()[0]

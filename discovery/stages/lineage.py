@@ -1,9 +1,9 @@
-"""lineage: which cluster of the parent run each one is, and what this run leaves for the next."""
+"""lineage: which cluster of the parent run each one is, and what the next run is matched with."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,47 +14,48 @@ from discovery.algorithms.consistency import inconsistent
 from discovery.algorithms.drift import DistinctCount, RequestCounts, Shares
 from discovery.algorithms.lineage import cluster_ids, events, match
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
-from discovery.artifacts.classifier import NOISE, Codebook, labels_within
+from discovery.artifacts.prototypes import Codebook, labels_within
+from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.parent import Parent
 
-from .cluster import labelled_rows
-from .project import saved_projection
-from .rows import VectorsOfPart
-from .zones import zones_part
+from .chunks import ChunkVectors
+from .cluster import labelled_rows, run_codebook
+from .context import RunContext
+from .zones import zones_file
 
-if TYPE_CHECKING:
-    from discovery.job import Job
-
-# Rows of each cluster that stand for it when the next run looks back.
+# Rows of each cluster that the next run is matched with.
 REFERENCES_EACH = 256
-# A share of rows in both clusters that is worth showing.
+# Least share of rows in both clusters for a link in the manifest.
 LEAST_LINK = 1e-4
 
 
-def parameters(job: Job) -> dict[str, Any]:
-    return {"parent": job.parent.run_id if job.parent else None, "references": REFERENCES_EACH}
+def parameters(context: RunContext) -> dict[str, Any]:
+    return {
+        "parent": context.parent.run_id if context.parent else None,
+        "references": REFERENCES_EACH,
+    }
 
 
-def run(job: Job) -> tuple[dict[str, Any], str]:
-    count = len(job.stage_parts("cluster").read_arrays("fit.npz")["persistence"])
-    codebook = own_codebook(job)
-    seen = look_at_rows(job, codebook, count)
-    job.parts.write_arrays(
+def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    count = len(context.checkpoint_of("cluster").read_arrays("fit.npz")["persistence"])
+    codebook = run_codebook(context)
+    seen = label_rows(context, codebook, count)
+    context.checkpoint.write_arrays(
         "shares.npz",
         inconsistent=np.array(seen.inconsistent),
         **as_arrays("zones", seen.zones),
         **as_arrays("clusters", seen.clusters),
     )
-    job.parts.write_arrays("references.npz", **seen.references._asdict())
-    job.parts.write_arrays(
+    context.checkpoint.write_arrays("references.npz", **seen.references._asdict())
+    context.checkpoint.write_arrays(
         "of_parent.npz",
         contingency=seen.contingency,
         beyond=np.array(seen.beyond),
         **as_arrays("labelled", seen.labelled),
     )
-    parent = job.parent
+    parent = context.parent
     # Without a parent nothing is matched, and every cluster is born.
     known = parent.ids if parent else np.empty(0, np.int32)
     their_share = parent.share if parent else np.empty(0)
@@ -67,11 +68,11 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     )
     fresh = int((found.heir_of < 0).sum())
     least = highest_id(parent) + 1 if parent else 0
-    first = reserve_cluster_ids(job.options.output_dir, job.run_id, fresh, least)
+    first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, least)
     ids = cluster_ids(found, known, first)
-    job.parts.write_arrays("ids.npz", ids=ids)
-    told = events(found, ids, known)
-    says = in_one_sentence(parent.run_id if parent else None, told)
+    context.checkpoint.write_arrays("ids.npz", ids=ids)
+    changes = events(found, ids, known)
+    says = in_one_sentence(parent.run_id if parent else None, changes)
     summary = {
         "parent": parent.run_id if parent else None,
         "says": says,
@@ -89,22 +90,22 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
             }
             for i, j in np.argwhere(found.linked | (found.common >= LEAST_LINK))
         ],
-        "events": told,
+        "events": changes,
     }
     return summary, says
 
 
-def in_one_sentence(parent: str | None, told: list[dict[str, Any]]) -> str:
+def in_one_sentence(parent: str | None, changes: list[dict[str, Any]]) -> str:
     """What happened to the clusters since the parent run."""
     if parent is None:
-        return f"the first run of its lineage: {counted(len(told), 'new cluster')}"
-    count = {kind: sum(e["event"] == kind for e in told)
+        return f"the first run of its lineage: {counted(len(changes), 'new cluster')}"
+    count = {kind: sum(e["event"] == kind for e in changes)
              for kind in ("kept", "merged", "born", "died", "split")}  # fmt: skip
-    parts = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
-    parts += [f"{count[kind]} {word}" for kind, word in
+    words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
+    words += [f"{count[kind]} {word}" for kind, word in
               (("born", "born"), ("died", "died"), ("split", "split off"), ("merged", "merged"))
               if count[kind]]  # fmt: skip
-    return ", ".join(parts)
+    return ", ".join(words)
 
 
 def counted(count: int, noun: str) -> str:
@@ -112,13 +113,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def highest_id(parent: Parent) -> int:
-    """The highest cluster id that the parent's lineage is known to have used; -1 for none."""
+    """The highest cluster id that the parent's lineage used; -1 for none."""
     noted = [event["cluster_id"] for event in parent.history]
     return max([*parent.ids.tolist(), *noted], default=-1)
 
 
 class References(NamedTuple):
-    """Rows that stand for the clusters: vectors float32[m, 20], label int32[m], order uint64[m]."""
+    """Rows of each cluster: vectors float32[m, 20], label int32[m], order uint64[m]."""
 
     vectors: NDArray[np.float32]
     label: NDArray[np.int32]
@@ -127,8 +128,8 @@ class References(NamedTuple):
     def keep_lowest(
         self, vectors: NDArray[np.float32], label: NDArray[np.int32], order: NDArray[np.uint64]
     ) -> References:
-        """Of these rows and n more the `REFERENCES_EACH` of lowest order in each cluster: a fair
-        sample of its rows, however they came in parts.
+        """Of these rows and n more the `REFERENCES_EACH` of lowest order in each cluster: a uniform
+        sample of its rows that does not depend on how they are split into chunks.
 
         Args:
             vectors: float32[n, 20]; label: int32[n], -1 for noise, which is not kept; order:
@@ -147,13 +148,13 @@ class References(NamedTuple):
         return References(vectors[kept], label[kept], order[kept])
 
 
-class Seen(NamedTuple):
-    """What one look at all rows gave.
+class Labelled(NamedTuple):
+    """What one pass over all rows gave.
 
-    zones, clusters: shares of this run's rows, clusters as its own landmarks label them;
+    zones, clusters: shares of this run's rows, clusters as its prototypes label them;
     contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; kin, the same by
     the parent's nearest cluster; labelled: shares of the parent's labels; noise is last in each.
-    beyond: rows out of the parent's reach. inconsistent: rows whose numbers contradict one another.
+    beyond: rows beyond the parent's reach. inconsistent: rows whose numbers contradict one another.
     """
 
     references: References
@@ -166,9 +167,9 @@ class Seen(NamedTuple):
     inconsistent: int
 
 
-def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
-    """Label every row with this run's landmarks and with the parent's, part by part."""
-    parent = job.parent
+def label_rows(context: RunContext, codebook: Codebook, count: int) -> Labelled:
+    """Label every row with this run's prototypes and with the parent's, chunk by chunk."""
+    parent = context.parent
     known = len(parent.ids) if parent else 0
     zones, clusters, labelled = (RequestCounts(n) for n in (len(ZONES), count + 1, known + 1))
     contingency, kin = (np.zeros((count + 1, known + 1), np.int64) for _ in range(2))
@@ -177,25 +178,25 @@ def look_at_rows(job: Job, codebook: Codebook, count: int) -> Seen:
     )
     requests = DistinctCount()
     beyond = wrong = 0
-    shared = (job.engine, codebook, parent.codebook if parent else None)
-    answers = job.executor.run(label_both, job.rows.references(), shared)
-    for index, (part, answer) in enumerate(zip(labelled_rows(job), answers, strict=True)):
-        table, request = request_table(part.batch)
+    shared = (context.engine, codebook, parent.codebook if parent else None)
+    answers = context.executor.run(label_both, context.rows.references(), shared)
+    for index, (chunk, answer) in enumerate(zip(labelled_rows(context), answers, strict=True)):
+        table, request = request_table(chunk.batch)
         hashes = table[request]
-        zones.add(hashes, job.stage_parts("zones").read_arrays(zones_part(index))["zone"])
+        zones.add(hashes, context.checkpoint_of("zones").read_arrays(zones_file(index))["zone"])
         # Noise is label -1, which counts as the last category.
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))
-        own = part.label % (count + 1)
+        own = chunk.label % (count + 1)
         contingency += crossed(own, answer.parent % (known + 1), contingency.shape)
         kin += crossed(own, answer.kin % (known + 1), kin.shape)
         beyond += answer.beyond
         wrong += answer.inconsistent
-        order = row_hashes(hashes, part.batch, job.options.seed)
-        references = references.keep_lowest(part.vectors, part.label, order)
+        order = row_hashes(hashes, chunk.batch, context.options.seed)
+        references = references.keep_lowest(chunk.vectors, chunk.label, order)
         requests.add(table)
-        job.part_done(index + 1, len(job.rows.offsets))
-    return Seen(
+        context.chunk_done(index + 1, context.rows.chunks)
+    return Labelled(
         references,
         zones.shares(requests.estimate),
         clusters.shares(requests.estimate),
@@ -228,9 +229,9 @@ class Answer(NamedTuple):
 
 
 def label_both(
-    engine: Engine, own: Codebook, parent: Codebook | None, part: VectorsOfPart
+    engine: Engine, own: Codebook, parent: Codebook | None, chunk: ChunkVectors
 ) -> Answer:
-    vectors = part.load(engine)
+    vectors = chunk.load(engine)
     labels = engine.host(own.label(vectors))
     wrong = int(inconsistent(vectors, own.layout).sum())
     if parent is None:
@@ -240,19 +241,6 @@ def label_both(
     theirs = engine.host(labels_within(parent.labels, nearest.row, beyond))
     kin = engine.host(parent.nearest_member(vectors))
     return Answer(labels, theirs, kin, int(beyond.sum()), wrong)
-
-
-def own_codebook(job: Job) -> Codebook:
-    """This run's landmarks; their labels are the numbers of the cluster stage."""
-    saved = job.stage_parts("cluster").read_arrays("landmarks.npz")
-    return Codebook(
-        saved_projection(job),
-        job.layout,
-        saved["projected"],
-        saved["label"],
-        float(saved["noise_factor"]),
-        float(saved["quantiles"][-1]),
-    )
 
 
 def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""neighbors: which rows the map is fitted on, and every row's nearest among them, once and for all.
+"""neighbors: which rows the map is fitted on, and every row's nearest among them.
 
 The fit rows' neighbours are UMAP's; the other rows' neighbours place them on the finished map.
 """
@@ -6,31 +6,29 @@ The fit rows' neighbours are UMAP's; the other rows' neighbours place them on th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import cell_fit_rows, fit_cells, stratified_rows
-from discovery.artifacts.classifier import nearest_landmark
 from discovery.artifacts.projection import Projection
+from discovery.artifacts.prototypes import nearest_prototype
 from discovery.engines.protocol import Engine
 
+from .chunks import ChunkVectors
+from .context import RunContext
 from .project import saved_projection
-from .rows import VectorsOfPart
-
-if TYPE_CHECKING:
-    from discovery.job import Job
 
 # Fewest rows of a cell in a stratified sample: enough to be seen as dense.
 CELL_FLOOR = 40
-# Neighbours that place a row which is not of the fit sample.
+# Neighbours that give a row outside of the fit sample its coordinates and label.
 PLACING_NEIGHBORS = 5
 
 
-def parameters(job: Job) -> dict[str, Any]:
-    o = job.options
+def parameters(context: RunContext) -> dict[str, Any]:
+    o = context.options
     return {
         "umap_sample_size": o.umap_sample_size,
         "umap_neighbors": o.umap_neighbors,
@@ -38,38 +36,40 @@ def parameters(job: Job) -> dict[str, Any]:
     }
 
 
-def run(job: Job) -> tuple[dict[str, Any], str]:
-    if not job.parts.has("fit.npz"):
-        choose_fit_rows(job)
-    fit = job.parts.read_arrays("fit.npz")
+def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    if not context.checkpoint.has("fit.npz"):
+        choose_fit_rows(context)
+    fit = context.checkpoint.read_arrays("fit.npz")
     projected, rows = fit["projected"], fit["rows"]
-    k = fitted_neighbors(job, len(rows))
+    k = fitted_neighbors(context, len(rows))
     step = int(fit["search_rows"])
     fit_starts = range(0, len(rows), step)
-    sampled = len(rows) < job.rows.count
-    total = len(fit_starts) + (len(job.rows.names) if sampled else 0)
+    sampled = len(rows) < context.rows.count
+    total = len(fit_starts) + (context.rows.chunks if sampled else 0)
 
-    todo = [start for start in fit_starts if not job.parts.has(fit_part(start))]
+    todo = [start for start in fit_starts if not context.checkpoint.has(fit_file(start))]
     done = len(fit_starts) - len(todo)
     chunks = ((start, start + step) for start in todo)
-    found = job.executor.run(search_fit_rows, chunks, (job.engine, projected, k))
+    found = context.executor.run(search_fit_rows, chunks, (context.engine, projected, k))
     for start, (indices, distances) in zip(todo, found, strict=True):
-        job.parts.write_arrays(fit_part(start), indices=indices, distances=distances)
+        context.checkpoint.write_arrays(fit_file(start), indices=indices, distances=distances)
         done += 1
-        job.part_done(done, total)
+        context.chunk_done(done, total)
 
     if sampled:
-        todo = [i for i in range(len(job.rows.names)) if not job.parts.has(rest_part(i))]
+        todo = [i for i in range(context.rows.chunks) if not context.checkpoint.has(rest_file(i))]
         done = total - len(todo)
         placing = min(PLACING_NEIGHBORS, len(rows))
-        rests = ((job.rows.reference(i), job.rows.outside(i, rows)) for i in todo)
-        found = job.executor.run(
-            search_rest, rests, (job.engine, saved_projection(job), job.layout, projected, placing)
+        rests = ((context.rows.reference(i), context.rows.outside(i, rows)) for i in todo)
+        found = context.executor.run(
+            search_rest,
+            rests,
+            (context.engine, saved_projection(context), context.layout, projected, placing),
         )
         for index, (indices, distances) in zip(todo, found, strict=True):
-            job.parts.write_arrays(rest_part(index), indices=indices, distances=distances)
+            context.checkpoint.write_arrays(rest_file(index), indices=indices, distances=distances)
             done += 1
-            job.part_done(done, total)
+            context.chunk_done(done, total)
     method, recall = str(fit["method"]), float(fit["recall"])
     summary = {"fit_rows": len(rows), "sampled": sampled, "k": k, "method": method,
                "recall": recall}  # fmt: skip
@@ -77,13 +77,13 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     if recall < 1:
         says += f", {recall:.2%} of the true ones found"
     if sampled:
-        says += f" (a stratified sample; {job.rows.count - len(rows):,} placed by {placing})"
+        says += f" (a stratified sample; {context.rows.count - len(rows):,} placed by {placing})"
     return summary, says
 
 
-def fitted_neighbors(job: Job, fit_rows: int) -> int:
+def fitted_neighbors(context: RunContext, fit_rows: int) -> int:
     """Neighbours of each fit row, itself among them."""
-    return min(job.options.umap_neighbors, fit_rows - 1)
+    return min(context.options.umap_neighbors, fit_rows - 1)
 
 
 def search_fit_rows(
@@ -100,77 +100,77 @@ def search_rest(
     layout: Layout,
     fit: NDArray[np.float32],
     k: int,
-    chunk: tuple[VectorsOfPart, NDArray[np.bool_]],
+    chunk: tuple[ChunkVectors, NDArray[np.bool_]],
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The k fit rows nearest to those rows of a part that the mask bool[n] has."""
-    part, rest = chunk
-    vectors = part.load(engine)[engine.array(rest)]
+    """The k fit rows nearest to those rows of a chunk that the mask bool[n] has."""
+    source, rest = chunk
+    vectors = source.load(engine)[engine.array(rest)]
     return engine.neighbors(fit, engine.host(projection(vectors, layout)), k)
 
 
-def choose_fit_rows(job: Job) -> None:
-    """All rows where they are few enough, a stratified sample of them where they are not; and how
-    their neighbours are looked for, which a run that is finished on another engine keeps to."""
-    count, seed = job.rows.count, job.options.seed
-    size = job.options.fit_rows
+def choose_fit_rows(context: RunContext) -> None:
+    """Save which rows are fitted, all or a stratified sample, and how neighbours are found, so that
+    a run finished on another engine does the same."""
+    count, seed = context.rows.count, context.options.seed
+    size = context.options.fit_rows
     if count <= size:
         rows = np.arange(count)
     else:
-        centres = fit_cells(projected_rows(job, cell_fit_rows(count, seed)), size, seed)
-        found = job.executor.run(
-            cells_of_part,
-            job.rows.references(),
-            (job.engine, saved_projection(job), job.layout, centres),
+        centres = fit_cells(projected_rows(context, cell_fit_rows(count, seed)), size, seed)
+        found = context.executor.run(
+            cells_of_chunk,
+            context.rows.references(),
+            (context.engine, saved_projection(context), context.layout, centres),
         )
         cell = np.empty(count, np.uint8)
-        for offset, own in zip(job.rows.offsets, found, strict=True):
-            job.stop_if_asked()
+        for offset, own in zip(context.rows.offsets, found, strict=True):
+            context.stop_if_asked()
             cell[offset : offset + len(own)] = own
-        rows = stratified_rows(job.engine.array(cell), size, CELL_FLOOR, seed)
-    projected = projected_rows(job, rows)
-    search = job.engine.search(projected, fitted_neighbors(job, len(rows)), seed)
-    job.parts.write_arrays(
+        rows = stratified_rows(context.engine.array(cell), size, CELL_FLOOR, seed)
+    projected = projected_rows(context, rows)
+    search = context.engine.search(projected, fitted_neighbors(context, len(rows)), seed)
+    context.checkpoint.write_arrays(
         "fit.npz",
         rows=rows,
         projected=projected,
-        search_rows=np.array(job.engine.search_rows),
+        search_rows=np.array(context.engine.search_rows),
         method=np.array(search.method),
         recall=np.array(search.recall),
     )
 
 
-def cells_of_part(
+def cells_of_chunk(
     engine: Engine,
     projection: Projection,
     layout: Layout,
     centres: NDArray[np.float32],
-    vectors: VectorsOfPart,
+    vectors: ChunkVectors,
 ) -> NDArray[np.uint8]:
-    """The cell of the stratified sample that each row of a part is in: uint8[n]."""
-    found = nearest_landmark(projection(vectors.load(engine), layout), centres)
+    """The cell of the stratified sample that each row of a chunk is in: uint8[n]."""
+    found = nearest_prototype(projection(vectors.load(engine), layout), centres)
     return engine.host(found.row.astype(np.uint8))
 
 
-def projected_rows(job: Job, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+def projected_rows(context: RunContext, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """The projected vectors of some rows, by their ascending numbers: float32[len(rows), d]."""
     chunks = (
-        (job.rows.reference(index), own if len(own) < job.rows.size(index) else None)
-        for index in range(len(job.rows.offsets))
-        if len(own := job.rows.among(index, rows))
+        (context.rows.reference(index), own if len(own) < context.rows.size(index) else None)
+        for index in range(context.rows.chunks)
+        if len(own := context.rows.among(index, rows))
     )
-    shared = (job.engine, saved_projection(job), job.layout)
-    return joined(list(job.executor.run(project_part, chunks, shared)))
+    shared = (context.engine, saved_projection(context), context.layout)
+    return joined(list(context.executor.run(project_chunk, chunks, shared)))
 
 
-def project_part(
+def project_chunk(
     engine: Engine,
     projection: Projection,
     layout: Layout,
-    chunk: tuple[VectorsOfPart, NDArray[np.int64] | None],
+    chunk: tuple[ChunkVectors, NDArray[np.int64] | None],
 ) -> NDArray[np.float32]:
-    """Some rows of a part, by their numbers in it, or all of them, projected: float32[m, d]."""
-    part, rows = chunk
-    return engine.host(projection(part.load(engine, rows), layout))
+    """Some rows of a chunk, by their numbers in it, or all of them, projected: float32[m, d]."""
+    source, rows = chunk
+    return engine.host(projection(source.load(engine, rows), layout))
 
 
 def self_first(
@@ -193,34 +193,35 @@ def self_first(
     return indices, distances
 
 
-def fit_part(start: int) -> str:
+def fit_file(start: int) -> str:
     return f"fit-{start:09d}.npz"
 
 
-def rest_part(index: int) -> str:
+def rest_file(index: int) -> str:
     return f"rest-{index:05d}.npz"
 
 
-def fit_neighbors(job: Job) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def fit_neighbors(context: RunContext) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """int32[n, k] and float32[n, k] of all fit rows."""
-    return joined(list(fit_chunks(job, "indices"))), joined(list(fit_chunks(job, "distances")))
+    return joined(list(fit_chunks(context, "indices"))), joined(
+        list(fit_chunks(context, "distances"))
+    )
 
 
-def fit_distances(job: Job, neighbor: int) -> NDArray[np.float32]:
-    """How far each fit row's neighbour of that number is, 0 being the row itself, or its last where
-    it has not so many: float32[n]."""
-    found = (distances.T for distances in fit_chunks(job, "distances"))
+def fit_distances(context: RunContext, neighbor: int) -> NDArray[np.float32]:
+    """Distance of each fit row to this neighbour (0: itself), or to its last one: float32[n]."""
+    found = (distances.T for distances in fit_chunks(context, "distances"))
     return joined([columns[min(neighbor, len(columns) - 1)] for columns in found])
 
 
-def fit_chunks(job: Job, name: str) -> Iterator[NDArray[Any]]:
-    """The kept "indices" or "distances" of the fit rows, chunk by chunk."""
-    parts = job.stage_parts("neighbors")
-    for part in parts.names(".npz"):
-        if part.startswith("fit-"):
-            yield parts.read_arrays(part)[name]
+def fit_chunks(context: RunContext, name: str) -> Iterator[NDArray[Any]]:
+    """The saved "indices" or "distances" of the fit rows, chunk by chunk."""
+    saved = context.checkpoint_of("neighbors")
+    for file in saved.names(".npz"):
+        if file.startswith("fit-"):
+            yield saved.read_arrays(file)[name]
 
 
 def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    """The arrays one after another, without a copy where there is one."""
+    """The arrays one after another, without a copy if there is only one."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

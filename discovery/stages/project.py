@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.artifacts.projection import EXPLAINED, MAX_COMPONENTS, Moments, Projection
+from discovery.algorithms.pca import EXPLAINED, MAX_COMPONENTS, Moments, fit_projection
+from discovery.artifacts.projection import Projection
 from discovery.describe.axes import axes_in_words
 from discovery.engines.protocol import Engine
 
-from .rows import VectorsOfPart
-
-if TYPE_CHECKING:
-    from discovery.job import Job
+from .chunks import ChunkVectors
+from .context import RunContext
 
 
-def standardize_parameters(job: Job) -> dict[str, Any]:
+def standardize_parameters(context: RunContext) -> dict[str, Any]:
     return {"transform": "sqrt", "centred": "by context octave", "scale": "none"}
 
 
-def standardize(job: Job) -> tuple[dict[str, Any], str]:
+def standardize(context: RunContext) -> tuple[dict[str, Any], str]:
     moments = Moments.empty()
-    found = job.executor.run(moments_of_part, job.rows.references(), (job.engine, job.layout))
+    found = context.executor.run(
+        moments_of_chunk, context.rows.references(), (context.engine, context.layout)
+    )
     for done, own in enumerate(found, start=1):
         moments = moments + own
-        job.part_done(done, len(job.rows.names))
-    job.parts.write_arrays(
+        context.chunk_done(done, context.rows.chunks)
+    context.checkpoint.write_arrays(
         "moments.npz",
         mean=moments.means,
-        # Shares have one unit already: dividing by each bin's deviation would blow up rare bins.
+        # Shares have one unit: dividing by each bin's deviation would inflate rare bins.
         scale=np.ones(DIMENSIONS),
         covariance=moments.covariance,
     )
@@ -39,17 +40,17 @@ def standardize(job: Job) -> tuple[dict[str, Any], str]:
     return summary, f"square roots, centred in each of {len(octaves)} context octaves"
 
 
-def moments_of_part(engine: Engine, layout: Layout, vectors: VectorsOfPart) -> Moments:
+def moments_of_chunk(engine: Engine, layout: Layout, vectors: ChunkVectors) -> Moments:
     return Moments.of(vectors.load(engine), layout)
 
 
-def pca_parameters(job: Job) -> dict[str, Any]:
+def pca_parameters(context: RunContext) -> dict[str, Any]:
     return {"explained": EXPLAINED, "most": MAX_COMPONENTS}
 
 
-def pca(job: Job) -> tuple[dict[str, Any], str]:
-    projection = Projection.fit(**job.stage_parts("standardize").read_arrays("moments.npz"))
-    job.parts.write_arrays(
+def pca(context: RunContext) -> tuple[dict[str, Any], str]:
+    projection = fit_projection(**context.checkpoint_of("standardize").read_arrays("moments.npz"))
+    context.checkpoint.write_arrays(
         "projection.npz",
         mean=projection.mean,
         scale=projection.scale,
@@ -60,10 +61,10 @@ def pca(job: Job) -> tuple[dict[str, Any], str]:
     summary = {
         "components": count,
         "explained": [float(x) for x in projection.explained],
-        "axes": axes_in_words(projection.components, projection.explained, job.layout),
+        "axes": axes_in_words(projection.components, projection.explained, context.layout),
     }
     return summary, f"{count} components hold {held:.1%} of the variance"
 
 
-def saved_projection(job: Job) -> Projection:
-    return Projection(**job.stage_parts("pca").read_arrays("projection.npz"))
+def saved_projection(context: RunContext) -> Projection:
+    return Projection(**context.checkpoint_of("pca").read_arrays("projection.npz"))

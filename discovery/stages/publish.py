@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,134 +11,151 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
 from discovery.algorithms.lineage import in_words
-from discovery.artifacts.read import (
-    EMBEDDING,
+from discovery.artifacts.read import open_artifacts
+from discovery.artifacts.schema import (
+    EMBEDDING_COLUMNS,
     MANIFEST,
+    REFERENCES,
     SCHEMA_VERSION,
-    load_artifacts,
-    write_parquet,
+    SHARES,
+    was_served,
 )
+from discovery.artifacts.tables import landmarks_table, projection_table
+from discovery.artifacts.write import write_parquet
 from discovery.options import FREE_ON_RESUME, RULES
 from discovery.report import report_html
 from discovery.runs import folder as runs
-from discovery.runs.parent import REFERENCES, SHARES, references_table, shares_table, was_served
+from discovery.runs.parent import references_table, shares_table
 from pipeline.durable import write_atomically, write_json
 
 from . import lineage
-from .tables import clusters_table, embedding_batches, landmarks_table, projection_table
+from .cluster import run_codebook
+from .context import RunContext
+from .tables import clusters_table, embedding_batches
 
-if TYPE_CHECKING:
-    from discovery.job import Job
-
-# Stages whose summary has a place of its own in the manifest.
-TOLD_ELSEWHERE = {"extract", "lineage", "quality", "publish"}
+# Stages whose summary stands elsewhere in the manifest.
+OMITTED_SUMMARIES = {"extract", "lineage", "quality", "publish"}
 REPORT = "report.html"
 
 
-def parameters(job: Job) -> dict[str, Any]:
+def parameters(context: RunContext) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION}
 
 
-def run(job: Job) -> tuple[dict[str, Any], str]:
-    ids = job.stage_parts("lineage").read_arrays("ids.npz")["ids"]
+def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    ids = context.checkpoint_of("lineage").read_arrays("ids.npz")["ids"]
     # Noise is label -1, which picks the last element.
     lookup = np.append(ids, np.int32(-1))
-    embedding = pa.RecordBatchReader.from_batches(EMBEDDING, embedding_batches(job, lookup))
-    # Encoding needs no interpreter lock: meanwhile the clusters are described.
+    embedding = pa.RecordBatchReader.from_batches(
+        EMBEDDING_COLUMNS, embedding_batches(context, lookup)
+    )
+    # Encoding releases the GIL: meanwhile the clusters are described.
     with ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(write_parquet, job.folder / "embedding.parquet", embedding)
-        clusters = clusters_table(job, ids)
+        writing = writer.submit(write_parquet, context.folder / "embedding.parquet", embedding)
+        clusters = clusters_table(context, ids)
         files = {"embedding.parquet": writing.result()}
     tables = {
         "clusters.parquet": clusters,
-        "landmarks.parquet": landmarks_table(job, lookup),
-        "projection.parquet": projection_table(job),
-        **handed_on(job, ids, lookup),
+        **prototype_tables(context, lookup),
+        **tables_for_next_run(context, ids, lookup),
     }
     for name, table in tables.items():
-        files[name] = write_parquet(job.folder / name, table)
-    manifest = build_manifest(job, clusters.to_pylist())
-    page = report_html(manifest, clusters, job.folder / "embedding.parquet")
-    files[REPORT] = write_atomically(job.folder / REPORT, lambda file: file.write(page))
+        files[name] = write_parquet(context.folder / name, table)
+    manifest = build_manifest(context, clusters.to_pylist())
+    page = report_html(manifest, clusters, context.folder / "embedding.parquet")
+    files[REPORT] = write_atomically(context.folder / REPORT, lambda file: file.write(page))
     manifest["files"] = files
-    for left in job.folder.glob(".*.tmp"):  # by a job that was killed while it wrote
-        left.unlink()
-    write_json(job.folder / MANIFEST, manifest)
-    # Read back what is on disk, not what was meant to be there, before anybody is served by it.
-    load_artifacts(job.folder)
+    for leftover in context.folder.glob(".*.tmp"):  # of a job that was killed while it wrote
+        leftover.unlink()
+    write_json(context.folder / MANIFEST, manifest)
+    # Verify what is on disk before `latest` moves.
+    open_artifacts(context.folder).verify()
     if not manifest["quality"]["gate"]["served"]:
-        says = f"{job.folder} is kept, and latest stays where it was"
-    elif newer := runs.newer_latest(job.options.output_dir, job.run_id):
-        says = f"{job.folder} is kept; latest is {newer}, a newer run, and stays"
+        says = f"{context.folder} is kept, and latest stays where it was"
+    elif newer := runs.newer_latest(context.options.output_dir, context.run_id):
+        says = f"{context.folder} is kept; latest is {newer}, a newer run, and stays"
     else:
-        runs.move_latest(job.options.output_dir, job.run_id)
-        says = f"{job.folder} is latest"
+        runs.move_latest(context.options.output_dir, context.run_id)
+        says = f"{context.folder} is latest"
     try:
-        with job.open_store() as store:
-            store.record_run(noted_run(job, manifest), clusters.to_pylist())
+        with context.open_store() as store:
+            store.record_run(run_record(context, manifest), clusters.to_pylist())
     except StoreError as error:
-        # The artifacts are out and whole: a store that is read-only does not unpublish them.
+        # The artifacts are published: a store that is read-only does not change that.
         says += f"; not noted in the store: {error}"
     return {}, says
 
 
-def handed_on(job: Job, ids: NDArray[np.int32], lookup: NDArray[np.int32]) -> dict[str, pa.Table]:
+def prototype_tables(context: RunContext, lookup: NDArray[np.int32]) -> dict[str, pa.Table]:
+    """The classifier, by the names of its files."""
+    codebook = run_codebook(context)
+    saved = context.checkpoint_of("cluster").read_arrays("landmarks.npz")
+    named = codebook._replace(labels=lookup[codebook.labels])
+    return {
+        "landmarks.parquet": landmarks_table(named, saved["coordinates"], saved["probability"]),
+        "projection.parquet": projection_table(named, saved["quantiles"]),
+    }
+
+
+def tables_for_next_run(
+    context: RunContext, ids: NDArray[np.int32], lookup: NDArray[np.int32]
+) -> dict[str, pa.Table]:
     """What the next run of this lineage is compared with, by the names of its files."""
-    parts = job.stage_parts("lineage")
-    kept = parts.read_arrays("references.npz")
+    checkpoint = context.checkpoint_of("lineage")
+    kept = checkpoint.read_arrays("references.npz")
     references = references_table(kept["vectors"], lookup[kept["label"]])
-    saved = parts.read_arrays("shares.npz")
+    saved = checkpoint.read_arrays("shares.npz")
     zones, clusters = (lineage.from_arrays(kind, saved) for kind in ("zones", "clusters"))
     return {REFERENCES: references, SHARES: shares_table(zones, clusters, ids)}
 
 
-def lineage_told(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's account of where the clusters come from, in words as well."""
-    found, parent = job.summaries["lineage"], job.parent
+def lineage_entry(context: RunContext, clusters: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's entry on where the clusters come from, with a sentence for each event."""
+    found, parent = context.summaries["lineage"], context.parent
     labels = {cluster["cluster_id"]: cluster["label"] for cluster in clusters}
     before = dict(zip(parent.ids.tolist(), parent.labels, strict=True)) if parent else {}
-    told = [{**event, "says": in_words(event, labels, before)} for event in found["events"]]
+    events = [{**event, "says": in_words(event, labels, before)} for event in found["events"]]
     names = {**before, **labels}
     history = [
-        {"run_id": job.run_id, **event, "label": names[event["cluster_id"]]}
-        for event in told
+        {"run_id": context.run_id, **event, "label": names[event["cluster_id"]]}
+        for event in events
         if event["event"] != "kept"
     ]
-    return {**found, "events": told, "history": [*(parent.history if parent else []), *history]}
+    return {**found, "events": events, "history": [*(parent.history if parent else []), *history]}
 
 
-def noted_run(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
+def run_record(context: RunContext, manifest: dict[str, Any]) -> dict[str, Any]:
     """What the store keeps of a run."""
     same = ("run_id", "created_at", "engine", "model", "capture_id")
     return {
         **{name: manifest[name] for name in same},
-        "layout": int(job.layout),
+        "layout": int(context.layout),
         "status": "published" if was_served(manifest) else "failed its check",
         "rows": manifest["counts"]["rows"],
         "clusters": manifest["counts"]["clusters"],
         "noise_share": manifest["quality"]["noise_share"],
-        "output": str(job.folder),
+        "output": str(context.folder),
         "manifest": manifest,
     }
 
 
-def build_manifest(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
-    window, summaries = job.window, job.summaries
+def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[str, Any]:
+    window, summaries = context.window, context.summaries
     quality = summaries["quality"]
-    # What --no-gate lets through is what the next run follows.
-    served = job.options.no_gate or quality["gate"]["passed"]
-    given = job.options.as_json()
+    # A run that --no-gate lets through is served, and the next run follows it.
+    served = context.options.no_gate or quality["gate"]["passed"]
+    given = context.options.as_json()
     free = {*FREE_ON_RESUME, *RULES}
     parameters = {name: value for name, value in given.items() if name not in free}
     return {
         "schema_version": SCHEMA_VERSION,
-        "run_id": job.run_id,
-        "created_at": job.created_at,
-        "layout": job.layout.label,
+        "run_id": context.run_id,
+        "created_at": context.created_at,
+        "layout": context.layout.label,
         "capture_id": window["capture_id"],
         "model": window["model"],
-        "engine": job.engine.name,
-        "versions": job.engine.versions,
+        "engine": context.engine.name,
+        "versions": context.engine.versions,
         "parameters": parameters,
         "window": {k: window[k] for k in ("start", "end")},
         "counts": {
@@ -153,17 +168,12 @@ def build_manifest(job: Job, clusters: list[dict[str, Any]]) -> dict[str, Any]:
             "landmarks": summaries["cluster"]["landmarks"],
             "clusters": len(clusters),
         },
-        "stages": {name: found for name, found in summaries.items() if name not in TOLD_ELSEWHERE},
-        "stage_seconds": job.seconds,
+        "stages": {
+            name: found for name, found in summaries.items() if name not in OMITTED_SUMMARIES
+        },
+        "stage_seconds": context.seconds,
         "quality": {**quality, "gate": {**quality["gate"], "served": served}},
-        "zone_rules": job.options.zone_rules.as_dict(),
-        "parent_run": job.summaries["lineage"]["parent"],
-        "lineage": lineage_told(job, clusters),
+        "zone_rules": context.options.zone_rules.as_dict(),
+        "parent_run": context.summaries["lineage"]["parent"],
+        "lineage": lineage_entry(context, clusters),
     }
-
-
-def clear_checkpoint(checkpoint: Path) -> None:
-    """Remove a finished run's checkpoint: renamed first, so that half of one is never resumed."""
-    done = checkpoint.with_name(checkpoint.name + ".done")
-    checkpoint.replace(done)
-    shutil.rmtree(done)

@@ -1,10 +1,10 @@
-"""The Parquet artifacts of a run, as tables, from the parts that its stages kept."""
+"""embedding.parquet and clusters.parquet, from the checkpoints of the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.lineage import GONE
 from discovery.artifacts.projection import Projection, context_octave
-from discovery.artifacts.read import CLUSTERS, EMBEDDING, landmark_schema
+from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
 from discovery.describe.clusters import Earlier, describe_clusters
 from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
@@ -22,74 +22,78 @@ from discovery.engines.protocol import Engine
 from pipeline.record import PHASES
 from pipeline.tokens import TokenText, open_tokens
 
-from .cluster import labelled_rows, rows_part
+from .chunks import ChunkVectors
+from .cluster import labelled_rows, rows_file
+from .context import RunContext
 from .project import saved_projection
-from .rows import VectorsOfPart
-from .zones import zones_part
-
-if TYPE_CHECKING:
-    from discovery.job import Job
+from .zones import zones_file
 
 EXEMPLARS = 5
-# Vectors of a part, label int32[n], request int32[n], and reach float64[clusters].
-Part = tuple[VectorsOfPart, NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]
+# Vectors of a chunk, label int32[n], request int32[n], and reach float64[clusters].
+LabelledChunk = tuple[ChunkVectors, NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]
 
 
-def embedding_batches(job: Job, lookup: NDArray[np.int32]) -> Iterator[pa.RecordBatch]:
-    """One row for each fingerprint of the run, in the order of extract, a part at a time.
+def embedding_batches(context: RunContext, lookup: NDArray[np.int32]) -> Iterator[pa.RecordBatch]:
+    """One row for each fingerprint of the run, in the order of extract, chunk by chunk.
 
-    They are asked for by another thread than the job's, so nothing here stops or pauses it.
+    Another thread than the job's consumes them, so nothing here stops or pauses the run.
 
     Args:
         lookup: int32[clusters + 1], the id of each label; the last is that of noise, label -1.
     """
-    zones = job.stage_parts("zones")
-    for index, rows in enumerate(labelled_rows(job)):
-        zoned = zones.read_arrays(zones_part(index))
+    zones = context.checkpoint_of("zones")
+    for index, rows in enumerate(labelled_rows(context)):
+        zoned = zones.read_arrays(zones_file(index))
         columns = {
             **{name: rows.batch.column(name) for name in ("request_id", "position", "layer")},
-            # All words in every row group, whichever a part happens to have.
-            "phase": words(phase_codes(rows.batch), PHASES),
+            # Every row group has the whole dictionary, whichever values a chunk has.
+            "phase": encoded(phase_codes(rows.batch), PHASES),
             "token_id": rows.batch.column("token_id"),
-            "x": pa.array(rows.place[:, 0]),
-            "y": pa.array(rows.place[:, 1]),
+            "x": pa.array(rows.coordinates[:, 0]),
+            "y": pa.array(rows.coordinates[:, 1]),
             "cluster_id": pa.array(lookup[rows.label]),
             "probability": pa.array(rows.probability),
-            "zone": words(zoned["zone"], ZONES),
+            "zone": encoded(zoned["zone"], ZONES),
             "zone_confidence": pa.array(zoned["confidence"]),
         }
-        yield pa.record_batch([columns[field.name] for field in EMBEDDING], schema=EMBEDDING)
+        yield pa.record_batch(
+            [columns[field.name] for field in EMBEDDING_COLUMNS], schema=EMBEDDING_COLUMNS
+        )
 
 
-def words(codes: NDArray[Any], names: Sequence[str]) -> pa.DictionaryArray:
+def encoded(codes: NDArray[Any], names: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(names))
 
 
 def phase_codes(batch: pa.RecordBatch) -> NDArray[np.int64]:
-    """Each row's phase as its place in `PHASES`: int64[n]."""
+    """Each row's phase as its index in `PHASES`: int64[n]."""
     phase = batch.column("phase")
-    places = np.array([PHASES.index(word) for word in phase.dictionary.to_pylist()], np.int64)
-    return places[phase.indices.to_numpy()]
+    index_of = np.array([PHASES.index(word) for word in phase.dictionary.to_pylist()], np.int64)
+    return index_of[phase.indices.to_numpy()]
 
 
-def clusters_table(job: Job, ids: NDArray[np.int32]) -> pa.Table:
-    """One row for each cluster: where it lies, what it is like, and rows that show it."""
-    profiles = profiles_of(job, len(ids))
+def clusters_table(context: RunContext, ids: NDArray[np.int32]) -> pa.Table:
+    """One row for each cluster: coordinates, profile, label, and exemplars."""
+    profiles = profiles_of(context, len(ids))
     found = [profiles.cluster(index) for index in range(len(ids))]
-    said = describe_clusters(profiles, token_texts(job), earlier_words(job, ids))
+    described = describe_clusters(profiles, token_texts(context), earlier_words(context, ids))
     centroids = np.array([profile.centroid for profile in found], np.float32).reshape(
         -1, DIMENSIONS
     )
-    shown = exemplars(job, centroids)
-    fit = job.stage_parts("cluster").read_arrays("fit.npz")
-    points = job.stage_parts("umap").read_arrays("map.npz")["points"]
-    events = job.summaries["lineage"]["events"]
-    told = {event["cluster_id"]: event for event in events if event["event"] not in GONE}
-    born = dict(zip(job.parent.ids.tolist(), job.parent.born_in, strict=True)) if job.parent else {}
+    shown = exemplars(context, centroids)
+    fit = context.checkpoint_of("cluster").read_arrays("fit.npz")
+    points = context.checkpoint_of("umap").read_arrays("map.npz")["points"]
+    events = context.summaries["lineage"]["events"]
+    event_of = {event["cluster_id"]: event for event in events if event["event"] not in GONE}
+    born = (
+        dict(zip(context.parent.ids.tolist(), context.parent.born_in, strict=True))
+        if context.parent
+        else {}
+    )
 
     out: list[dict[str, Any]] = []
     for index, (cluster_id, profile, words) in enumerate(
-        zip(ids.tolist(), found, said, strict=True)
+        zip(ids.tolist(), found, described, strict=True)
     ):
         middle = np.median(points[fit["labels"] == index], axis=0)
         out.append(
@@ -108,44 +112,46 @@ def clusters_table(job: Job, ids: NDArray[np.int32]) -> pa.Table:
                 "phases": profile.phases,
                 "tokens": [token._asdict() for token in words.tokens],
                 "exemplars": shown.of(index),
-                "born_in": born.get(cluster_id, job.run_id),
-                "parents": told[cluster_id]["parents"],
+                "born_in": born.get(cluster_id, context.run_id),
+                "parents": event_of[cluster_id]["parents"],
             }
         )
-    return pa.Table.from_pylist(out, schema=CLUSTERS)
+    return pa.Table.from_pylist(out, schema=CLUSTER_COLUMNS)
 
 
-def profiles_of(job: Job, clusters: int) -> Profiles:
+def profiles_of(context: RunContext, clusters: int) -> Profiles:
     """The statistics that the clusters are described from, over all rows."""
-    cluster, zones = job.stage_parts("cluster"), job.stage_parts("zones")
+    cluster, zones = context.checkpoint_of("cluster"), context.checkpoint_of("zones")
 
-    def columns(index: int) -> tuple[VectorsOfPart, dict[str, NDArray[Any]]]:
-        batch = job.rows.batch(index)
-        return job.rows.reference(index), {
-            "label": cluster.read_arrays(rows_part(index))["label"],
+    def columns(index: int) -> tuple[ChunkVectors, dict[str, NDArray[Any]]]:
+        batch = context.rows.batch(index)
+        return context.rows.reference(index), {
+            "label": cluster.read_arrays(rows_file(index))["label"],
             "phase": phase_codes(batch).astype(np.int8),
-            "zone": zones.read_arrays(zones_part(index))["zone"],
-            # A negative id is no token's.
+            "zone": zones.read_arrays(zones_file(index))["zone"],
+            # -1: no token.
             "token_ids": batch.column("token_id").fill_null(-1).to_numpy(),
         }
 
-    profiles = Profiles(clusters, job.layout)
-    chunks = map(columns, range(len(job.rows.offsets)))
-    for own in job.executor.run(profile_part, chunks, (job.engine, clusters, job.layout)):
-        job.stop_if_asked()
+    profiles = Profiles(clusters, context.layout)
+    chunks = map(columns, range(context.rows.chunks))
+    for own in context.executor.run(
+        profile_chunk, chunks, (context.engine, clusters, context.layout)
+    ):
+        context.stop_if_asked()
         profiles.join(own)
     return profiles
 
 
-def profile_part(
+def profile_chunk(
     engine: Engine,
     clusters: int,
     layout: Layout,
-    chunk: tuple[VectorsOfPart, dict[str, NDArray[Any]]],
+    chunk: tuple[ChunkVectors, dict[str, NDArray[Any]]],
 ) -> Profiles:
-    """The statistics of one part's rows, of which the other columns are given by name."""
-    part, columns = chunk
-    vectors = part.load(engine)
+    """The statistics of one chunk's rows, whose other columns are given by name."""
+    source, columns = chunk
+    vectors = source.load(engine)
     moved = {name: engine.array(column) for name, column in columns.items()}
     profiles = Profiles(clusters, layout)
     profiles.add(
@@ -157,52 +163,51 @@ def profile_part(
     return profiles
 
 
-def token_texts(job: Job) -> TokenText:
-    asked = job.options.tokenizer
-    return open_tokens(Path(asked) if asked else None, job.window["model"])
+def token_texts(context: RunContext) -> TokenText:
+    tokenizer = context.options.tokenizer
+    return open_tokens(Path(tokenizer) if tokenizer else None, context.window["model"])
 
 
-def earlier_words(job: Job, ids: NDArray[np.int32]) -> dict[int, Earlier]:
-    """What the parent run said of the clusters that went on, by their index in this run."""
-    if not job.parent:
+def earlier_words(context: RunContext, ids: NDArray[np.int32]) -> dict[int, Earlier]:
+    """Labels and traits in the parent run of the clusters that kept their ids, by index."""
+    if not context.parent:
         return {}
-    at = {cluster_id: index for index, cluster_id in enumerate(job.parent.ids.tolist())}
+    at = {cluster_id: index for index, cluster_id in enumerate(context.parent.ids.tolist())}
     return {
-        index: Earlier(job.parent.labels[at[cluster_id]], job.parent.traits[at[cluster_id]])
+        index: Earlier(context.parent.labels[at[cluster_id]], context.parent.traits[at[cluster_id]])
         for index, cluster_id in enumerate(ids.tolist())
         if cluster_id in at
     }
 
 
-def exemplars(job: Job, centroids: NDArray[np.float32]) -> Exemplars:
-    """The rows nearest to each cluster's centroid, in the space that neighbours are found in."""
-    projection = saved_projection(job)
+def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
+    """The rows nearest to each cluster's centroid in PCA space."""
+    projection = saved_projection(context)
     found = Exemplars(len(centroids), EXEMPLARS)
-    cluster = job.stage_parts("cluster")
+    cluster = context.checkpoint_of("cluster")
 
-    def chunk(index: int) -> Part:
-        request = job.rows.batch(index).column("request_id").dictionary_encode().indices
-        label = cluster.read_arrays(rows_part(index))["label"]
-        return job.rows.reference(index), label, request.to_numpy(), found.reach.copy()
+    def chunk(index: int) -> LabelledChunk:
+        request = context.rows.batch(index).column("request_id").dictionary_encode().indices
+        label = cluster.read_arrays(rows_file(index))["label"]
+        return context.rows.reference(index), label, request.to_numpy(), found.reach.copy()
 
-    shared = (job.engine, projection, job.layout, projection(centroids, job.layout))
-    chunks = map(chunk, range(len(job.rows.offsets)))
-    for index, own in enumerate(job.executor.run(candidates_of_part, chunks, shared)):
-        job.stop_if_asked()
-        found.add(own, cluster.read_arrays(rows_part(index))["label"], job.rows.batch(index))
+    shared = (context.engine, projection, context.layout, projection(centroids, context.layout))
+    chunks = map(chunk, range(context.rows.chunks))
+    for index, own in enumerate(context.executor.run(candidates_of_chunk, chunks, shared)):
+        context.stop_if_asked()
+        found.add(own, cluster.read_arrays(rows_file(index))["label"], context.rows.batch(index))
     return found
 
 
-def candidates_of_part(
+def candidates_of_chunk(
     engine: Engine,
     projection: Projection,
     layout: Layout,
     targets: NDArray[np.float32],
-    part: Part,
+    chunk: LabelledChunk,
 ) -> Candidates:
-    """The rows of a part that may be exemplars of their clusters, from its vectors, and each row's
-    label and request, within the reach of the clusters."""
-    vectors, label, request, reach = part
+    """The rows of a chunk that may be exemplars of their clusters."""
+    vectors, label, request, reach = chunk
     return candidates(
         projection(vectors.load(engine), layout),
         engine.array(label),
@@ -210,40 +215,4 @@ def candidates_of_part(
         engine.array(targets),
         engine.array(reach),
         EXEMPLARS,
-    )
-
-
-def landmarks_table(job: Job, lookup: NDArray[np.int32]) -> pa.Table:
-    saved = job.stage_parts("cluster").read_arrays("landmarks.npz")
-    dimensions = saved["projected"].shape[1]
-    flat = pa.array(np.ascontiguousarray(saved["projected"]).reshape(-1))
-    return pa.table(
-        [
-            pa.FixedSizeListArray.from_arrays(flat, dimensions),
-            pa.array(saved["place"][:, 0]),
-            pa.array(saved["place"][:, 1]),
-            pa.array(lookup[saved["label"]]),
-            pa.array(saved["probability"]),
-        ],
-        schema=landmark_schema(dimensions),
-    )
-
-
-def projection_table(job: Job) -> pa.Table:
-    """One row: the arrays of `Projection`, and the distances to the nearest landmark."""
-    projection = saved_projection(job)
-    landmarks = job.stage_parts("cluster").read_arrays("landmarks.npz")
-    quantiles = landmarks["quantiles"]
-    floats = pa.list_(pa.float32())
-    return pa.table(
-        {
-            "transform": pa.array(["sqrt"]),
-            "mean": pa.array([projection.mean.reshape(-1)], floats),
-            "scale": pa.array([projection.scale], floats),
-            "components": pa.array([projection.components.reshape(-1)], floats),
-            "explained": pa.array([projection.explained], pa.list_(pa.float64())),
-            "distance_quantiles": pa.array([quantiles], pa.list_(pa.float64())),
-            "reach": pa.array([float(quantiles[-1])]),
-            "noise_factor": pa.array([float(landmarks["noise_factor"])]),
-        }
     )

@@ -1,9 +1,9 @@
-"""zones: every row's zone and confidence, by the one table of rules, and the zones over time."""
+"""zones: every row's zone and confidence by `ZoneRules`, and the zones over time."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +11,12 @@ from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, Zoned, ZoneRules
 from discovery.engines.protocol import Engine
 
+from .chunks import ChunkVectors
+from .context import RunContext
 from .extract import captured_at
-from .rows import VectorsOfPart
 
-if TYPE_CHECKING:
-    from discovery.job import Job
-
-# Most bins that the zones are counted in over time, and how long one may be, in seconds; above the
-# last it is doubled until there are few enough.
+# Most time bins that the zones are counted in, and the lengths of a bin in seconds; after the last
+# one the length is doubled until there are few enough bins.
 MOST_BINS = 96
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 STEPS = (
@@ -30,35 +28,35 @@ STEPS = (
 MICROS = 1_000_000
 
 
-def parameters(job: Job) -> dict[str, Any]:
-    return {"rules": job.options.zone_rules.as_dict()}
+def parameters(context: RunContext) -> dict[str, Any]:
+    return {"rules": context.options.zone_rules.as_dict()}
 
 
-def run(job: Job) -> tuple[dict[str, Any], str]:
-    first, last = job.summaries["extract"]["captured_at"]
+def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    first, last = context.summaries["extract"]["captured_at"]
     step = bin_seconds(first, last)
     start = first // (step * MICROS)
     bins = last // (step * MICROS) - start + 1
     counts = np.zeros((len(ZONES), bins), np.int64)
-    total = len(job.rows.offsets)
-    todo = [index for index in range(total) if not job.parts.has(zones_part(index))]
-    found = job.executor.run(
-        zones_of_part,
-        map(job.rows.reference, todo),
-        (job.engine, job.options.zone_rules, job.layout),
+    total = context.rows.chunks
+    todo = [index for index in range(total) if not context.checkpoint.has(zones_file(index))]
+    found = context.executor.run(
+        zones_of_chunk,
+        map(context.rows.reference, todo),
+        (context.engine, context.options.zone_rules, context.layout),
     )
     for index in range(total):
         if index in todo:
             zoned = next(found)
-            job.parts.write_arrays(zones_part(index), **zoned._asdict())
+            context.checkpoint.write_arrays(zones_file(index), **zoned._asdict())
         else:
-            zoned = Zoned(**job.parts.read_arrays(zones_part(index)))
+            zoned = Zoned(**context.checkpoint.read_arrays(zones_file(index)))
         zone = zoned.zone.astype(np.int64)
-        when = captured_at(job.rows.batch(index)) // (step * MICROS) - start
+        when = captured_at(context.rows.batch(index)) // (step * MICROS) - start
         cells = np.bincount(zone * bins + when, minlength=counts.size)
         counts += cells.reshape(counts.shape)
-        job.part_done(index + 1, total)
-    shares = counts.sum(axis=1) / job.rows.count
+        context.chunk_done(index + 1, total)
+    shares = counts.sum(axis=1) / context.rows.count
     summary = {zone: float(share) for zone, share in zip(ZONES, shares, strict=True)}
     over_time = {
         "start": datetime.fromtimestamp(start * step, UTC).isoformat(),
@@ -69,8 +67,8 @@ def run(job: Job) -> tuple[dict[str, Any], str]:
     return {"shares": summary, "over_time": over_time}, says
 
 
-def zones_of_part(
-    engine: Engine, rules: ZoneRules, layout: Layout, vectors: VectorsOfPart
+def zones_of_chunk(
+    engine: Engine, rules: ZoneRules, layout: Layout, vectors: ChunkVectors
 ) -> Zoned:
     found = rules.classify(vectors.load(engine), layout)
     return Zoned(engine.host(found.zone), engine.host(found.confidence))
@@ -79,7 +77,7 @@ def zones_of_part(
 def bin_seconds(first: int, last: int) -> int:
     """The shortest bin, in seconds, of which at most `MOST_BINS` reach from `first` to `last`.
 
-    Bins begin at whole multiples of their length since 1970, so that the bins of two nights meet.
+    Bins begin at multiples of their length since 1970, so that the bins of two runs line up.
 
     Args:
         first, last: microseconds since 1970.
@@ -92,5 +90,5 @@ def bin_seconds(first: int, last: int) -> int:
         steps = [2 * steps[-1]]
 
 
-def zones_part(index: int) -> str:
+def zones_file(index: int) -> str:
     return f"zones-{index:05d}.npz"

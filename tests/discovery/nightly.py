@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from shared import REPO
 
-from discovery.artifacts.read import FILES
+from discovery.artifacts.schema import REQUIRED_FILES
 from discovery.runs.folder import move_latest
 from pipeline.durable import file_facts
 
@@ -92,7 +92,7 @@ def write_run(
     folder: Path, manifest: dict[str, Any], clusters: dict[int, float], names: dict[int, str]
 ) -> None:
     folder.mkdir(parents=True)
-    for name in FILES:
+    for name in REQUIRED_FILES:
         (folder / name).write_bytes(b"not read here" * 1_000)
     table = pa.table(
         {
@@ -102,7 +102,7 @@ def write_run(
         }
     )
     pq.write_table(table, folder / "clusters.parquet")
-    manifest["files"] = {name: file_facts(folder / name) for name in FILES}
+    manifest["files"] = {name: file_facts(folder / name) for name in REQUIRED_FILES}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

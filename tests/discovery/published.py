@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import NOW, START, AttnCommand
 
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from pipeline.store.open import open_store
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
@@ -123,7 +123,7 @@ def layered(rows: int, seed: int) -> NDArray[np.float32]:
 
 def labels_by_row(folder: Path, rows: int) -> NDArray[np.int32]:
     """The run's cluster ids in the order in which the rows were planted: int32[rows]."""
-    embedding = load_artifacts(folder).table("embedding")
+    embedding = open_artifacts(folder).table("embedding")
     assert embedding.num_rows == rows
     requests = [int(name.rsplit("-", 1)[1]) for name in embedding["request_id"].to_pylist()]
     row = np.array(requests) * ROWS_PER_REQUEST + embedding["position"].to_numpy()

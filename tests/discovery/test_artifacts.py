@@ -16,7 +16,8 @@ from shared import REPO
 
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.artifacts.read import CLUSTERS, EMBEDDING, load_artifacts, read_manifest
+from discovery.artifacts.read import open_artifacts, read_manifest
+from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
 from pipeline.store.open import open_store
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
@@ -41,7 +42,7 @@ def copy(run, tmp_path) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ArtifactError) as refused:
-        load_artifacts(folder)
+        open_artifacts(folder).verify()
     message = str(refused.value)
     assert "\n" not in message
     return message
@@ -104,8 +105,8 @@ def test_the_manifest_lists_every_parquet_file_with_its_hash(run):
 
 def test_the_output_folder_opens_at_its_latest_run(run):
     assert (run.output / "latest").readlink() == Path(RUN_ID)
-    assert load_artifacts(run.output).folder == load_artifacts(run.folder).folder
-    assert load_artifacts(run.output).run_id == RUN_ID
+    assert open_artifacts(run.output).folder == open_artifacts(run.folder).folder
+    assert open_artifacts(run.output).run_id == RUN_ID
 
 
 @pytest.mark.parametrize("name", ["clusters", "embedding", "landmarks", "projection"])
@@ -178,11 +179,11 @@ def test_a_folder_without_a_finished_run_says_what_to_do(copy, tmp_path):
 
 
 def test_the_tables_hold_what_the_design_promises(run):
-    artifacts = load_artifacts(run.folder)
+    artifacts = open_artifacts(run.folder)
     manifest, embedding = artifacts.manifest, artifacts.table("embedding")
     clusters, landmarks = artifacts.table("clusters"), artifacts.table("landmarks")
-    assert embedding.schema.equals(EMBEDDING)
-    assert clusters.schema.equals(CLUSTERS)
+    assert embedding.schema.equals(EMBEDDING_COLUMNS)
+    assert clusters.schema.equals(CLUSTER_COLUMNS)
     assert embedding.num_rows == manifest["counts"]["rows"] == len(run.vectors)
     assert np.isfinite(np.column_stack([embedding["x"], embedding["y"]])).all()
     assert set(embedding["zone"].to_pylist()) <= set(ZONES)
@@ -204,7 +205,7 @@ def test_the_tables_hold_what_the_design_promises(run):
 
 
 def test_a_clusters_centroid_and_exemplars_are_its_own_members(run):
-    artifacts = load_artifacts(run.folder)
+    artifacts = open_artifacts(run.folder)
     embedding = artifacts.table("embedding").to_pylist()
     cluster_of = {(row["request_id"], row["position"]): row["cluster_id"] for row in embedding}
     row_of = {key: i for i, key in enumerate(sorted(cluster_of))}  # as they were planted

@@ -15,7 +15,7 @@ import pytest
 from shared import REPO
 
 from capture_kernels.errors import RunError, WriteError
-from discovery.runs.checkpoint import StageParts, chained_key
+from discovery.runs.checkpoint import StageCheckpoint, chained_key
 from pipeline.durable import file_facts, write_atomically, write_json
 
 # Writes a part of each kind in a process that may write no file above 20,000 bytes: a disk that
@@ -26,12 +26,12 @@ FULL_DISK = textwrap.dedent(
     from pathlib import Path
     import numpy as np, pyarrow as pa
     from capture_kernels.errors import WriteError
-    from discovery.artifacts.read import write_parquet
-    from discovery.runs.checkpoint import StageParts
+    from discovery.artifacts.write import write_parquet
+    from discovery.runs.checkpoint import StageCheckpoint
     from pipeline.durable import write_json
 
     folder = Path(sys.argv[1])
-    parts = StageParts(folder / "stage", "key")
+    parts = StageCheckpoint(folder / "stage", "key")
     parts.write_arrays("kept.npz", values=np.arange(10))
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     noise = np.random.default_rng(0).random(50_000)
@@ -69,7 +69,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
             "then run the command again"
         )
     assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == ["kept.npz", "key"]
-    kept = StageParts(tmp_path / "stage", "key").read_arrays("kept.npz")
+    kept = StageCheckpoint(tmp_path / "stage", "key").read_arrays("kept.npz")
     assert kept["values"].tolist() == list(range(10))
 
 
@@ -99,30 +99,30 @@ def test_json_holds_no_number_that_json_does_not_have(tmp_path):
 
 
 def test_the_same_key_finds_its_parts_and_another_key_finds_none(tmp_path):
-    first = StageParts(tmp_path / "umap", "one")
+    first = StageCheckpoint(tmp_path / "umap", "one")
     first.write_arrays("map.npz", points=np.eye(3, dtype=np.float32))
     first.finish({"rows": 3}, "3 rows", 0.5)
-    again = StageParts(tmp_path / "umap", "one")
+    again = StageCheckpoint(tmp_path / "umap", "one")
     assert again.has("map.npz")
     assert again.finished() is not None
-    other = StageParts(tmp_path / "umap", "two")
+    other = StageCheckpoint(tmp_path / "umap", "two")
     assert not other.has("map.npz")
     assert other.finished() is None
     assert other.names("") == ["key"]
     # And going back does not bring them back.
-    assert not StageParts(tmp_path / "umap", "one").has("map.npz")
+    assert not StageCheckpoint(tmp_path / "umap", "one").has("map.npz")
 
 
 def test_a_folder_without_its_key_is_emptied(tmp_path):
-    stage = StageParts(tmp_path / "umap", "one")
+    stage = StageCheckpoint(tmp_path / "umap", "one")
     stage.write_arrays("map.npz", points=np.eye(3))
     (tmp_path / "umap" / "key").unlink()
-    assert not StageParts(tmp_path / "umap", "one").has("map.npz")
+    assert not StageCheckpoint(tmp_path / "umap", "one").has("map.npz")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 257])
 def test_arrays_and_batches_come_back_as_they_were(tmp_path, rows):
-    stage = StageParts(tmp_path / "stage", "k")
+    stage = StageCheckpoint(tmp_path / "stage", "k")
     arrays = {
         "floats": np.random.default_rng(0).random((rows, 20), np.float32),
         "ids": np.arange(rows, dtype=np.int64),
@@ -142,21 +142,21 @@ def test_arrays_and_batches_come_back_as_they_were(tmp_path, rows):
 
 
 def test_an_object_array_is_refused_since_reading_it_would_run_code(tmp_path):
-    stage = StageParts(tmp_path / "stage", "k")
+    stage = StageCheckpoint(tmp_path / "stage", "k")
     with pytest.raises(ValueError, match="Python objects"):
         stage.write_arrays("objects.npz", values=np.array([{"a": 1}], object))
     assert not stage.has("objects.npz")
 
 
 def test_a_finished_stage_says_what_it_was_told(tmp_path):
-    stage = StageParts(tmp_path / "stage", "k")
+    stage = StageCheckpoint(tmp_path / "stage", "k")
     assert stage.finished() is None
     stage.write_arrays("a.npz", x=np.arange(3))
     stage.write_arrays("b.npz", x=np.arange(4))
     (stage.folder / ".a.npz.99.tmp").write_bytes(b"left by a killed process")
     summary = {"rows": 7, "shares": {"x": 0.1}, "none": None, "list": [1, 2]}
     stage.finish(summary, "7 rows", 1.25)
-    saved = StageParts(tmp_path / "stage", "k").finished()
+    saved = StageCheckpoint(tmp_path / "stage", "k").finished()
     assert saved["summary"] == summary
     assert (saved["says"], saved["seconds"], saved["key"]) == ("7 rows", 1.25, "k")
     assert saved["parts"] == {name: file_facts(stage.path(name)) for name in ("a.npz", "b.npz")}
@@ -164,18 +164,18 @@ def test_a_finished_stage_says_what_it_was_told(tmp_path):
 
 
 def test_a_stage_that_was_stopped_in_between_holds_the_parts_of_both_times(tmp_path):
-    StageParts(tmp_path / "stage", "k").write_arrays("a.npz", x=np.arange(3))
-    stage = StageParts(tmp_path / "stage", "k")
+    StageCheckpoint(tmp_path / "stage", "k").write_arrays("a.npz", x=np.arange(3))
+    stage = StageCheckpoint(tmp_path / "stage", "k")
     stage.write_arrays("b.npz", x=np.arange(4))
     stage.write_arrays("b.npz", x=np.arange(5))
     stage.finish({}, "", 0.0)
-    saved = StageParts(tmp_path / "stage", "k").finished()
+    saved = StageCheckpoint(tmp_path / "stage", "k").finished()
     assert saved["parts"] == {name: file_facts(stage.path(name)) for name in ("a.npz", "b.npz")}
 
 
 @pytest.mark.parametrize("damage", ["one bit", "cut short", "missing", "longer"])
 def test_a_damaged_part_of_a_finished_stage_is_named(tmp_path, damage):
-    stage = StageParts(tmp_path / "stage", "k")
+    stage = StageCheckpoint(tmp_path / "stage", "k")
     for name in ("a.npz", "b.npz"):
         stage.write_arrays(name, x=np.arange(100))
     stage.finish({}, "", 0.0)
@@ -190,7 +190,7 @@ def test_a_damaged_part_of_a_finished_stage_is_named(tmp_path, damage):
     else:
         part.unlink()
     with pytest.raises(RunError) as refused:
-        StageParts(tmp_path / "stage", "k").finished()
+        StageCheckpoint(tmp_path / "stage", "k").finished()
     assert str(part) in str(refused.value)
     assert f"delete {stage.folder} and resume" in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -7,18 +7,21 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from planted import planted
 from published import RUN_ID, Mixed, Published, labels_by_row, layered, mixed, published
 from shared import REPO
+from threadpoolctl import threadpool_info
 
 from capture_kernels.errors import RecordError
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
-from discovery.artifacts.classifier import Classifier, nearest_landmark
-from discovery.commands.classify import parse_line
+from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.prototypes import nearest_prototype
+from discovery.commands.classify import answers
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +77,7 @@ def test_a_vector_far_from_all_that_the_run_saw_is_noise_without_a_label(classif
     found = classifier.classify(vector)
     assert found.cluster_id.tolist() == [-1]
     assert found.probability.tolist() == [0.0]
-    manifold = classifier.answer(vector)[0]["manifold"]
+    manifold = classifier.answer([vector])[0]["manifold"]
     assert (manifold["cluster_id"], manifold["cluster_label"]) == (-1, None)
     assert manifold["zone"] in ZONES
 
@@ -92,7 +95,7 @@ def test_a_batch_is_classified_as_its_rows_are_one_by_one(classifier, rows):
 def test_no_rows_give_no_answers(classifier):
     found = classifier.classify(np.empty((0, 20), np.float32))
     assert [len(column) for column in found] == [0] * 5
-    assert found.place.shape == (0, 2)
+    assert found.coordinates.shape == (0, 2)
     assert classifier.answer(np.empty((0, 20), np.float32)) == classifier.answer([]) == []
 
 
@@ -154,7 +157,7 @@ def test_the_nearest_landmark_is_exact(rows, landmarks, dimensions):
     points = rng.normal(size=(landmarks, dimensions)).astype(np.float32)
     queries = rng.normal(size=(rows, dimensions)).astype(np.float32)
     queries[0] = points[-1]
-    found = nearest_landmark(queries, points)
+    found = nearest_prototype(queries, points)
     exact = np.linalg.norm(queries[:, None].astype(float) - points[None], axis=2)
     np.testing.assert_array_equal(found.row, exact.argmin(axis=1))
     np.testing.assert_allclose(found.distance, exact.min(axis=1), rtol=1e-5)
@@ -246,17 +249,36 @@ BAD_LINES = [
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[-24:]))
 def test_a_line_that_is_no_fingerprint_is_named(classifier, bad):
-    assert parse_line(json.dumps(FLAT).encode(), 1, classifier) == (FLAT, {})
+    good = json.dumps(FLAT).encode()
+    answered = answers([(2, good), (3, bad), (4, good)], classifier)
+    assert next(answered)["manifold"]["zone"] in ZONES
     with pytest.raises(RecordError, match=r"^line 3 "):
-        parse_line(bad, 3, classifier)
+        next(answered)
 
 
 @pytest.mark.parametrize("field", [{"layout": 2}, {"layout": "layered"}, {"capture_id": "other"}])
-def test_a_line_of_another_layout_or_capture_is_refused(classifier, field):
-    line = {"vector": FLAT, "layout": 1, "capture_id": classifier.capture_id}
-    assert parse_line(json.dumps(line).encode(), 1, classifier)[0] == FLAT
-    with pytest.raises(RecordError, match="line 9 "):
-        parse_line(json.dumps(line | field).encode(), 9, classifier)
+def test_a_record_of_another_layout_or_capture_gets_a_reason_and_the_others_an_answer(
+    classifier, field
+):
+    record = {"vector": FLAT, "layout": 1, "capture_id": classifier.capture_id}
+    first, second, third, fourth = classifier.answer([record, record | field, {}, FLAT])
+    assert first == fourth == classifier.answer([FLAT])[0]
+    assert set(second) == set(third) == {"error", "schema_version", "run_id"}
+    assert "the run" in second["error"]
+    assert "needs a vector" in third["error"]
+
+
+def test_threads_that_classify_at_once_get_the_answers_of_one(classifier):
+    vectors, _ = planted(20_000, 3)
+    chunks = np.array_split(vectors, 16)
+    alone = [classifier.classify(chunk) for chunk in chunks]
+    before = threadpool_info()
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(classifier.classify, chunks))
+    for one, other in zip(alone, together, strict=True):
+        for column, same in zip(one, other, strict=True):
+            np.testing.assert_array_equal(column, same)
+    assert threadpool_info() == before
 
 
 def test_classify_answers_a_live_stream_line_by_line(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted
 from shared import REPO
@@ -25,7 +25,6 @@ def good(layout, rows=4):
     return np.concatenate([*parts, rng.random((rows, 8))], axis=1).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     position=st.integers(1, 400),
     heads=st.integers(1, 3),

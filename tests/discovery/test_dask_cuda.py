@@ -15,7 +15,8 @@ from test_dask_workers import blocked_signals, dies_always, dies_at_first, killi
 from test_resume import RUN_ID, fingerprint_of, killed_at
 
 from capture_kernels.errors import RunError
-from discovery.engines.protocol import Engine, open_engine
+from discovery.engines.open import open_engine
+from discovery.engines.protocol import Engine
 from discovery.engines.rapids import why_not
 from discovery.execution.executor import DaskExecutor
 

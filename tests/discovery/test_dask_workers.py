@@ -274,7 +274,7 @@ def test_a_cluster_elsewhere_that_is_gone_ends_the_run(elsewhere):
 KILLER = textwrap.dedent(
     """
     import sys, time
-    import psutil
+    import msgspec, psutil
     import discovery.commands.discover, discovery.execution.dask_retry, discovery.job
     from cli import app
 
@@ -290,6 +290,7 @@ KILLER = textwrap.dedent(
         inner = listener()
         def listen(event):
             inner(event)
+            event = msgspec.to_builtins(event)
             if (event["event"], event.get("stage"), event.get("done")) == (
                 "progress", stage, int(done)
             ):

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from discovery.engines.cpu import CpuEngine
 from discovery.engines.protocol import Clustering
-from discovery.runs.checkpoint import StageParts
+from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.cluster import SPARSE, dense_clusters
-from discovery.stages.neighbors import fit_part, self_first
+from discovery.stages.neighbors import fit_file, self_first
 
 MIN_SAMPLES = 5
 K = 12
@@ -33,18 +33,18 @@ def find(tmp_path_factory) -> Find:
         k: int = K,
         chunk: int = 10_000,
     ) -> Clustering:
-        parts = StageParts(tmp_path_factory.mktemp("neighbors") / "neighbors", "key")
+        parts = StageCheckpoint(tmp_path_factory.mktemp("neighbors") / "neighbors", "key")
         engine = CpuEngine()
         for start in range(0, len(rows), chunk):
             found = engine.neighbors(rows, rows[start : start + chunk], k)
             indices, distances = self_first(*found, start)
-            parts.write_arrays(fit_part(start), indices=indices, distances=distances)
-        job = SimpleNamespace(
+            parts.write_arrays(fit_file(start), indices=indices, distances=distances)
+        context = SimpleNamespace(
             options=SimpleNamespace(min_samples=min_samples),
             engine=engine,
-            stage_parts={"neighbors": parts}.__getitem__,
+            checkpoint_of={"neighbors": parts}.__getitem__,
         )
-        return dense_clusters(job, points, 20, len(points))  # type: ignore[arg-type]
+        return dense_clusters(context, points, 20, len(points))  # type: ignore[arg-type]
 
     return run
 
@@ -140,7 +140,6 @@ def test_it_is_the_neighbour_at_min_samples_or_else_the_last_that_counts(find, m
     assert (find(rows, points, 1).labels[400:] >= 0).mean() > 0.5
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2.0**-10, 0.5, 64.0]))
 def test_the_unit_of_the_space_does_not_matter(find, seed, scale):
     rng = np.random.default_rng(seed)

@@ -23,16 +23,18 @@ from discovery.algorithms import landmarks
 from discovery.algorithms.consistency import inconsistent
 from discovery.algorithms.landmarks import learn_borders, train_landmarks
 from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.pca import Moments, fit_projection
 from discovery.algorithms.sampling import drawn_rows, mix64, stratified_rows
 from discovery.algorithms.voting import vote
-from discovery.artifacts.classifier import Codebook, nearest_landmark, nearest_of_run
-from discovery.artifacts.projection import Moments, Projection, context_octave, square_roots
+from discovery.artifacts.projection import Projection, context_octave, square_roots
+from discovery.artifacts.prototypes import Codebook, nearest_prototype, nearest_with_noise
 from discovery.describe.exemplars import candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.cpu import CpuEngine
+from discovery.events.schema import Progress
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import DiscoverOptions
-from discovery.stages.rows import VectorsOfPart
+from discovery.stages.chunks import ChunkVectors
 
 ROWS = 1_500
 moved = device_arrays.asarray
@@ -44,7 +46,7 @@ def vectors_of(layout: Layout, rows: int = ROWS) -> np.ndarray:
 
 def fitted(vectors: np.ndarray, layout: Layout) -> Projection:
     moments = Moments.of(vectors, layout)
-    return Projection.fit(moments.means, np.ones(20), moments.covariance)
+    return fit_projection(moments.means, np.ones(20), moments.covariance)
 
 
 def assert_same(found, wanted) -> None:
@@ -123,9 +125,10 @@ def test_landmarks_answer_the_same_on_a_device(noise):
     labels = np.arange(30, dtype=np.int32) % 7
     labels[30 - noise :] = -1
     there = moved(projected)
-    assert_same(nearest_landmark(there, points), nearest_landmark(projected, points))
+    assert_same(nearest_prototype(there, points), nearest_prototype(projected, points))
     assert_same(
-        nearest_of_run(there, points, labels, 0.8), nearest_of_run(projected, points, labels, 0.8)
+        nearest_with_noise(there, points, labels, 0.8),
+        nearest_with_noise(projected, points, labels, 0.8),
     )
     codebook = Codebook(projection, layout, points, labels, 0.8, 0.2)
     there = moved(vectors)
@@ -189,7 +192,7 @@ def test_larger_steps_of_a_device_teach_the_landmarks_as_much():
     right = []
     for engine in (CpuEngine(), DeviceEngine()):
         found = train_landmarks(engine, projected[seen], labels[seen], 0)
-        near = nearest_of_run(projected, found.points, found.labels, found.noise_factor)
+        near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor)
         right.append(np.mean(found.labels[near.row][inside] == labels[inside]))
     assert right[0] > 0.9
     assert right[1] == pytest.approx(right[0], abs=0.005)
@@ -239,7 +242,7 @@ def test_profiles_are_the_same_on_a_device(tokens):
 
 def test_a_part_is_loaded_to_the_device_with_the_rows_asked_for():
     vectors = vectors_of(Layout.LOG16, 30)
-    part = VectorsOfPart(vectors)
+    part = ChunkVectors(vectors)
     assert_same(part.load(DeviceEngine()), vectors)
     assert_same(part.load(DeviceEngine(), np.array([3, 17])), vectors[[3, 17]])
     assert part.load(CpuEngine()) is vectors
@@ -282,13 +285,13 @@ def test_a_run_begun_on_a_device_is_finished_on_the_host(planted_store, tmp_path
     class Begins(DeviceEngine):
         """One that has sizes of its own."""
 
-        fit_rows, part_rows, search_rows = 900, 700, 200
+        fit_rows, chunk_rows, search_rows = 900, 700, 200
 
     db, seen, stop = planted_store(2_000), [], StopRequest()
 
     def listen(event):
-        if event["event"] == "progress" and event["stage"] == "neighbors":
-            seen.append(event["total"])
+        if isinstance(event, Progress) and event.stage == "neighbors":
+            seen.append(event.total)
             if len(seen) == 3:
                 stop.ask("enough")
 

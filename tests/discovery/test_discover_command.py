@@ -31,10 +31,10 @@ from sklearn.metrics import adjusted_rand_score
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.artifacts.classifier import Classifier
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import DiscoverOptions
-from discovery.stages import STAGES
+from discovery.stages.registry import STAGES
 from pipeline.store.open import open_store
 
 STAGE_NAMES = [stage.name for stage in STAGES]
@@ -88,7 +88,7 @@ def test_two_seeds_find_the_same_behaviours(run, again):
 
 def test_a_run_prints_its_clusters_and_its_stages(run):
     lines = run.stdout.splitlines()
-    clusters = load_artifacts(run.folder).table("clusters").to_pylist()
+    clusters = open_artifacts(run.folder).table("clusters").to_pylist()
     assert lines[0].split() == ["id", "cluster", "traits", "rows", "share", "persistence"]
     for line, cluster in zip(lines[1:], clusters, strict=False):
         assert line.split()[0] == str(cluster["cluster_id"])
@@ -195,7 +195,7 @@ def test_runs_show_repeats_what_the_run_printed(attn, run):
         == (run.stdout.splitlines()[:-1])
     )
     shown = json.loads(attn("runs", "show", RUN_ID, "--output", run.output, "--json").stdout)
-    artifacts = load_artifacts(run.folder)
+    artifacts = open_artifacts(run.folder)
     assert shown == {
         "manifest": artifacts.manifest,
         "clusters": artifacts.table("clusters").to_pylist(),
@@ -269,7 +269,7 @@ def test_a_run_takes_the_commonest_and_says_what_it_left_out(mixed_run):
     assert manifest["counts"]["left_out"] == left_out
     said = "501 rows of common; 624 of other models, layouts or captures left out"
     assert said in mixed_run.stderr
-    requests = load_artifacts(mixed_run.folder).table("embedding")["request_id"].to_pylist()
+    requests = open_artifacts(mixed_run.folder).table("embedding")["request_id"].to_pylist()
     assert {request.rsplit("-", 1)[0] for request in requests} == {"common1a"}
 
 
@@ -415,7 +415,7 @@ def test_a_sampled_run_with_its_own_zones_and_request_limit(attn, run, tmp_path)
     assert (counts["fit_rows"], counts["sampled"]) == (701, True)
     assert "3,780 over 37 a request left out" in done.stderr
 
-    embedding = load_artifacts(output).table("embedding")
+    embedding = open_artifacts(output).table("embedding")
     requests, rows = np.unique(embedding["request_id"].to_pylist(), return_counts=True)
     assert (len(requests), set(rows.tolist())) == (60, {37})
     # Every row, of the sample or not, has a place, and nearly all have their behaviour's label.
@@ -444,7 +444,7 @@ def test_rows_that_are_all_alike_end_in_a_run_that_is_kept_but_not_served(attn, 
     assert "Traceback" not in done.stderr
     assert "no clusters" in done.stderr
     assert not (output / "latest").exists()
-    embedding = load_artifacts(output / RUN_ID).table("embedding")
+    embedding = open_artifacts(output / RUN_ID).table("embedding")
     assert set(embedding["cluster_id"].to_pylist()) == {-1}
     assert np.isfinite(np.column_stack([embedding["x"], embedding["y"]])).all()
 
@@ -463,7 +463,7 @@ def test_a_parquet_folder_gives_the_same_run_as_a_file(tmp_path):
     in_folder = quietly(tmp_path / "store", tmp_path / "from folder")
     for name in ("embedding", "clusters", "landmarks", "projection"):
         # Their dictionaries may be others, the values may not.
-        from_file, from_folder = (load_artifacts(f).table(name) for f in (in_file, in_folder))
+        from_file, from_folder = (open_artifacts(f).table(name) for f in (in_file, in_folder))
         assert from_file.to_pylist() == from_folder.to_pylist()
 
 
@@ -476,14 +476,14 @@ def test_the_order_of_arrival_does_not_change_a_run_of_the_same_rows(tmp_path):
                 store.append(part)
                 store.append(part)  # a sender that sends twice
     whole, parts = (quietly(tmp_path / f"{n}.db", tmp_path / n) for n in ("whole", "parts"))
-    assert load_artifacts(whole).table("embedding").equals(load_artifacts(parts).table("embedding"))
+    assert open_artifacts(whole).table("embedding").equals(open_artifacts(parts).table("embedding"))
 
 
 @pytest.mark.parametrize("rows", [4, 5, 17, 100])
 def test_the_fewest_rows_make_a_whole_run(tmp_path, rows):
     db = make_store(tmp_path / "few.db", planted(rows, rows)[0])
     folder = quietly(db, tmp_path / "out", min_rows=rows)
-    artifacts = load_artifacts(folder)
+    artifacts = open_artifacts(folder)
     assert artifacts.table("embedding").num_rows == rows
     assert artifacts.manifest["counts"]["fit_rows"] == rows
     classified = Classifier(artifacts).classify(planted(50, 1)[0])
@@ -502,7 +502,7 @@ def test_the_fewest_rows_make_a_whole_run(tmp_path, rows):
 )
 def test_degenerate_rows_end_in_a_whole_run(tmp_path, vectors):
     folder = quietly(make_store(tmp_path / "odd.db", vectors), tmp_path / "out")
-    embedding = load_artifacts(folder).table("embedding")
+    embedding = open_artifacts(folder).table("embedding")
     assert np.isfinite(np.column_stack([embedding["x"], embedding["y"]])).all()
 
 
@@ -511,7 +511,7 @@ def test_options_larger_than_the_window_make_a_whole_run(tmp_path):
     folder = quietly(
         db, tmp_path / "out", umap_neighbors=1_000, min_samples=1_000, min_cluster_size=1_000
     )
-    assert load_artifacts(folder).manifest["counts"]["clusters"] == 0
+    assert open_artifacts(folder).manifest["counts"]["clusters"] == 0
 
 
 def test_a_request_limit_that_leaves_too_few_rows_is_refused(attn, tmp_path):
@@ -534,7 +534,7 @@ def test_runs_in_one_output_folder_never_share_an_id_and_latest_is_the_last(tmp_
     born = [
         cluster["cluster_id"]
         for folder in folders
-        for cluster in load_artifacts(folder).table("clusters").to_pylist()
+        for cluster in open_artifacts(folder).table("clusters").to_pylist()
         if cluster["born_in"] == folder.name
     ]
     assert len(born) == len(set(born)) > 0
@@ -546,7 +546,7 @@ def test_runs_in_one_output_folder_never_share_an_id_and_latest_is_the_last(tmp_
 @pytest.mark.parametrize("rows", [300, 1_000])
 def test_a_small_run_has_a_classifier_that_agrees_with_it(tmp_path, rows):
     folder = quietly(make_store(tmp_path / "small.db", planted(rows, 0)[0]), tmp_path / "out")
-    assert load_artifacts(folder).manifest["quality"]["classifier_agreement"] >= 0.9
+    assert open_artifacts(folder).manifest["quality"]["classifier_agreement"] >= 0.9
 
 
 def test_a_layered_store_is_discovered_without_being_told(tmp_path):
@@ -554,6 +554,6 @@ def test_a_layered_store_is_discovered_without_being_told(tmp_path):
     with open_store(tmp_path / "layered.db", create=True) as store:
         column = batch.schema.get_field_index("layout")
         store.append(batch.set_column(column, "layout", pa.array([2] * 300, pa.uint8())))
-    artifacts = load_artifacts(quietly(tmp_path / "layered.db", tmp_path / "out"))
+    artifacts = open_artifacts(quietly(tmp_path / "layered.db", tmp_path / "out"))
     assert artifacts.manifest["layout"] == "layered"
     assert artifacts.manifest["counts"]["clusters"] >= 3

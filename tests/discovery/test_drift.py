@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from discovery.algorithms.drift import BUCKETS, RequestCounts, Shares, drift, psi, shares_of
@@ -220,7 +220,6 @@ def test_psi_is_the_sum_over_categories():
     assert psi(np.stack([p, q]), q).shape == (2,)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     table=st.lists(
         st.lists(st.integers(0, 300), min_size=3, max_size=3), min_size=1, max_size=12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from discovery.describe.exemplars import Exemplars, candidates
@@ -32,7 +32,6 @@ def plainly(targets, points, label, requests, most) -> list[list[int]]:
     ties=st.booleans(),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_exemplars_are_the_nearest_rows_of_different_requests_however_they_are_cut(
     rows, clusters, several, most, seed, ties, data
 ):

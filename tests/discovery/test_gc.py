@@ -17,7 +17,7 @@ from shared import REPO
 from test_runs import another_job
 
 from capture_kernels.errors import RunError
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from discovery.runs import deletion, retention
 from discovery.runs import folder as runs
 
@@ -53,7 +53,7 @@ def test_the_newest_seven_stay_with_the_parent_of_the_oldest(attn, output):
     assert because(told)[3] == ["parent of " + run_id_of(4)]
     assert because(told)[10][0] == "latest"
     for day in days(output):
-        load_artifacts(output / run_id_of(day))
+        open_artifacts(output / run_id_of(day)).verify()
 
 
 def test_it_says_what_went_and_how_many_bytes_that_freed(attn, output):
@@ -172,7 +172,7 @@ def test_what_is_no_run_folder_is_never_deleted(output, tmp_path_factory):
     assert {entry["run_id"] for entry in done["deleted"]} == gone
     assert {path.name for path in output.iterdir()} == (before - gone) | {".lock"}
     assert because(done)[3] == ["cannot be read"]
-    load_artifacts(treasure)
+    open_artifacts(treasure).verify()
     assert (output / "notes" / "mine").read_text() == "mine"
 
 
@@ -235,7 +235,7 @@ def test_kill_9_in_the_middle_leaves_no_half_run_and_the_next_one_finishes(tmp_p
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     whole = [run_id for run_id in runs.run_ids(tmp_path) if run_id != run_id_of(30)]
     for run_id in whole:
-        load_artifacts(tmp_path / run_id)
+        open_artifacts(tmp_path / run_id).verify()
     assert (at > 0) == (run_id_of(1) not in whole)
     left = list(tmp_path.glob(".deleted-*"))
     # A run is one rename, five files and a folder.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nightly import Lineage, run_id_of
 
@@ -311,7 +311,6 @@ def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 @given(chains(), st.integers(0, 6))
-@settings(max_examples=300, deadline=None)
 def test_events_compose_however_the_nights_are_cut(chain, cut):
     """Two descents, one after the other, are the descent over both."""
     start, steps = chain
@@ -325,7 +324,6 @@ def test_events_compose_however_the_nights_are_cut(chain, cut):
 
 
 @given(chains())
-@settings(max_examples=300, deadline=None)
 def test_every_cluster_of_the_first_night_lives_on_or_has_an_ending(chain):
     start, steps = chain
     found = descent(start, steps)

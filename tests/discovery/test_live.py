@@ -12,24 +12,25 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from shared import NOW, REPO
 from watching import SCHEMA, Client, free_port, logged
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from discovery.events.log import Progress
+from discovery.events.log import EventLog
+from discovery.events.schema import COMMANDS, LOGGED, Event, RunPaused, RunResumed
 from discovery.events.websocket import (
-    BEHIND,
-    COMMANDS,
     MOST_BYTES,
     MOST_CLIENTS,
     MOST_CONNECTIONS,
+    QUEUE_LENGTH,
     Backlog,
     LiveEvents,
 )
 from discovery.execution.stopping import Interrupted, StopRequest
-from discovery.stages import STAGES
+from discovery.stages.registry import STAGES
 
 RUN_ID = "2026-01-10T04-02-11"
 
@@ -49,11 +50,18 @@ STAGE = event("stage_started", stage="extract", number=1, of=10)
 FINISHED = event("run_finished", clusters=3, peak_memory_gb=0.5)
 
 
+class Served(LiveEvents):
+    """Takes events as the JSON objects that clients get."""
+
+    def __call__(self, message: dict) -> None:
+        super().__call__(decoded(message))
+
+
 @pytest.fixture
 def live():
     """A server with nothing to say yet: (its port, the listener, the request that it steers)."""
     port, stop = free_port(), StopRequest()
-    served = LiveEvents(port, stop)
+    served = Served(port, stop)
     yield port, served, stop
     with suppress(RuntimeError):  # closed by the test
         served.close()
@@ -72,11 +80,17 @@ def upgrade(port: int) -> socket.socket:
     return raw
 
 
-def told_late(events: list[dict]) -> list[dict]:
-    """What a client is told that comes after these events."""
+def decoded(message: dict) -> Event:
+    """The event of a message, which must fit its struct."""
+    kinds = {kind.__struct_config__.tag: kind for kind in LOGGED}
+    return msgspec.convert(message, kinds[message["event"]])
+
+
+def seen_late(events: list[dict]) -> list[dict]:
+    """What a client that connects after these events gets."""
     backlog = Backlog()
-    for one in events:
-        backlog.add(one, json.dumps(one))
+    for one in map(decoded, events):
+        backlog.add(one, msgspec.json.encode(one))
     return [json.loads(message) for message in backlog.messages()]
 
 
@@ -103,12 +117,13 @@ def test_a_client_sees_a_run_from_its_start_to_its_end(planted_store, tmp_path):
     log = logged(tmp_path / "out" / "latest")
     # On a busy machine the run begins before the client is there, which then is a late one.
     missed = range(1, len(log)) if hello["run_id"] else [0]
-    assert events in [[*told_late(log[:count]), *log[count:]] for count in missed]
+    assert events in [[*seen_late(log[:count]), *log[count:]] for count in missed]
 
 
 def test_the_schema_and_the_code_have_the_same_commands_and_stages():
-    assert SCHEMA["$defs"]["command_name"]["enum"] == list(COMMANDS)
-    assert SCHEMA["$defs"]["stage"]["enum"] == [stage.name for stage in STAGES]
+    assert SCHEMA["$defs"]["Command"]["properties"]["command"]["enum"] == sorted(COMMANDS)
+    names = sorted(stage.name for stage in STAGES)
+    assert SCHEMA["$defs"]["Progress"]["properties"]["stage"]["enum"] == names
 
 
 # late clients
@@ -224,7 +239,8 @@ def test_a_run_that_is_over_takes_no_more_commands(live, end):
         ('["stop"]', "not a JSON object"),
         ("{}", "no such command"),
         ('{"command": "STOP"}', "no such command"),
-        ('{"command": "__class__", "id": "\\ud800"}', "no such command"),
+        ('{"command": "__class__", "id": "\\ud800"}', "not JSON"),
+        ('{"command": "__class__"}', "no such command"),
         ('{"command": ["stop"]}', "no such command"),
         ('{"command": "stop", "id": 5}', "id must be text"),
         ('{"command": "stop", "id": {"a": []}}', "id must be text"),
@@ -345,7 +361,7 @@ def test_a_client_that_never_reads_is_cut_off_and_slows_nobody(live):
     with Client(port) as reader:
         reader.next()
         slowest = 0.0
-        count = 2 * BEHIND
+        count = 2 * QUEUE_LENGTH
         for done in range(count):
             began = time.perf_counter()
             served(big if done < 400 else part(done + 1, count))
@@ -418,30 +434,30 @@ def test_a_port_that_cannot_be_served_is_refused_before_anything_is_written(
 # parts that come fast
 
 
-def test_of_hundreds_of_parts_the_first_and_the_last_are_told_and_few_between(tmp_path):
+def test_of_hundreds_of_chunks_the_first_and_the_last_are_reported_and_few_between(tmp_path):
     now = [0.0]
-    told: list[dict] = []
-    progress = Progress(tmp_path / "progress.jsonl", RUN_ID, [told.append], clock=lambda: now[0])
+    seen: list[Event] = []
+    log = EventLog(tmp_path / "progress.jsonl", RUN_ID, [seen.append], clock=lambda: now[0])
     for stage in ("neighbors", "umap"):
         for done in range(1, 1_001):
-            progress.part_done(stage, done, 1_000)
+            log.chunk_done(stage, done, 1_000)
             now[0] += 0.01
-    progress.close()
+    log.close()
     for stage in ("neighbors", "umap"):
-        done = [one["done"] for one in told if one["stage"] == stage]
+        done = [one.done for one in seen if one.stage == stage]
         assert (done[0], done[-1]) == (1, 1_000)
         assert done == sorted(set(done))
         assert 50 <= len(done) <= 65  # ten at once, then five in each of ten seconds
-    assert logged(tmp_path) == told
+    assert [decoded(line) for line in logged(tmp_path)] == seen
 
 
-def test_the_newest_part_is_told_before_a_pause_or_an_end(tmp_path):
-    told: list[dict] = []
-    progress = Progress(tmp_path / "progress.jsonl", RUN_ID, [told.append], clock=lambda: 0.0)
+def test_the_newest_chunk_is_reported_before_a_pause_or_an_end(tmp_path):
+    seen: list[Event] = []
+    log = EventLog(tmp_path / "progress.jsonl", RUN_ID, [seen.append], clock=lambda: 0.0)
     for done in range(1, 41):
-        progress.part_done("umap", done, 50)
-    progress.emit("run_paused")
-    progress.emit("run_resumed")
-    progress.close()
-    assert [one["done"] for one in told[:-2]] == [*range(1, 11), 40]
-    assert [one["event"] for one in told[-2:]] == ["run_paused", "run_resumed"]
+        log.chunk_done("umap", done, 50)
+    log.emit(RunPaused)
+    log.emit(RunResumed)
+    log.close()
+    assert [one.done for one in seen[:-2]] == [*range(1, 11), 40]
+    assert [type(one) for one in seen[-2:]] == [RunPaused, RunResumed]

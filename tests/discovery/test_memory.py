@@ -39,7 +39,7 @@ CPU = CpuEngine()
 def gpu_engine(gpus: int) -> Any:
     """What a plan asks of an engine, as that of so many GPUs answers; there need be none here."""
     return SimpleNamespace(
-        gpus=gpus, fit_rows=1_000_000, part_rows=1_048_576, at_rest_bytes=3_000_000_000
+        gpus=gpus, fit_rows=1_000_000, chunk_rows=1_048_576, at_rest_bytes=3_000_000_000
     )
 
 

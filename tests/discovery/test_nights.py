@@ -22,7 +22,7 @@ from test_resume import fingerprint_of, killed_at
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from discovery.commands.discover import console
 from pipeline.store.open import open_store
 
@@ -50,7 +50,7 @@ def store_of(path: Path, vectors: NDArray[np.float32], night: int, **about: str)
 
 
 def identities(output: Path, run_id: str) -> list[int]:
-    return load_artifacts(output / run_id).table("clusters")["cluster_id"].to_pylist()
+    return open_artifacts(output / run_id).table("clusters")["cluster_id"].to_pylist()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_another_night_of_the_same_keeps_the_ids_the_names_and_the_map(
     assert set(identities(runs, manifest["run_id"])) == set(first_night.ids)
     assert {event["event"] for event in manifest["lineage"]["events"]} == {"kept"}
     assert (runs / "latest").readlink().name == manifest["run_id"]
-    tables = [load_artifacts(runs / run).table("clusters").to_pylist()
+    tables = [open_artifacts(runs / run).table("clusters").to_pylist()
               for run in (first_night.run_id, manifest["run_id"])]  # fmt: skip
     before, after = ({row["cluster_id"]: row for row in table} for table in tables)
     same = sum(before[i]["label"] == after[i]["label"] for i in before)
@@ -133,7 +133,7 @@ def test_a_poisoned_night_never_becomes_latest_and_says_why(
     assert done.returncode == 3, (done.returncode, done.stderr)
     assert (runs / "latest").readlink().name == first_night.run_id
     run_id = at(1).replace(":", "-")
-    gate = load_artifacts(runs / run_id).manifest["quality"]["gate"]
+    gate = open_artifacts(runs / run_id).manifest["quality"]["gate"]
     assert not gate["passed"] and reason in " ".join(gate["reasons"])
     assert f"FAILED: {gate['reasons'][0]}" in done.stderr
     # Nor does it become a parent: the night after follows the good one.
@@ -234,7 +234,7 @@ def test_parts_that_are_all_or_none_of_the_sample_are_placed_as_well(attn, runs,
                 "--batch-size", "256", "--umap-sample-size", "100", "--seed", "5")  # fmt: skip
     assert done.returncode == 0, done.stderr
     run_id = at(1).replace(":", "-")
-    assert load_artifacts(runs / run_id).table("embedding").num_rows == 1_281
+    assert open_artifacts(runs / run_id).table("embedding").num_rows == 1_281
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_before_anything_is_written(attn, tmp_path):
@@ -279,7 +279,7 @@ def test_token_texts_name_clusters(attn, tmp_path):
     done = attn("discover", "--db", db, "--output", tmp_path / "runs", "--hours", "0",
                 "--tokenizer", tokens, "--no-gate")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    clusters = load_artifacts(tmp_path / "runs").table("clusters").to_pylist()
+    clusters = open_artifacts(tmp_path / "runs").table("clusters").to_pylist()
     texts = {token["text"] for cluster in clusters for token in cluster["tokens"]}
     assert texts & {"␣[", "␣("}
     assert any("on closing brackets" in cluster["label"] for cluster in clusters)

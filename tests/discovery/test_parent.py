@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nightly import Lineage, run_id_of, unfinished
 from numpy.typing import NDArray
@@ -21,12 +21,11 @@ from capture_kernels.errors import RunError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import Shares, shares_of
-from discovery.artifacts.read import landmark_schema, write_parquet
+from discovery.artifacts.schema import REFERENCES, SHARES, landmark_columns
+from discovery.artifacts.write import write_parquet
 from discovery.runs.folder import move_latest
 from discovery.runs.parent import (
-    NIGHTS_BACK,
-    REFERENCES,
-    SHARES,
+    VOLUMES_KEPT,
     before_this_run,
     index_of,
     open_parent,
@@ -165,7 +164,7 @@ def test_volumes_are_those_of_windows_as_long_as_tonights(lineage):
 def test_volumes_are_looked_back_at_for_a_week_and_a_day(lineage):
     for rows in range(1, 13):
         night(lineage, rows=rows)
-    assert NIGHTS_BACK == 8
+    assert VOLUMES_KEPT == 8
     assert follows(lineage.output)["volumes"] == [12, 11, 10, 9, 8, 7, 6, 5]
 
 
@@ -278,7 +277,6 @@ def assert_same(one: Shares, other: Shares) -> None:
         assert getattr(one, name) == getattr(other, name)
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 12), st.integers(0, 30), st.integers(0, 2**32 - 1))
 def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, seed):
     zones = random_shares(len(ZONES), requests, seed)
@@ -316,7 +314,7 @@ def whole_run(
             "cluster_id": [3, 7, 12, -1],
             "probability": [1.0, 1.0, 1.0, 0.0],
         },
-        schema=landmark_schema(2),
+        schema=landmark_columns(2),
     )
     projection = pa.table(
         {
@@ -361,7 +359,7 @@ def test_all_that_a_run_left_is_read_back(lineage):
     assert parent.codebook.labels.tolist() == [1, 0, 2, -1]
     assert parent.codebook.labels.dtype == np.int32
     assert (parent.codebook.reach, parent.codebook.noise_factor) == (1.5, 0.25)
-    assert parent.place.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parent.coordinates.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert_same(parent.zones, random_shares(len(ZONES), 9, 1))
     assert_same(parent.clusters, random_shares(4, 9, 2))
     assert [event["event"] for event in parent.history] == ["born"]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted
 from published import layered
@@ -65,7 +65,6 @@ def everything(profile):
     seed=st.integers(0, 99),
     cuts=st.lists(st.integers(0, 200), max_size=8),
 )
-@settings(deadline=None, max_examples=40)
 def test_parts_add_up_to_the_whole_however_they_are_cut(rows, seed, cuts, layout):
     columns = drawn(rows, seed, layout)
     whole, parts = summed(columns, layout), summed(columns, layout, cuts)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from shared import NOW, REPO
 
-from discovery.artifacts.read import load_artifacts
-from discovery.stages import STAGES
+from discovery.artifacts.read import open_artifacts
+from discovery.stages.registry import STAGES
 
 OPTIONS = ["--hours", "0", "--batch-size", "256", "--umap-sample-size", "700", "--seed", "7"]
 RUN_ID = "2026-01-10T04-02-11"
@@ -24,6 +24,7 @@ RUN_ID = "2026-01-10T04-02-11"
 KILLER = textwrap.dedent(
     """
     import os, signal, sys
+    import msgspec
     import discovery.commands.discover, discovery.job
     from cli import app
 
@@ -34,6 +35,7 @@ KILLER = textwrap.dedent(
         inner = original()
         def listen(event):
             inner(event)
+            event = msgspec.to_builtins(event)
             if (event["event"], event.get("stage")) == (kind, stage):
                 if kind != "progress" or event["done"] == int(done):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +58,7 @@ def killed_at(point: str, *arguments: str) -> None:
 
 def fingerprint_of(folder: Path) -> dict[str, object]:
     """Everything a run published: file hashes, and the manifest less the time each stage took."""
-    load_artifacts(folder)
+    open_artifacts(folder).verify().verify()
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.glob("*.parquet"))

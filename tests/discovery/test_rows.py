@@ -6,16 +6,16 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import START
 
 from discovery.algorithms.sampling import mix64
 from discovery.engines.cpu import CpuEngine
-from discovery.runs.checkpoint import StageParts
+from discovery.runs.checkpoint import StageCheckpoint
+from discovery.stages.chunks import ChunkArrays, Rows
 from discovery.stages.lineage import REFERENCES_EACH, References
-from discovery.stages.rows import ArraysOfPart, Rows
 
 COUNT, PART = 250, 100
 
@@ -23,14 +23,14 @@ COUNT, PART = 250, 100
 @pytest.mark.parametrize("shares_disk", [True, False])
 def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, shares_disk):
     vectors = planted(COUNT, 0)[0]
-    parts = StageParts(tmp_path / "extract", "key")
+    parts = StageCheckpoint(tmp_path / "extract", "key")
     for start in range(0, COUNT, PART):
         batch = planted_batch(vectors[start : start + PART], START)
         parts.write_batch(f"rows-{start // PART:05d}.arrow", batch)
     parts.write_arrays("more.npz", label=np.arange(5))
     rows = Rows(parts, COUNT, PART, shares_disk)
     references = [pickle.dumps(part) for part in rows.references()]
-    more = pickle.dumps(ArraysOfPart.of(parts, "more.npz", shares_disk))
+    more = pickle.dumps(ChunkArrays.of(parts, "more.npz", shares_disk))
     # A path is short; who has no disk to read it from is sent the rows.
     assert all((len(sent) < 1_000) == shares_disk for sent in references)
     if not shares_disk:
@@ -45,7 +45,7 @@ def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, 
 
 
 def test_chosen_rows_are_found_in_their_parts(tmp_path):
-    rows = Rows(StageParts(tmp_path / "extract", "key"), COUNT, PART, True)
+    rows = Rows(StageCheckpoint(tmp_path / "extract", "key"), COUNT, PART, True)
     chosen = np.array([0, 99, 100, 249])
     assert [rows.among(i, chosen).tolist() for i in range(3)] == [[0, 99], [0], [49]]
     assert [np.flatnonzero(~rows.outside(i, chosen)).tolist() for i in range(3)] == [
@@ -59,7 +59,6 @@ def test_chosen_rows_are_found_in_their_parts(tmp_path):
     several=st.integers(1, 6),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=40)
 def test_the_references_of_a_cluster_are_its_rows_of_lowest_order(sizes, several, seed):
     rng = np.random.default_rng(seed)
     count = sum(sizes)

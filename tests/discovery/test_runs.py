@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shared import NOW, REPO
 
@@ -152,7 +152,6 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
         st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.booleans()), max_size=25
     )
 )
-@settings(deadline=None, max_examples=25)
 def test_a_cluster_id_is_never_given_to_two_runs(tmp_path_factory, steps):
     output = tmp_path_factory.mktemp("ids")
     given_out: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -23,7 +23,7 @@ from discovery.algorithms.sampling import (
     stratified_rows,
     within_request_limit,
 )
-from discovery.artifacts.classifier import nearest_landmark
+from discovery.artifacts.prototypes import nearest_prototype
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:
@@ -55,7 +55,6 @@ KEYS = st.sets(
 
 
 @given(rows=KEYS, limit=st.integers(0, 40), seed=st.integers(0, 2**32 - 1), data=st.data())
-@settings(deadline=None)
 def test_no_request_has_more_than_the_limit_whatever_the_order_of_the_rows(rows, limit, seed, data):
     in_order = sorted(rows)
     shuffled = data.draw(st.permutations(in_order))
@@ -77,7 +76,6 @@ def lowest_of_each(requests, rows, limit) -> np.ndarray:
 
 
 @given(data=st.data(), limit=st.integers(1, 12))
-@settings(deadline=None)
 def test_the_lowest_hashes_of_a_request_are_kept(data, limit):
     count = data.draw(st.integers(1, 200))
     # Hashes that differ in their last bits alone, or not at all, as well as good ones.
@@ -136,7 +134,6 @@ def kept_from_disk(folder, requests, rows, limit, cuts, memory, expected) -> np.
 
 
 @given(data=st.data(), limit=st.integers(0, 20), seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=60)
 def test_the_rows_kept_are_the_same_however_little_memory_there_is(
     data, limit, seed, tmp_path_factory
 ):
@@ -178,7 +175,7 @@ def test_hashes_that_cannot_be_written_are_one_line(tmp_path):
 def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarray:
     """A stratified sample as the neighbors stage draws it."""
     centres = fit_cells(points[cell_fit_rows(len(points), seed)], size, seed)
-    cell = nearest_landmark(points, centres).row.astype(np.uint8)
+    cell = nearest_prototype(points, centres).row.astype(np.uint8)
     return stratified_rows(cell, size, floor, seed)
 
 
@@ -187,7 +184,6 @@ def sample_of(points: np.ndarray, size: int, floor: int, seed: int) -> np.ndarra
     seed=st.integers(0, 2**32 - 1),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_a_cell_gives_as_many_rows_as_it_should(cell, seed, data):
     quota = np.array([data.draw(st.integers(0, int(n))) for n in np.bincount(cell)])
     rows = drawn_rows(cell, quota, seed)

@@ -20,7 +20,7 @@ from shared import NOW, REPO, START, AttnCommand
 from test_resume import OPTIONS, RUN_ID, fingerprint_of
 from watching import SCHEMA, Client, free_port, logged
 
-from discovery.stages import STAGES
+from discovery.stages.registry import STAGES
 from pipeline.store.open import open_store
 
 FIRST = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS]

@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
 
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.artifacts.projection import Moments, Projection
+from discovery.algorithms.pca import Moments, fit_projection
 from discovery.engines import cpu as cpu_engine
 from discovery.engines.cpu import CpuEngine, EpochCounter, prunes
 from discovery.engines.rapids import engine as rapids_engine
-from discovery.stages.umap import turned_onto
+from discovery.stages.umap import rotated_onto
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -38,7 +38,6 @@ def between_all(points: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.linalg.norm(points[:, None] - points[None], axis=2)
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(3, 60), seed=SEEDS, angle=st.floats(-7, 7), mirrored=st.booleans(),
     x=st.floats(-40, 40), y=st.floats(-40, 40),
@@ -48,27 +47,25 @@ def between_all(points: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_a_map_that_was_turned_mirrored_and_shifted_comes_back(rows, seed, angle, mirrored, x, y):
     before = random_map(rows, seed)
     moved = (before @ rotation(angle, mirrored) + [x, y]).astype(np.float32)
-    found = turned_onto(moved, before)
+    found = rotated_onto(moved, before)
     np.testing.assert_allclose(found, before, atol=1e-4)
     assert found.dtype == np.float32
 
 
-@settings(deadline=None)
 @given(rows=st.integers(2, 60), seed=SEEDS, scale=st.floats(0.05, 20), noise=st.floats(0, 5))
 def test_a_map_is_never_scaled(rows, seed, scale, noise):
     points = random_map(rows, seed)
     noise_at = np.random.default_rng(seed).normal(0, noise, points.shape)
     before = (scale * points @ rotation(2.0, True) + noise_at).astype(np.float32)
-    found = turned_onto(points, before)
+    found = rotated_onto(points, before)
     np.testing.assert_allclose(between_all(found), between_all(points), atol=1e-4)
     np.testing.assert_allclose(found.mean(axis=0), before.mean(axis=0), atol=1e-4)
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, angle=st.floats(-7, 7), mirrored=st.booleans())
 def test_no_other_turn_lies_nearer(seed, angle, mirrored):
     points, before = random_map(30, seed), random_map(30, seed + 1)
-    found = turned_onto(points, before)
+    found = rotated_onto(points, before)
     centred = points - points.mean(axis=0)
     other = centred @ rotation(angle, mirrored) + before.mean(axis=0)
     assert np.square(found - before).sum() <= np.square(other - before).sum() + 1e-2
@@ -76,7 +73,7 @@ def test_no_other_turn_lies_nearer(seed, angle, mirrored):
 
 def test_a_map_whose_rows_are_all_in_one_place_is_shifted_there():
     points, before = np.ones((5, 2), np.float32), np.full((5, 2), 7.0, np.float32)
-    assert turned_onto(points, before).tolist() == before.tolist()
+    assert rotated_onto(points, before).tolist() == before.tolist()
 
 
 @functools.cache
@@ -84,7 +81,7 @@ def projected(rows: int, seed: int) -> NDArray[np.float32]:
     """Planted fingerprints in the space that neighbours are looked for in."""
     vectors = planted(rows, seed)[0]
     moments = Moments.empty().add(vectors, Layout.LOG16)
-    fitted = Projection.fit(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
     return fitted(vectors, Layout.LOG16)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.manifold import trustworthiness
 
@@ -53,7 +53,6 @@ def test_the_share_is_that_of_the_winners_in_all_the_weight():
     seed=st.integers(0, 2**31),
     clusters=st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_a_row_is_placed_among_the_voters_that_won(k, rows, seed, clusters):
     rng = np.random.default_rng(seed)
     distances = np.sort(rng.exponential(size=(rows, k)).astype(np.float32), axis=1)
@@ -117,7 +116,6 @@ def test_a_sample_of_the_rows_estimates_the_quality_of_all():
     start=st.integers(0, 20),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_every_row_is_its_own_first_neighbour_even_among_duplicates(rows, distinct, start, data):
     k = data.draw(st.integers(1, rows))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))

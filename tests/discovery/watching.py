@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from shared import REPO
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-SCHEMA = json.loads((REPO / "discovery" / "events" / "events.schema.json").read_text())
+from discovery.events.schema import json_schema
+
+SCHEMA = json_schema()
 MESSAGE = Draft202012Validator(SCHEMA)
-COMMAND = Draft202012Validator({**SCHEMA, "oneOf": [{"$ref": "#/$defs/command"}]})
+COMMAND = Draft202012Validator({**SCHEMA, "oneOf": [{"$ref": "#/$defs/Command"}]})
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from shared import REPO
 
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 
 MODEL = REPO / "examples" / "demo_model"
 PROMPTS = REPO / "examples" / "sample" / "prompts.jsonl"
@@ -37,7 +37,7 @@ def test_from_a_model_to_named_behaviours(attn, tmp_path):
     assert named.returncode == 0, named.stderr
     answers = [json.loads(line) for line in named.stdout.splitlines()]
     assert len(answers) == rows
-    table = load_artifacts(output).table("embedding").to_pylist()
+    table = open_artifacts(output).table("embedding").to_pylist()
     own = {(row["request_id"], row["position"]): row for row in table}
     pairs = [(own[a["request_id"], a["position"]], a["manifold"]) for a in answers]
     assert all(row["zone"] == said["zone"] for row, said in pairs)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -65,13 +65,11 @@ def example(kind: str, seed: int, size: int, evaluation: bool = False) -> tasks.
 # Tasks
 
 
-@settings(deadline=None)
 @given(kinds, seeds, sizes)
 def test_the_same_seed_gives_the_same_example(kind: str, seed: int, size: int) -> None:
     assert example(kind, seed, size) == example(kind, seed, size)
 
 
-@settings(deadline=None)
 @given(kinds, seeds, sizes)
 def test_white_space_between_prompt_and_answer_belongs_to_the_answer(
     kind: str, seed: int, size: int
@@ -82,7 +80,6 @@ def test_white_space_between_prompt_and_answer_belongs_to_the_answer(
         assert answer == answer.rstrip()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["recall", "needles"]), seeds, sizes)
 def test_recall_answers_stand_in_the_table(kind: str, seed: int, size: int) -> None:
     made = example(kind, seed, size)
@@ -93,7 +90,6 @@ def test_recall_answers_stand_in_the_table(kind: str, seed: int, size: int) -> N
         assert found == [answer.strip()]
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(2, 60))
 def test_a_needle_names_the_line_that_holds_its_answer(seed: int, lines: int) -> None:
     made = tasks.needle(Draw(random.Random(seed), evaluation=True), lines)
@@ -112,7 +108,6 @@ def test_the_seed_needle_is_the_one_in_the_documents() -> None:
     assert tasks.SEED_NEEDLE.answer == " 1729"
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_codenames_are_the_agents_own(seed: int, size: int) -> None:
     made = example("codename", seed, size)
@@ -121,7 +116,6 @@ def test_codenames_are_the_agents_own(seed: int, size: int) -> None:
         assert f"] Agent: {agent}, Codename:{answer}" in made.prompt
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_copies_equal_what_is_copied(seed: int, size: int) -> None:
     order, words, done = re.fullmatch(
@@ -131,7 +125,6 @@ def test_copies_equal_what_is_copied(seed: int, size: int) -> None:
     assert done.split() == expected
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_brackets_close_in_order(seed: int, size: int) -> None:
     made = example("brackets", seed, size)
@@ -145,7 +138,6 @@ def test_brackets_close_in_order(seed: int, size: int) -> None:
     assert set(made.answer.split()) <= set(tasks.PAIRS.values())
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_counts_go_by_even_steps(seed: int, size: int) -> None:
     text = example("counting", seed, size).text
@@ -160,7 +152,6 @@ def test_counts_go_by_even_steps(seed: int, size: int) -> None:
     assert len({after - before for before, after in pairwise(values)}) == 1
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_table_rows_follow_from_the_first_ones(seed: int, size: int) -> None:
     lines = example("table", seed, size).text.split("\n")
@@ -174,7 +165,6 @@ def test_table_rows_follow_from_the_first_ones(seed: int, size: int) -> None:
         assert int(value) == int(rows[0][2]) + step * place
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_thinking_ends_in_the_right_answer(seed: int, size: int) -> None:
     made = example("think", seed, size)
@@ -192,7 +182,6 @@ def test_thinking_ends_in_the_right_answer(seed: int, size: int) -> None:
             assert int(result) == ends[word == "larger"]
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_names_for_evaluation_are_never_trained_on(seed: int) -> None:
     trained, kept = (Draw(random.Random(seed), evaluation=side) for side in (False, True))
@@ -239,7 +228,6 @@ def test_encoding_begins_with_bos(demo: Demo) -> None:
     assert demo.tokenizer.bos_token_id not in ids[1:]
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_survives_the_tokenizer(text: str) -> None:
     bpe = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -252,7 +240,6 @@ def test_source_code_survives_the_tokenizer(bpe: Tokenizer) -> None:
     assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=True) == text.replace(BOS, "")
 
 
-@settings(deadline=None, max_examples=40)
 @given(kinds, seeds, st.integers(8, 300))
 def test_a_prompt_encodes_the_same_with_and_without_its_answer(
     kind: str, seed: int, size: int

@@ -37,7 +37,7 @@ class RapidsEngine:
 
     name = "rapids"
     fit_rows = 1_000_000
-    part_rows = 1_048_576
+    chunk_rows = 1_048_576
     search_rows = 262_144
     # CUDA's context and the libraries.
     at_rest_bytes = 3_000_000_000

@@ -16,11 +16,12 @@ from test_spanning_tree import blobs
 
 from capture_kernels.errors import RunError
 from discovery.artifacts.classifier import Classifier
-from discovery.artifacts.read import load_artifacts
+from discovery.artifacts.read import open_artifacts
 from discovery.engines.cpu import CpuEngine
-from discovery.engines.protocol import open_engine
+from discovery.engines.open import open_engine
 from discovery.engines.rapids import why_not
 from discovery.engines.rapids.engine import epochs_for
+from discovery.events.schema import StageFinished
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.job import discover
 from discovery.options import DiscoverOptions
@@ -155,7 +156,7 @@ def run(options: DiscoverOptions, stop_after: str = "", resume: str | None = Non
     stop = StopRequest()
 
     def ask(event: dict) -> None:
-        if event["event"] == "stage_finished" and event["stage"] == stop_after:
+        if isinstance(event, StageFinished) and event.stage == stop_after:
             stop.ask("enough", 4)
 
     try:
@@ -166,7 +167,7 @@ def run(options: DiscoverOptions, stop_after: str = "", resume: str | None = Non
 
 
 def clusters_of_run(folder: Path) -> np.ndarray:
-    table = load_artifacts(folder).table("embedding")
+    table = open_artifacts(folder).table("embedding")
     request = np.array([int(r.rsplit("-", 1)[1]) for r in table["request_id"].to_pylist()])
     labels = np.empty(len(table), np.int64)
     labels[request * 100 + table["position"].to_numpy()] = table["cluster_id"].to_numpy()
@@ -183,7 +184,7 @@ def test_a_run_finds_what_the_cpu_finds_and_a_cpu_serves_it(tmp_path, sample):
         )
         folder = run(options)
         found[name] = clusters_of_run(folder)
-        assert load_artifacts(folder).manifest["engine"] == name
+        assert open_artifacts(folder).manifest["engine"] == name
         assert adjusted_rand_score(truth, found[name]) >= 0.85
     assert adjusted_rand_score(found["rapids"], found["cpu"]) >= 0.9
     classifier = Classifier.load(tmp_path / "rapids" / "latest")
@@ -199,7 +200,7 @@ def test_a_run_can_be_finished_on_the_other_engine(tmp_path, first, stage):
     folder = run(begun, stop_after=stage)
     other = {"rapids": "cpu", "cpu": "rapids"}[first]
     run(DiscoverOptions(db=db, output=begun.output, hours=0, engine=other), resume=folder.name)
-    manifest = load_artifacts(folder).manifest
+    manifest = open_artifacts(folder).manifest
     assert manifest["engine"] == other
     assert adjusted_rand_score(truth, clusters_of_run(folder)) >= 0.8
 
@@ -212,6 +213,6 @@ def test_from_its_neighbours_on_a_run_is_the_same_to_the_byte(tmp_path):
     for output in ("one", "two"):
         options = DiscoverOptions(db=db, output=str(tmp_path / output), hours=0, engine="rapids")
         run(options, resume=folder.name)
-    files = load_artifacts(tmp_path / "one" / folder.name).manifest["files"]
-    assert files == load_artifacts(tmp_path / "two" / folder.name).manifest["files"]
+    files = open_artifacts(tmp_path / "one" / folder.name).manifest["files"]
+    assert files == open_artifacts(tmp_path / "two" / folder.name).manifest["files"]
     assert pq.read_table(folder / "embedding.parquet").num_rows == 6_000

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from capture_kernels.errors import OptionError
-from discovery.engines.protocol import open_engine
+from discovery.engines.open import open_engine
 from discovery.engines.rapids import why_not
 
 without_gpu = pytest.mark.skipif(why_not() is None, reason="a GPU answers here")

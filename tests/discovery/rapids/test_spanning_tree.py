@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hdbscan import HDBSCAN
 from host_kernels import COMPILER, HostLaunch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.spatial import KDTree
@@ -94,7 +94,6 @@ def test_the_tree_is_the_minimum_spanning_tree(launch, n, kind):
     assert tree.weight.sum() == pytest.approx(weight_by_prim(distance), rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-6, 6), st.integers(-6, 6)), min_size=2, max_size=60),
     st.integers(1, 12),

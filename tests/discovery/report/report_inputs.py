@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.artifacts.read import CLUSTERS, EMBEDDING
+from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
 from discovery.report import report_html
 from pipeline.record import PHASES
 
@@ -74,7 +74,10 @@ def blobs(rows: int, count: int, seed: int = 0) -> pa.Table:
         "zone": zone,
         "zone_confidence": rng.random(rows),
     }
-    return pa.table([pa.array(columns[f.name]).cast(f.type) for f in EMBEDDING], schema=EMBEDDING)
+    return pa.table(
+        [pa.array(columns[f.name]).cast(f.type) for f in EMBEDDING_COLUMNS],
+        schema=EMBEDDING_COLUMNS,
+    )
 
 
 def clusters_of(rows: pa.Table, earlier: bool = False) -> pa.Table:
@@ -108,7 +111,7 @@ def clusters_of(rows: pa.Table, earlier: bool = False) -> pa.Table:
             row["phases"] = {"prompt": 0.5, "think": 0.2, "output": 0.3}
             row["tokens"] = [{"token_id": cluster, "text": "␣the", "share": 0.1, "lift": 4.0}]
         out.append(row)
-    schema = CLUSTERS
+    schema = CLUSTER_COLUMNS
     for name, kind in [] if earlier else ADDED:
         if name not in schema.names:
             schema = schema.append(pa.field(name, kind))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from report_inputs import HOSTILE, RUN, first_run, hostile, later_run
 
@@ -86,7 +86,6 @@ def test_of_many_rows_an_even_sample_is_drawn(tmp_path: Path):
 
 
 @given(total=st.integers(0, 3_000), most=st.integers(1, 500))
-@settings(deadline=None)
 def test_the_sample_has_one_row_of_each_stretch(total: int, most: int):
     rows = even_rows(total, most)
     count = min(total, most)

@@ -1,0 +1,157 @@
+"""Nearest-prototype classification of projected fingerprints, on the host or on a device.
+
+Prototypes are trained by learning vector quantisation (`discovery.algorithms`) and published as
+landmarks.parquet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capture_kernels.arrays import array_module, block_rows, dots
+from capture_kernels.fingerprint.vector import Layout
+
+from .projection import Projection
+from .schema import NOISE
+
+# 1,024 prototypes times this many rows of float32 stay in a core's second-level cache.
+BLOCK_ROWS = 256
+# Distances that a device computes at a time: 0.5 GB of float32.
+DEVICE_SCORES = 1 << 27
+# Multiply-adds of one matrix product. OpenBLAS computes a product of at most 2**18 on the calling
+# thread (interface/gemm.c); waking its threads for products of this size costs up to 50 times the
+# product, and limiting them is a setting of the whole process.
+CALLING_THREAD_PRODUCT = 1 << 18
+
+
+class Nearest(NamedTuple):
+    """Of m rows: index int64[m] of the nearest prototype and Euclidean distance float32[m], on the
+    rows' device."""
+
+    row: NDArray[np.int64]
+    distance: NDArray[np.float32]
+
+
+def nearest_prototype(projected: NDArray[np.float32], prototypes: NDArray[np.float32]) -> Nearest:
+    """Exact nearest prototype of each row by Euclidean distance. Safe in several threads.
+
+    Args:
+        projected: float32[m, d], on any device.
+        prototypes: float32[p, d], there or on the host.
+    """
+    xp = array_module(projected)
+    prototypes = xp.asarray(prototypes)
+    rows, count = len(projected), len(prototypes)
+    index = xp.empty(rows, np.int64)
+    distance = xp.empty(rows, np.float32)
+    # |x - p|^2 = |x|^2 + (|p|^2 - 2 x.p): the bracket decides which is nearest, and one matrix
+    # product gives it when a constant 1 is appended to every row.
+    norms = dots(prototypes, prototypes)
+    folded = xp.concatenate([-2.0 * prototypes.T, norms[None]]).astype(np.float32)
+    step = block_rows(projected, BLOCK_ROWS, max(1, DEVICE_SCORES // count))
+    # NumPy computes a stack of matrices product by product.
+    height = CALLING_THREAD_PRODUCT // folded.size if xp is np else step
+    height = max(1, min(height, step, rows))
+    step -= step % height
+    padded_rows = -(-rows // height) * height
+    padded = xp.zeros((padded_rows, folded.shape[0]), np.float32)
+    padded[:rows, :-1], padded[:, -1] = projected, 1.0
+    stacked = padded.reshape(-1, height, folded.shape[0])
+    depth = step // height
+    scores = xp.empty((min(depth, max(1, len(stacked))), height, count), np.float32)
+    for start in range(0, rows, step):
+        stack = stacked[start // height : start // height + depth]
+        end = min(start + step, rows)
+        flat = xp.matmul(stack, folded, out=scores[: len(stack)]).reshape(-1, count)
+        found = flat[: end - start].argmin(axis=1)
+        index[start:end] = found
+        # The distance comes from the difference: the folded form cancels near zero.
+        difference = projected[start:end] - prototypes[found]
+        distance[start:end] = xp.sqrt(dots(difference, difference))
+    return Nearest(index, distance)
+
+
+def nearest_with_noise(
+    projected: NDArray[np.float32],
+    prototypes: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    noise_factor: float,
+) -> Nearest:
+    """The nearest prototype of each row; one of noise only where it is closer than `noise_factor`
+    times the nearest one of a cluster.
+
+    Args:
+        projected: float32[m, d], on any device.
+        prototypes: float32[p, d], there or on the host.
+        labels: int32[p], noise (-1) last, on the host.
+    """
+    xp = array_module(projected)
+    clusters = int(np.count_nonzero(labels != NOISE))
+    if clusters in (0, len(labels)):
+        return nearest_prototype(projected, prototypes)
+    member = nearest_prototype(projected, prototypes[:clusters])
+    noise = nearest_prototype(projected, prototypes[clusters:])
+    is_noise = noise.distance < noise_factor * member.distance
+    return Nearest(
+        xp.where(is_noise, noise.row + clusters, member.row),
+        xp.where(is_noise, noise.distance, member.distance),
+    )
+
+
+class Codebook(NamedTuple):
+    """Nearest-prototype classifier: projection, prototypes, labels, rejection distance.
+
+    Its arrays are on the host; its answers are on the vectors' device.
+
+    prototypes float32[p, d]; labels int32[p], noise (-1) last; noise_factor as in
+    `nearest_with_noise`; reach, the distance beyond which a row is rejected as noise.
+    """
+
+    projection: Projection
+    layout: Layout
+    prototypes: NDArray[np.float32]
+    labels: NDArray[np.int32]
+    noise_factor: float
+    reach: float
+
+    def nearest(self, vectors: NDArray[np.float32]) -> tuple[Nearest, NDArray[np.bool_]]:
+        """The prototype of each vector float32[m, 20], and whether it is beyond reach: bool[m]."""
+        projected = self.projection(vectors, self.layout)
+        found = nearest_with_noise(projected, self.prototypes, self.labels, self.noise_factor)
+        return found, found.distance > self.reach
+
+    def nearest_member(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+        """Each vector's label if there were no prototypes of noise; -1 beyond reach: int32[m].
+
+        For rows of another run that are known to belong to a cluster: rows between two clusters
+        that merge were noise before, and prototypes of noise would hide the merge.
+        """
+        members = self.labels != NOISE
+        if not members.any():
+            none: NDArray[np.int32] = array_module(vectors).full(len(vectors), NOISE, np.int32)
+            return none
+        prototypes = self.prototypes[members]
+        found = nearest_prototype(self.projection(vectors, self.layout), prototypes)
+        return labels_within(self.labels[members], found.row, found.distance > self.reach)
+
+    def label(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+        """Each vector's label, -1 for noise and beyond reach: int32[m]."""
+        found, beyond = self.nearest(vectors)
+        return labels_within(self.labels, found.row, beyond)
+
+
+def labels_within(
+    labels: NDArray[np.int32], row: NDArray[np.int64], beyond: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    """The label of each row's prototype, -1 for the rows beyond reach: int32[m].
+
+    Args:
+        labels: int32[p], on the host.
+        row, beyond: int64[m] and bool[m], on any device.
+    """
+    xp = array_module(row)
+    found: NDArray[np.int32] = xp.where(beyond, NOISE, xp.asarray(labels)[row]).astype(np.int32)
+    return found

@@ -1,0 +1,97 @@
+"""The classifier as tables and back: projection.parquet and landmarks.parquet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from capture_kernels.errors import ArtifactError
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+
+from .projection import Projection
+from .prototypes import Codebook
+from .read import Artifacts
+from .schema import landmark_columns
+
+
+class PublishedPrototypes(NamedTuple):
+    """The codebook of a run, whose labels are cluster ids, and of its p prototypes the coordinates
+    on the map float32[p, 2] and the membership probability float32[p]."""
+
+    codebook: Codebook
+    coordinates: NDArray[np.float32]
+    probability: NDArray[np.float32]
+
+
+def landmarks_table(
+    codebook: Codebook, coordinates: NDArray[np.float32], probability: NDArray[np.float32]
+) -> pa.Table:
+    """landmarks.parquet: one row for each prototype."""
+    prototypes = codebook.prototypes
+    dimensions = prototypes.shape[1]
+    flat = pa.array(np.ascontiguousarray(prototypes).reshape(-1))
+    return pa.table(
+        [
+            pa.FixedSizeListArray.from_arrays(flat, dimensions),
+            pa.array(coordinates[:, 0]),
+            pa.array(coordinates[:, 1]),
+            pa.array(codebook.labels),
+            pa.array(probability),
+        ],
+        schema=landmark_columns(dimensions),
+    )
+
+
+def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.Table:
+    """projection.parquet: one row with the arrays of the projection and the rejection distance.
+
+    Args:
+        quantiles: float64[q], of the distances to the nearest prototype.
+    """
+    projection = codebook.projection
+    floats = pa.list_(pa.float32())
+    return pa.table(
+        {
+            "transform": pa.array(["sqrt"]),
+            "mean": pa.array([projection.mean.reshape(-1)], floats),
+            "scale": pa.array([projection.scale], floats),
+            "components": pa.array([projection.components.reshape(-1)], floats),
+            "explained": pa.array([projection.explained], pa.list_(pa.float64())),
+            "distance_quantiles": pa.array([quantiles], pa.list_(pa.float64())),
+            "reach": pa.array([codebook.reach]),
+            "noise_factor": pa.array([codebook.noise_factor]),
+        }
+    )
+
+
+def read_prototypes(artifacts: Artifacts) -> PublishedPrototypes:
+    """The classifier of a run, from its verified files.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or there are no prototypes.
+    """
+    saved = artifacts.table("projection").to_pylist()[0]
+    landmarks = artifacts.table("landmarks")
+    if landmarks.num_rows == 0:
+        raise ArtifactError(f"{artifacts.folder} has no landmarks: run attn discover again")
+    components = np.array(saved["components"], np.float32).reshape(DIMENSIONS, -1)
+    projection = Projection(
+        np.array(saved["mean"], np.float32).reshape(-1, DIMENSIONS),
+        np.array(saved["scale"], np.float32),
+        components,
+        np.array(saved["explained"], np.float64),
+    )
+    flat = landmarks.column("projected").combine_chunks().flatten().to_numpy()
+    codebook = Codebook(
+        projection,
+        Layout.parse(artifacts.manifest["layout"]),
+        np.ascontiguousarray(flat.reshape(-1, components.shape[1])),
+        landmarks.column("cluster_id").to_numpy(),
+        float(saved["noise_factor"]),
+        float(saved["reach"]),
+    )
+    coordinates = np.column_stack([landmarks.column(axis).to_numpy() for axis in ("x", "y")])
+    return PublishedPrototypes(codebook, coordinates, landmarks.column("probability").to_numpy())

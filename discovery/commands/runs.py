@@ -1,0 +1,103 @@
+"""`attn runs list` and `attn runs show`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from discovery.artifacts.read import open_artifacts
+from discovery.artifacts.schema import Manifest
+from discovery.runs import folder as runs
+from discovery.runs.state import survey
+
+from . import history
+
+Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+app = typer.Typer(no_args_is_help=True, help="Look at the runs of an output folder.")
+app.command("diff")(history.diff)
+app.command("lineage")(history.lineage)
+app.command("gc")(history.gc)
+
+
+@app.command("list")
+def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = False) -> None:
+    """All runs, oldest first."""
+    latest = runs.latest_id(output)
+    rows = []
+    for run in survey(output):
+        is_latest = run.finished and run.run_id == latest
+        row = {"run_id": run.run_id, "state": "latest" if is_latest else run.state}
+        if run.reason:
+            row["reason"] = run.reason
+        if run.finished and run.manifest:
+            row |= {
+                "rows": run.manifest["counts"]["rows"],
+                "clusters": run.manifest["counts"]["clusters"],
+                "noise_share": run.manifest["quality"]["noise_share"],
+                "model": run.manifest["model"],
+            }
+        rows.append(row)
+    if as_json:
+        print(json.dumps(rows))
+    elif not rows:
+        print(f"no runs in {output}")
+    else:
+        table = Table("run", "state", "rows", "clusters", "noise", "model", box=None)
+        for row in rows:
+            noise = f"{row['noise_share']:.1%}" if "noise_share" in row else ""
+            count = f"{row['rows']:,}" if "rows" in row else ""
+            table.add_row(row["run_id"], row["state"], count, str(row.get("clusters", "")), noise,
+                          row.get("model", ""))  # fmt: skip
+        console().print(table)
+
+
+@app.command("show")
+def show(
+    run: Annotated[str, typer.Argument(help="Run id, or latest.")] = "latest",
+    output: Output = Path("discovery_outputs"),
+    as_json: AsJson = False,
+) -> None:
+    """One run: its clusters, zones and quality."""
+    artifacts = open_artifacts(runs.run_folder(output, run))
+    if as_json:
+        clusters = artifacts.table("clusters").to_pylist()
+        print(json.dumps({"manifest": artifacts.manifest, "clusters": clusters}))
+    else:
+        show_run(artifacts.folder, artifacts.manifest)
+
+
+def show_run(folder: Path, manifest: Manifest) -> None:
+    """Print a run for a person: clusters by size, zones, and quality."""
+    screen = console()
+    table = Table("id", "cluster", "traits", "rows", "share", "persistence", box=None)
+    for cluster in open_artifacts(folder).table("clusters").to_pylist():
+        table.add_row(
+            str(cluster["cluster_id"]), cluster["label"], ", ".join(cluster["traits"]),
+            f"{cluster['size']:,}", f"{cluster['share']:.1%}", f"{cluster['persistence']:.2f}",
+        )  # fmt: skip
+    screen.print(table)
+    quality = manifest["quality"]
+    zones = sorted(manifest["stages"]["zones"]["shares"].items(), key=lambda item: -item[1])
+    agreement = quality["classifier_agreement"]
+    screen.print(
+        f"zones: {', '.join(f'{zone} {share:.1%}' for zone, share in zones)}\n"
+        f"rows: {manifest['counts']['rows']:,}, noise {quality['noise_share']:.1%}, "
+        f"trustworthiness {quality['trustworthiness']:.3f}, neighbours kept "
+        f"{quality['neighbor_recall']:.1%}"
+        + (f", classifier agreement {agreement:.1%}" if agreement is not None else "")
+        + f"\n{folder}"
+    )
+
+
+def console() -> Console:
+    """Standard output; 160 columns if it is not a terminal."""
+    # No markup: a label may hold a token such as [/INST].
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False)

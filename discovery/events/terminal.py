@@ -1,0 +1,96 @@
+"""What a person sees of a run: a bar on a terminal, a line for each stage elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from .log import Listener
+from .schema import (
+    ENDS,
+    Event,
+    Progress,
+    RunInterrupted,
+    RunPaused,
+    RunResumed,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+)
+
+
+class PlainLines:
+    """One line for each stage, for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+
+    def __call__(self, event: Event) -> None:
+        if line := line_of(event):
+            print(line, file=self._stream, flush=True)
+
+
+class TerminalBar:
+    """A rich bar over the chunks of the running stage, for terminals."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = RichProgress(
+            TextColumn("[bold]{task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._stage = "starting"
+        self._task = self._bar.add_task(self._stage, total=None)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._bar.start()
+            case StageStarted():
+                # A task's total cannot be unset, so each stage has its own task.
+                self._bar.remove_task(self._task)
+                self._stage = event.stage
+                self._task = self._bar.add_task(self._stage, total=None)
+            case Progress():
+                self._bar.update(self._task, completed=event.done, total=event.total)
+            case RunPaused():
+                self._bar.update(self._task, description="paused")
+            case RunResumed():
+                self._bar.update(self._task, description=self._stage)
+            case _ if isinstance(event, ENDS):
+                self._bar.stop()
+        if line := line_of(event):
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def line_of(event: Event) -> str | None:
+    """The line that a person reads for an event; None for those that only move a bar."""
+    match event:
+        case RunStarted():
+            resumed = " resumed" if event.resumed else ""
+            return f"run {event.run_id}{resumed}: {event.engine}"
+        case RunPaused():
+            return "paused by a client, until one resumes or stops the run; Ctrl+C stops it too"
+        case RunResumed():
+            return "resumed by a client"
+        case StageFinished():
+            stage = f"[{event.number:>2}/{event.of}] {event.stage:<11}"
+            took = "kept" if event.kept else f"{event.seconds:.1f} s"
+            return f"{stage} {event.says} ({took})"
+        case RunInterrupted():
+            return f"stopped: {event.reason}"
+        case _:
+            return None
+
+
+def listener_for_terminal() -> Listener:
+    """A bar if stderr is a terminal, plain lines otherwise."""
+    return TerminalBar() if sys.stderr.isatty() else PlainLines()

@@ -1,0 +1,101 @@
+"""The state of the runs in an output folder: the one place that reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from capture_kernels.errors import ArtifactError
+from discovery.artifacts.read import read_manifest
+from discovery.artifacts.schema import MANIFEST, Manifest, was_served
+
+from .folder import run_ids
+
+# The checkpoints of an unfinished run, and what it was started with.
+CHECKPOINT, RUN_FILE = ".checkpoint", "run.json"
+
+State = Literal["published", "failed its check", "unfinished", "unreadable"]
+
+
+class RunState(NamedTuple):
+    """One run folder.
+
+    state: "unfinished" as long as the run can be resumed, even if its manifest is there already.
+    manifest: None if it is missing or unreadable. parent: the run that it is compared with.
+    reason: why it is unreadable.
+    """
+
+    run_id: str
+    state: State
+    manifest: Manifest | None = None
+    parent: str | None = None
+    reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.state in ("published", "failed its check")
+
+    @property
+    def served(self) -> bool:
+        """Whether the next run may follow it."""
+        return self.manifest is not None and was_served(self.manifest)
+
+
+def survey(output: Path) -> list[RunState]:
+    """All runs of an output folder, oldest first.
+
+    Skipped are symlinks, copies under another run id, and folders with neither a manifest nor a
+    checkpoint.
+    """
+    found = (state_of(output / run_id) for run_id in run_ids(output))
+    return [run for run in found if run is not None]
+
+
+def manifests(found: Sequence[RunState]) -> dict[str, Manifest]:
+    """The readable manifests by run id, oldest first."""
+    return {run.run_id: run.manifest for run in found if run.manifest is not None}
+
+
+def state_of(folder: Path) -> RunState | None:
+    """The state of one run folder; None if it is not a run."""
+    checkpoint, manifest = folder / CHECKPOINT, folder / MANIFEST
+    if folder.is_symlink():
+        return None
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        unfinished = _unfinished(folder)
+        if unfinished and manifest.is_file():
+            # Killed between publishing and removing its checkpoint: the next run may follow it.
+            published = _finished(folder)
+            if published and published.manifest:
+                return published._replace(state=unfinished.state)
+        return unfinished
+    if manifest.is_file() and not manifest.is_symlink():
+        return _finished(folder)
+    return None
+
+
+def _finished(folder: Path) -> RunState | None:
+    try:
+        manifest = read_manifest(folder)
+    except ArtifactError as error:
+        return RunState(folder.name, "unreadable", reason=str(error))
+    if manifest["run_id"] != folder.name:
+        return None
+    state: State = "published" if was_served(manifest) else "failed its check"
+    return RunState(folder.name, state, manifest, manifest["parent_run"])
+
+
+def _unfinished(folder: Path) -> RunState | None:
+    path = folder / CHECKPOINT / RUN_FILE
+    if not path.exists():
+        # Killed before it wrote anything; a folder that holds more than that is not a run.
+        alone = [inside.name for inside in folder.iterdir()] == [CHECKPOINT]
+        return RunState(folder.name, "unfinished") if alone else None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        run_id, parent = saved["run_id"], saved.get("follows", {}).get("parent")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return RunState(folder.name, "unreadable", reason=f"{path} is damaged")
+    return RunState(run_id, "unfinished", parent=parent) if run_id == folder.name else None
