@@ -15,16 +15,7 @@ from discovery.artifacts.read import Artifacts, read_manifest
 from discovery.artifacts.schema import Manifest
 from discovery.describe.ranges import joined
 from discovery.runs import folder as runs
-from discovery.runs.history import (
-    Cluster,
-    Clusters,
-    ancestry,
-    check_descent,
-    clusters_by_run,
-    compare,
-    history,
-    story,
-)
+from discovery.runs import history
 from discovery.runs.state import manifests, survey
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
@@ -47,12 +38,12 @@ def diff(
 ) -> None:
     """What changed from one run to another of its lineage: clusters, zones, quality."""
     readable = manifests(survey(output))
-    given = [finished_run(output, run) for run in (first, second)]
+    given = [read_manifest(runs.run_folder(output, run)) for run in (first, second)]
     before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
-    known = ancestry(after["run_id"], readable)
-    check_descent(before, after, known)
+    known = history.ancestry(after["run_id"], readable)
+    history.check_descent(before, after, known)
     then, now = (own_clusters(output, manifest) for manifest in (before, after))
-    found = compare(before, after, then, now, known)
+    found = history.compare(before, after, then, now, known)
     says = [] if before is given[0] else [
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
@@ -71,11 +62,11 @@ def lineage(
 ) -> None:
     """The life of a cluster id: where it came from, its share in each run, how it ended."""
     readable = manifests(survey(output))
-    manifest = finished_run(output, run)
-    known = ancestry(manifest["run_id"], readable)
+    manifest = read_manifest(runs.run_folder(output, run))
+    known = history.ancestry(manifest["run_id"], readable)
     own = {r: own_clusters(output, readable[r]) for r in known.runs if r in readable}
-    seen = clusters_by_run(known, readable, own)
-    found = story(cluster, manifest, known, seen)
+    seen = history.clusters_by_run(known, readable, own)
+    found = history.story(cluster, manifest, known, seen)
     if found is None:
         raise ArtifactError(
             f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
@@ -122,11 +113,7 @@ def gc(
     print(f"{count}{would} deleted, {in_bytes(done['bytes'])} freed")
 
 
-def finished_run(output: Path, run: str) -> Manifest:
-    return read_manifest(runs.run_folder(output, run))
-
-
-def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
+def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]:
     """The clusters of a run by id, from its own table.
 
     Raises:
@@ -134,13 +121,17 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
     """
     artifacts = Artifacts(output / manifest["run_id"], manifest)
     table = artifacts.table("clusters", ["cluster_id", "label", "share"])
-    return {row["cluster_id"]: Cluster(row["label"], row["share"]) for row in table.to_pylist()}
+    return {
+        row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in table.to_pylist()
+    }
 
 
-def elsewhere(cluster: int, output: Path, readable: dict[str, Manifest], there: Clusters) -> str:
+def elsewhere(
+    cluster: int, output: Path, readable: dict[str, Manifest], there: history.Clusters
+) -> str:
     """Where else an id that was not found is known, or which ids are."""
     for run_id in sorted(readable, key=runs.run_order, reverse=True):
-        changed = {event["cluster_id"] for event in history(readable[run_id])}
+        changed = {event["cluster_id"] for event in history.history(readable[run_id])}
         if cluster in changed or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
     ids = ", ".join(map(str, sorted(there))) or "none"

@@ -1,10 +1,9 @@
 // Small pictures: where a cluster looks, shares as bars, the mix over time, a value on its scale.
 
 const DISTANCES = Array.from({ length: 16 }, (_, bin) =>
-  `${bin === 0 ? "0–1" : bin === 15 ? "32768 and more" : `${2 ** bin}–${2 ** (bin + 1) - 1}`} tokens back`);
+  bin === 0 ? "0–1" : bin === 15 ? "32768 and more" : `${2 ** bin}–${2 ** (bin + 1) - 1}`);
 const TICKS = { 0: "0", 3: "8", 5: "32", 8: "256", 11: "2k", 15: "32k" };
-const POSITIONS = ["the oldest eighth", "2nd", "3rd", "4th", "5th", "6th", "7th", "the newest eighth"]
-  .map((eighth) => `${eighth} of the keys`);
+const POSITIONS = ["the oldest eighth", "2nd", "3rd", "4th", "5th", "6th", "7th", "the newest eighth"];
 const isLayered = data.layout === "layered";
 
 /** The mean fingerprint of all rows in clusters, which each cluster is compared with. */
@@ -13,13 +12,13 @@ const usual = Array.from({ length: 20 }, (_, i) =>
   data.clusters.reduce((sum, { centroid, size }) => sum + centroid[i] * size, 0) / inClusters);
 
 /** The histogram of a fingerprint, 50 units tall, with the usual values as lines. */
-function bars(values, color, width, bins) {
+function bars(values, color, width, bins, words) {
   const means = usual.slice(4, 4 + values.length);
   const top = Math.max(0.25, ...values, ...means);
   const step = width / values.length;
   const tall = (value) => (50 * Math.max(0, value)) / top;
   return values.map((value, i) => svg("g", {},
-    svg("title", { text: `${bins[i]}: ${percent(value)} (all clusters: ${percent(means[i])})` }),
+    svg("title", { text: `${bins[i]} ${words}: ${percent(value)} (all clusters: ${percent(means[i])})` }),
     svg("rect", { x: i * step, width: step, height: 50, fill: "transparent" }),
     svg("rect", {
       class: "bar", ink: color, x: i * step + 1, y: 50 - tall(value), width: step - 2,
@@ -39,13 +38,14 @@ function fingerprintPicture(cluster) {
     { class: "fingerprint", viewBox: "0 0 320 66", role: "img", "aria-label": says }, ...parts);
   if (!isLayered) {
     return picture(`Share of attention by distance; entropy ${vector[3].toFixed(2)}`,
-      bars(vector.slice(4), color, 320, DISTANCES),
+      bars(vector.slice(4), color, 320, DISTANCES, "tokens back"),
       Object.entries(TICKS).map(([bin, words]) => text(20 * bin + 10, words)));
   }
   const depths = vector.slice(12);
-  const spots = depths.map((value, i) => [184 + (i * 130) / 7, 50 - 50 * Math.max(0, Math.min(1, value))]);
+  const spots = depths.map((value, i) =>
+    [184 + (i * 130) / 7, 50 - 50 * Math.max(0, Math.min(1, value))]);
   return picture("Share of attention by position in the context, and entropy by depth of the model",
-    bars(vector.slice(4, 12), color, 150, POSITIONS),
+    bars(vector.slice(4, 12), color, 150, POSITIONS, "of the keys"),
     text(0, "oldest", "start"), text(150, "newest key", "end"),
     svg("polyline", { class: "depths", ink: color, points: spots.join(" ") }),
     spots.map(([cx, cy], i) => svg("circle", { class: "bar", ink: color, cx, cy, r: 2.5 },
@@ -88,7 +88,8 @@ function scalePicture({ value, limit, low, high }) {
 }
 
 /** The names of an object by zone, in the usual order; unknown ones last. */
-const zonesOf = (object) => [...new Set([...ZONE_ORDER.filter((zone) => zone in object), ...Object.keys(object)])];
+const zonesOf = (object) =>
+  [...new Set([...ZONE_ORDER.filter((zone) => zone in object), ...Object.keys(object)])];
 
 /** The zone mix over time: stacked shares, and under them how many rows each step has. */
 function mixOverTime({ start, step_seconds: step, counts }) {
@@ -117,9 +118,11 @@ function mixOverTime({ start, step_seconds: step, counts }) {
         y -= tall * share;
         return svg("rect", { class: "bar", ink: zoneColor(zone), x, y, width, height: tall * share });
       }),
-      svg("rect", { class: "volume", x, y: bottom - (foot * total) / most, width, height: (foot * total) / most })),
+      svg("rect", { class: "volume", x, y: bottom - (foot * total) / most, width,
+        height: (foot * total) / most })),
     // The day only where it says something.
-    i % every ? null : svg("text", { x, y: bottom + 15, text: i && step * steps <= 86400 ? when.slice(11) : when })];
+    i % every ? null
+      : svg("text", { x, y: bottom + 15, text: when.slice(i && step * steps <= 86400 ? 11 : 0) })];
   });
   const side = (y, text) => svg("text", { x: left - 8, y, "text-anchor": "end", text });
   return svg("svg", { class: "mix", viewBox: `0 0 1000 ${bottom + 20}`, role: "img",

@@ -72,6 +72,7 @@ const css = (color) => `light-dark(#${color.light}, #${color.dark})`;
 const byId = (entries) => new Map((entries || []).map((entry) => [entry.cluster_id, entry]));
 const clusterOf = byId(data.clusters);
 const parentOf = byId(data.lineage?.parent_clusters);
+const byShare = (a, b) => b.share - a.share || a.cluster_id - b.cluster_id;
 
 // A cluster's colour follows from its id alone where it can, so that it is the same in every run.
 const slots = new Map();
@@ -135,6 +136,7 @@ function select(id) {
   state.selected = state.selected === id ? null : id;
   emit("select");
 }
+const deselect = () => state.selected !== null && select(state.selected);
 
 /** A row of radio buttons that look like one control. */
 function segments(fieldset, name, choices, chosen, onchange) {
