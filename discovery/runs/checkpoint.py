@@ -79,7 +79,10 @@ class StageCheckpoint:
         """
         if objects := [key for key, array in arrays.items() if array.dtype.hasobject]:
             raise ValueError(f"{objects} hold Python objects, which would need pickle")
-        self._facts[name] = write_atomically(self.path(name), lambda file: np.savez(file, **arrays))
+        self._facts[name] = write_atomically(
+            self.path(name),
+            lambda file: np.savez(file, **arrays),  # type: ignore[arg-type]
+        )
 
     def read_arrays(self, name: str) -> Arrays:
         """The arrays of a file; ValueError as in `write_arrays`."""
