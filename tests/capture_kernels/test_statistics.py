@@ -235,7 +235,7 @@ def test_a_row_may_be_cut_at_any_block(programs):
     [(300_000, 128, 3), pytest.param(600_000, 256, 2, marks=SLOW)],
 )
 def test_blocks_of_several_tiles(max_length, block_keys, programs):
-    case = paged_case([1, 65, 129, 257, 390], 2, 1, 32)
+    case = paged_case([1, 65, 257], 1, 1, 32)
     assert plan_for(case, max_length=max_length).scheduled.block_keys == block_keys
     check(case, max_length=max_length, programs=programs, visibility=Visibility(3, 1))
 
@@ -406,7 +406,7 @@ def test_tensors_may_lie_as_engines_have_them(lay_out):
 
 def test_rows_of_the_last_queries_of_a_prompt():
     prompts = [0, 0, 0, 3, 3]
-    whole = paged_case([70, 70, 70, 33, 33], 2, 1, 32)
+    whole = paged_case([70, 70, 70, 33, 33], 1, 1, 16)
     lengths = (68, 69, 70, 1, 33)
     keys = [whole.keys[prompt][:length] for prompt, length in zip(prompts, lengths, strict=True)]
     requests = whole.req_pool_indices[prompts]
