@@ -251,7 +251,7 @@ def test_the_wheel_zooms_once_the_map_was_clicked_and_scrolls_the_page_before(sh
     for _ in range(5):
         page.mouse.wheel(0, -240)
     page.wait_for_function("document.getElementById('map').dataset.zoom > 3")
-    # The place under the pointer, which a wheel tells in whole pixels, stays under it.
+    # The position under the pointer, which a wheel event gives in whole pixels, stays under it.
     assert np.allclose(pixel_of(page, row), at, atol=5)
     in_view = int(page.locator("#map").get_attribute("data-in-view"))
     assert 0 < in_view < drawn(page)
@@ -315,7 +315,7 @@ def test_an_exemplar_shows_its_request_alone(show, tmp_path: Path):
     assert drawn(page) == 50
 
 
-def test_what_changed_since_the_parent_is_drawn_and_told(show, tmp_path: Path):
+def test_what_changed_since_the_parent_is_drawn_and_listed(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
     lead = page.locator(".lead").inner_text()
@@ -324,13 +324,13 @@ def test_what_changed_since_the_parent_is_drawn_and_told(show, tmp_path: Path):
     assert page.locator(".ribbon").count() == len(lineage["links"])
     nodes = len(lineage["parent_clusters"]) + inputs.clusters.num_rows
     assert page.locator(".lineage-node").count() == nodes
-    told = page.locator("#lineage .two-thirds .events").inner_text()
+    listed = page.locator("#lineage .two-thirds .events").inner_text()
     for name in ("split", "merged", "born", "absorbed", "died"):
-        assert f"{name} in words" in told
-    assert "kept in words" not in told
+        assert f"{name} in words" in listed
+    assert "kept in words" not in listed
 
 
-def test_the_gate_and_the_drift_are_told(show, tmp_path: Path):
+def test_the_gate_and_the_drift_are_shown(show, tmp_path: Path):
     inputs = later_run(tmp_path, passed=False)
     page = show(inputs)
     alert = page.get_by_role("alert").inner_text()
@@ -343,7 +343,7 @@ def test_the_gate_and_the_drift_are_told(show, tmp_path: Path):
     assert "50.0%\t60.0%" in drift
 
 
-def test_the_zone_mix_and_the_axes_are_told(show, tmp_path: Path):
+def test_the_zone_mix_and_the_axes_are_shown(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     assert page.locator(".mix .volume").count() == 4
     assert "2026-01-09 06:00 UTC, 25 rows" in page.locator(".mix title").nth(2).text_content()
@@ -371,17 +371,17 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, tmp_p
     path = tmp_path / "report.html"
     path.write_bytes(first_run(tmp_path).html().replace(b"</body>", b"<script>hacked=1</script>"))
     page = browser.new_page()
-    told: list[str] = []
-    page.on("console", lambda m: told.append(m.text))
+    messages: list[str] = []
+    page.on("console", lambda m: messages.append(m.text))
     page.goto(path.as_uri())
     page.wait_for_selector("#map[data-frames]")
     assert page.evaluate("typeof hacked") == "undefined"
-    assert len(told) == 1 and "Content Security Policy" in told[0]
+    assert len(messages) == 1 and "Content Security Policy" in messages[0]
     page.close()
 
 
 @pytest.mark.slow
-def test_sharp_screens_and_dark_ones_are_honoured(show, tmp_path: Path):
+def test_sharp_screens_and_dark_ones_are_supported(show, tmp_path: Path):
     inputs = first_run(tmp_path)
     plain = pixels(show(inputs))
     sharp = pixels(show(inputs, device_scale_factor=2))
