@@ -38,7 +38,7 @@ from discovery.stages.extract import freeze_window
 from discovery.stages.registry import STAGES
 from pipeline.durable import write_json
 from pipeline.store.open import open_store
-from pipeline.tokens import open_tokens
+from pipeline.token_text import open_tokens
 
 # The first link of the chain of checkpoint keys: files that another version of this format wrote
 # are not read, but computed again.

@@ -1,4 +1,4 @@
-"""Rows whose 20 numbers contradict one another: no attention row has such a fingerprint."""
+"""Fingerprints that no attention row can have: their 20 numbers contradict one another."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from numpy.typing import ArrayLike, NDArray
 from capture_kernels.arrays import array_module, block_rows
 from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, PLACE_BINS, Layout
 
-# Float16 rounds a share by at most 2**-11 of itself, so that a band and its bins, which sum to 1 at
-# most, differ by 2**-10 = 0.00098 at most: twice that. In float32 they differ by 0.0000002 at most
-# in the shipped sample and in planted rows, and by 0.0005 after a trip through float16.
+# Float16 rounds a share by at most 2**-11 of itself, so that a band and its bins, which sum to at
+# most 1, differ by at most 2**-10 = 0.00098: twice that. In float32 they differ by at most 2e-7 in
+# the shipped sample and in planted rows, and by 0.0005 after a conversion to float16.
 TOLERANCE = 2e-3
-# Where the histogram bins that the bands are the sums of begin and end.
+# First bins of the three bands of the histogram, and its end.
 BAND_ENDS = (0, 3, 8, HIST_BINS)
-# log of how many offsets a histogram bin holds: offsets 0 and 1 share the first one.
+# log of the number of offsets in each bin: offsets 0 and 1 share the first one.
 LOG_WIDTHS = np.log(2.0) * np.maximum(np.arange(HIST_BINS), 1)
-# Rows are worked through in blocks, so that the float64 copy stays small.
+# Rows of a block, so that the float64 copy stays small.
 BLOCK_ROWS = 16_384
 
 
 def inconsistent(vectors: ArrayLike, layout: Layout) -> NDArray[np.bool_]:
     """Which rows break an invariant of their layout by more than `TOLERANCE`: bool[n].
 
-    In both layouts every number is finite and lies in [0, 1], and the three bands and the shape
-    histogram sum to 1 each. In log16 moreover each band is the sum of its bins, and the entropy is
-    at most what the histogram leaves room for, see `entropy_bound`.
-
-    In layered nothing ties the bands (distances in tokens) to the places (shares of a context
-    that the vector does not tell), nor the entropy to those at 8 depths: with more than 8 layers
-    the 8 skip some that the mean has.
+    In both layouts every number is finite and in [0, 1], and the three bands and the shape
+    histogram sum to 1 each. In log16 also each band is the sum of its bins, and the entropy is at
+    most `entropy_bound` of the histogram. In layered the bands (distances in tokens) do not
+    determine the relative positions, nor the 8 entropies by depth their mean over all layers.
 
     Args:
         vectors: float[n, 20] of one layout, on any device.
@@ -51,13 +48,13 @@ def inconsistent(vectors: ArrayLike, layout: Layout) -> NDArray[np.bool_]:
 
 def _consistent(rows: NDArray[np.float64], layout: Layout) -> NDArray[np.bool_]:
     xp = array_module(rows)
-    # Asked for what is right, never for what is wrong: NaN is neither.
+    # Tests what holds, not what fails, because NaN fails every comparison.
     sound: Any = ((rows >= -TOLERANCE) & (rows <= 1 + TOLERANCE)).all(axis=1)
     rows = xp.where(sound[:, None], rows, 0.0)
     bands, entropy = rows[:, :3], rows[:, 3]
     if layout is Layout.LAYERED:
-        places = rows[:, 4 : 4 + PLACE_BINS].sum(axis=1)
-        return sound & _is(bands.sum(axis=1), 1.0) & _is(places, 1.0)
+        positions = rows[:, 4 : 4 + PLACE_BINS].sum(axis=1)
+        return sound & _is(bands.sum(axis=1), 1.0) & _is(positions, 1.0)
     hist = rows[:, 4:]
     sums = xp.stack([hist[:, a:b].sum(axis=1) for a, b in pairwise(BAND_ENDS)], axis=1)
     fits: NDArray[np.bool_] = (
@@ -75,12 +72,12 @@ def _is(value: NDArray[Any], wanted: NDArray[Any] | float) -> NDArray[np.bool_]:
 
 
 def entropy_bound(hist: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The most entropy that a row with this log16 histogram can have: float64[n] in [0, 1].
+    """Upper bound of the entropy of a row with this log16 histogram: float64[n] in [0, 1].
 
-    A row with masses m in bins of w offsets has at most the entropy -sum m ln m + sum m ln w, which
-    is that of mass spread evenly within each bin; the mean over heads has less than the entropy of
-    their mean. It is divided by ln n, and n is at least one more than the first offset of the last
-    bin with mass. That last of 16 bins has no end, so a row with mass there may have any entropy.
+    With masses m in bins of w offsets it is -sum m ln m + sum m ln w, which is that of mass spread
+    evenly within each bin; the mean over heads is below the entropy of their mean. It is divided by
+    ln n, and n is at least one more than the first offset of the last bin with mass. The last of
+    the 16 bins has no end, so the bound of a row with mass there is 1.
 
     Args:
         hist: float64[n, 16], rows that sum to about 1, on any device.

@@ -1,4 +1,4 @@
-"""How well the map keeps what the vectors say: trustworthiness and neighbour recall."""
+"""How well the map keeps the neighbours of PCA space: trustworthiness and neighbour recall."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from capture_kernels.arrays import array_module, block_rows, on_host
 from discovery.engines.protocol import Engine
 
-# Distances that are looked at together: float64, and as many again that they are made from.
+# Distances computed at a time: float64, and as many again that they are computed from.
 BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
 
 
 class MapQuality(NamedTuple):
-    """trustworthiness in [0, 1] (Venna & Kaski 2001) and the share of true neighbours kept."""
+    """trustworthiness in [0, 1] (Venna & Kaski 2001), and recall, the share of true neighbours that
+    are neighbours on the map."""
 
     trustworthiness: float
     recall: float
@@ -23,7 +24,7 @@ class MapQuality(NamedTuple):
 
 def map_quality(
     engine: Engine,
-    space: NDArray[np.float32],
+    projected: NDArray[np.float32],
     points: NDArray[np.float32],
     k: int,
     sample: int,
@@ -35,16 +36,19 @@ def map_quality(
 
     Args:
         engine: finds the neighbours on the map; the distances are computed on its device.
-        space: float32[n, d], n > 2 k.
-        points: float32[n, 2].
-        k: neighbours that count.
+        projected: float32[n, d], in PCA space, n > 2 k.
+        points: float32[n, 2], on the map.
+        k: neighbours of each row.
+        sample, seed: how many rows, and which.
     """
-    n = len(space)
+    n = len(projected)
     rng = np.random.default_rng(seed)
     rows = np.arange(n) if sample >= n else np.sort(rng.choice(n, sample, replace=False))
     near, _ = engine.neighbors(points, points[rows], k + 1)
-    closer = rows_closer(engine.array(space), engine.array(rows), engine.array(others(near, rows)))
-    # A row's rank is one more than the number of rows that are closer in the space.
+    closer = rows_closer(
+        engine.array(projected), engine.array(rows), engine.array(others(near, rows))
+    )
+    # A row's rank is one more than the number of rows that are closer in PCA space.
     rank = closer + 1
     scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
     penalty = int(np.maximum(rank - k, 0).sum())
@@ -52,28 +56,28 @@ def map_quality(
 
 
 def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The neighbours int[m, k + 1] of the rows int64[m] less each row itself: int64[m, k]."""
+    """The neighbours int[m, k + 1] of the rows int64[m] without each row itself: int64[m, k]."""
     is_own = near == rows[:, None]
-    # Among exact duplicates a row may not be of its own neighbours: then the last one goes.
+    # Among exact duplicates a row may be missing from its own neighbours: then the last one goes.
     is_own[~is_own.any(axis=1), -1] = True
     return near[~is_own].reshape(len(near), -1).astype(np.int64)
 
 
 def rows_closer(
-    space: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
+    projected: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How many of all rows are closer to each row than each of its neighbours is: int64[m, k], on
-    the host.
+    """How many of all rows are closer to each row than each of its neighbours: int64[m, k], on the
+    host.
 
     Args:
-        space: float32[n, d], on any device; rows: int64[m], and near: int64[m, k], too.
+        projected: float32[n, d]; rows: int64[m]; near: int64[m, k]; on one device.
     """
-    xp = array_module(space)
-    (m, k), n = near.shape, len(space)
-    exact = space.astype(np.float64)
+    xp = array_module(projected)
+    (m, k), n = near.shape, len(projected)
+    exact = projected.astype(np.float64)
     squares = (exact * exact).sum(axis=1)
     closer = xp.empty((m, k), np.int64)
-    step = max(1, block_rows(space, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
+    step = max(1, block_rows(projected, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
     for start in range(0, m, step):
         own, theirs = rows[start : start + step], near[start : start + step]
         # In float64, so that the expanded square does not cancel.

@@ -1,42 +1,31 @@
-"""Which rows a run looks at: at most so many of one request, and a fit sample of large windows.
+"""Which rows a run uses: at most a number of each request, and a stratified sample of the rest.
 
-Both are chosen by hashes and in chunks: a window's rows cost one byte each in memory.
+Rows are chosen by hashes, so that the choice depends on neither their order nor how they are cut
+into chunks.
 """
 
 from __future__ import annotations
-
-import shutil
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import array_module, block_rows, on_host
-from capture_kernels.errors import RunError
 from pipeline.hashing import mix64, string_hashes
 
 from .threads import one_thread
 
-# Cells of the stratified sample: enough to tell rare behaviours apart, few enough to be cheap and
-# for one byte to say which one a row is in.
+# Cells of the stratified sample: enough to separate rare behaviours, few enough to be cheap and to
+# be numbered in one byte.
 CELLS = 256
 # Rows of the window that the cells are fitted on.
 CELL_FIT_ROWS = 20_000
-# Rows of the window that are looked at together when the sample is drawn.
+# Rows hashed at a time when the sample is drawn.
 DRAW_ROWS, DEVICE_DRAW_ROWS = 1 << 17, 1 << 24
-# A row as `RequestLimit` keeps it on disk.
-HASHED = np.dtype([("request", "<u8"), ("row", "<u8"), ("number", "<u8")])
-# Memory that one such row takes while it is compared with its request's others.
-HASHED_BYTES = 100
-# Files of hashes that are open at once.
-MOST_PARTITIONS = 256
 
 
 def request_table(batch: pa.RecordBatch) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """64-bit hashes of the different request ids, uint64[r], and which each row has, int32[n]."""
+    """64-bit hashes of the distinct request ids uint64[r], and the index of each row's int32[n]."""
     encoded = batch.column("request_id").dictionary_encode()
     return string_hashes(encoded.dictionary), encoded.indices.to_numpy()
 
@@ -50,11 +39,16 @@ def request_hashes(batch: pa.RecordBatch) -> NDArray[np.uint64]:
 def row_hashes(
     requests: NDArray[np.uint64], batch: pa.RecordBatch, seed: int
 ) -> NDArray[np.uint64]:
-    """Seeded 64-bit hashes of the rows' keys, so that a choice needs no order: uint64[n]."""
+    """Seeded 64-bit hashes of the rows' keys: uint64[n].
+
+    Args:
+        requests: uint64[n], the rows' request hashes.
+        batch: n rows with position and layer.
+    """
     position = batch.column("position").to_numpy().astype(np.uint64)
     layer = (batch.column("layer").to_numpy().astype(np.int64) + 1).astype(np.uint64)
-    place = (position << np.uint64(16)) | layer
-    return mix64(mix64(requests ^ mix64(np.array([seed], np.uint64))) ^ place)
+    key = (position << np.uint64(16)) | layer
+    return mix64(mix64(requests ^ mix64(np.array([seed], np.uint64))) ^ key)
 
 
 def within_request_limit(
@@ -78,143 +72,40 @@ def within_request_limit(
     of_long = np.flatnonzero(long[code] == requests)
     code, rows = code[of_long], rows[of_long]
     order = by_code_and_value(code.astype(np.uint64), rows)
-    # The row so many places before it is of its request too: it is not among the lowest.
+    # Where the row `limit` before it is of the same request, a row is not among the lowest.
     code = code[order]
     keep[of_long[order[limit:][code[limit:] == code[:-limit]]]] = False
     return keep
 
 
 def by_code_and_value(code: NDArray[np.uint64], value: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The order of n rows by a small code, then by value, then by number: int64[n]."""
+    """The order of n rows by a small code, then by value, then by row number: int64[n].
+
+    Args:
+        code, value: uint64[n].
+    """
     bits = np.uint64(int(code.max()).bit_length())
-    # One sort, of both in 64 bits. Where the bits that fall off, or the number, would decide, it
-    # leaves that open.
+    # One sort of both packed into 64 bits. Ties, which the bits shifted out would decide, need the
+    # slower sort by both.
     both = value if not bits else code << (np.uint64(64) - bits) | value >> bits
     order = np.argsort(both)
     both = both[order]
     return np.lexsort((value, code)) if (both[1:] == both[:-1]).any() else order
 
 
-class RequestLimit:
-    """`within_request_limit` for windows whose hashes do not fit in memory.
-
-    Hashes go to files on disk, 24 bytes a row, one file for each of so many partitions of the
-    requests that one can be looked at as a whole; the requests' own go to one more, in the order of
-    the rows, so that they need not be made again. A context manager: on leaving it the files go.
-
-    Args:
-        folder: made anew for the files, and removed with them.
-        limit: most rows of a request; 0 keeps all, and needs no partitions.
-        expected: about how many rows there will be.
-        memory: bytes that one partition may take. The result does not depend on it.
-    """
-
-    def __init__(self, folder: Path, limit: int, expected: int, memory: int) -> None:
-        self._folder = folder
-        self._limit = limit
-        self._block = max(1, memory // HASHED_BYTES)
-        self._partitions = min(MOST_PARTITIONS, -(-max(1, expected) // self._block)) if limit else 0
-        self._open = ExitStack()
-        self._files: list[IO[bytes]] = []
-        self._requests = folder / "requests"
-        self._in_order: IO[bytes]
-        self.rows = 0
-
-    def __enter__(self) -> RequestLimit:
-        try:
-            # A run that was killed here left some.
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir()
-            self._in_order = self._open.enter_context(self._requests.open("wb"))
-            for index in range(self._partitions):
-                path = self._folder / f"{index:03d}"
-                self._files.append(self._open.enter_context(path.open("w+b")))
-        except OSError as error:
-            self.__exit__()
-            raise self._refused(error) from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # What is still buffered is not wanted any more, least of all on a full disk.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):
-            self._open.close()
-
-    def add(self, requests: NDArray[np.uint64], rows: NDArray[np.uint64]) -> None:
-        """Take in the next rows: their request's hashes and their own, uint64[n] each.
-
-        Raises:
-            RunError: the disk is full.
-        """
-        number = np.arange(self.rows, self.rows + len(rows), dtype=np.uint64)
-        self.rows += len(rows)
-        try:
-            self._in_order.write(requests.astype("<u8", copy=False).data)
-            if not self._partitions:
-                return
-            hashed = np.empty(len(rows), HASHED)
-            hashed["request"], hashed["row"], hashed["number"] = requests, rows, number
-            ends = np.array([len(rows)])
-            if self._partitions > 1:
-                partition = (requests % np.uint64(self._partitions)).astype(np.uint8)
-                hashed = hashed[np.argsort(partition, kind="stable")]
-                ends = np.cumsum(np.bincount(partition, minlength=self._partitions))
-            for file, own in zip(self._files, np.split(hashed, ends[:-1]), strict=True):
-                file.write(own.data)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def requests(self, start: int, end: int) -> NDArray[np.uint64]:
-        """The request hashes of the rows from `start` up to `end`, as they were taken in.
-
-        Raises:
-            RunError: the disk is full.
-        """
-        try:
-            self._in_order.flush()
-        except OSError as error:
-            raise self._refused(error) from error
-        return np.fromfile(self._requests, "<u8", end - start, offset=8 * start)
-
-    def kept(self) -> NDArray[np.bool_]:
-        """Which of all rows taken in are within the limit: bool[rows].
-
-        Raises:
-            RunError: the disk is full.
-        """
-        if not self._partitions:
-            return np.ones(self.rows, bool)
-        keep = np.zeros(self.rows, bool)
-        for file in self._files:
-            try:
-                file.flush()
-                file.seek(0)
-            except OSError as error:
-                raise self._refused(error) from error
-            held = np.empty(0, HASHED)
-            # More than one block only where a few requests have most of the rows.
-            while len(block := np.fromfile(file, HASHED, self._block)):
-                held = np.concatenate([held, block])
-                held = held[within_request_limit(held["request"], held["row"], self._limit)]
-            keep[held["number"]] = True
-        return keep
-
-    def _refused(self, error: OSError) -> RunError:
-        return RunError(f"cannot write {self._folder}: {error.strerror}; mend that and resume")
-
-
 def cell_fit_rows(rows: int, seed: int) -> NDArray[np.int64]:
-    """Row numbers, ascending, of the rows that the cells of a window of `rows` are fitted on."""
+    """The rows that the cells of a window of `rows` are fitted on: int64[m], ascending."""
     rng = np.random.default_rng(seed)
     return np.sort(rng.choice(rows, min(rows, CELL_FIT_ROWS), replace=False))
 
 
 def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> NDArray[np.float32]:
-    """The centres of the cells for a sample of `size` rows, by k-means: float32[c, d], c <= 256. A
-    row is in the cell whose centre is nearest to it.
+    """Centres of the cells for a sample of `size` rows, by k-means: float32[c, d], c <= 256.
+
+    A row belongs to the cell whose centre is nearest.
 
     Args:
-        projected: float32[n, d], the rows that `cell_fit_rows` names.
+        projected: float32[n, d], the rows that `cell_fit_rows` returns.
     """
     from sklearn.cluster import KMeans
 
@@ -224,11 +115,11 @@ def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> NDArray[n
 
 
 def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -> NDArray[np.int64]:
-    """A sample of rows in which no region of the space goes missing: sorted int64[size].
+    """A sample of rows in which no region of PCA space is missing: int64[size], ascending.
 
-    Each cell gives its share, but at least `floor` rows (or all that it has), so that a small
-    behaviour is still dense enough to be found. Which rows of a cell depends on their numbers and
-    the seed alone.
+    Each cell contributes its share, but at least `floor` rows (or all that it has), so that a small
+    behaviour is still dense enough to be found. Which rows of a cell are drawn depends on their
+    numbers and the seed alone.
 
     Args:
         cell: uint8[n], each row's cell, n > size, on any device.
@@ -236,7 +127,7 @@ def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -
     n = len(cell)
     counts = on_host(array_module(cell).bincount(cell))
     quota = np.minimum(counts, np.maximum(counts * size // n, floor))
-    # Rounding, and the floors, leave a few too many or too few: the largest cells make it up.
+    # Rounding and the floors leave a few too many or too few: the largest cells absorb them.
     while (excess := int(quota.sum()) - size) != 0:
         room = quota > floor if excess > 0 else quota < counts
         if not room.any():
@@ -247,12 +138,12 @@ def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -
 
 
 def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """The `quota` rows of each cell whose hashed numbers are lowest, ascending: int64[sum], on the
-    host.
+    """The `quota` rows of each cell with the lowest hashes of their numbers: int64[sum], ascending,
+    on the host.
 
     Args:
         cell: uint8[n], on any device.
-        quota: int64[c], of each cell no more than it has.
+        quota: int64[c], at most the number of rows of each cell.
     """
     xp = array_module(cell)
     salt = xp.asarray(mix64(np.array([seed], np.uint64)))
@@ -273,11 +164,13 @@ def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> 
 
 
 def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """For each of g groups a key that its `wanted` lowest lie below, were keys drawn evenly from
-    all 64-bit numbers: uint64[g]. Ten deviations and some are to spare, which hashes never need.
+    """For each of g groups a key that its `wanted` lowest lie below: uint64[g].
+
+    Keys are taken as uniform over 64 bits; ten standard deviations are added for safety.
 
     Args:
-        counts: int64[g], how many keys a group has.
+        counts: int64[g], keys of each group.
+        wanted: int64[g].
     """
     share = (wanted + 10 * np.sqrt(wanted) + 20) / np.maximum(counts, 1)
     most = np.full(len(counts), np.iinfo(np.uint64).max, np.uint64)
@@ -289,8 +182,8 @@ def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArra
 def lowest(
     group: NDArray[np.integer], key: NDArray[np.uint64], quota: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Places of the `quota` lowest keys of each group, or of all that it has, group by group and by
-    rising key: int64[m].
+    """Indices of the `quota` lowest keys of each group (or of all that it has), by group and then
+    by key: int64[m].
 
     Args:
         group: int[n], from 0; key: uint64[n]; quota: int64[g].

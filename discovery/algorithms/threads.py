@@ -1,4 +1,4 @@
-"""One thread, for work whose answer would depend on how many there are."""
+"""One thread, for work whose result would depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from threadpoolctl import ThreadpoolController
 
 @functools.cache
 def _loaded() -> ThreadpoolController:
-    """A handle on the libraries that have threads; finding them takes milliseconds, so once."""
-    # It brings its own OpenMP, which has to be there to be found.
+    """A handle on the libraries with threads. Finding them takes milliseconds, so once."""
+    # It brings its own OpenMP, which must be loaded to be found.
     import sklearn.cluster  # noqa: F401
 
     return ThreadpoolController()
@@ -21,8 +21,8 @@ def _loaded() -> ThreadpoolController:
 def one_thread() -> AbstractContextManager[Any]:
     """Inside the block BLAS and OpenMP use one thread.
 
-    k-means of scikit-learn adds its threads' sums up in whatever order they end, and sums of three
-    or more depend on that.
+    scikit-learn's k-means adds its threads' sums in the order in which they end, and floating-point
+    sums depend on that order.
     """
     limited: AbstractContextManager[Any] = _loaded().limit(limits=1)
     return limited

@@ -9,36 +9,36 @@ from numpy.typing import NDArray
 
 from capture_kernels.arrays import array_module, dots
 
-# How far from its nearest voter to the mean of all of them a query is placed.
+# Weight of the voters' mean, beside the nearest voter, in a query's map coordinates.
 TO_MEAN = 0.1
 
 
 class Votes(NamedTuple):
-    """For m queries: winning cluster int32[m], its share of the weight float32[m], and the place
-    float32[m, 2] that its voters give; where the neighbours are, on the host or on a device."""
+    """For m queries: winning cluster int32[m], its share of the weight float32[m], and map
+    coordinates float32[m, 2], on the neighbours' device."""
 
     cluster: NDArray[np.int32]
     share: NDArray[np.float32]
-    place: NDArray[np.float32]
+    coordinates: NDArray[np.float32]
 
 
 def vote(
     distances: NDArray[np.float32],
     labels: NDArray[np.int32],
-    places: NDArray[np.float32],
+    coordinates: NDArray[np.float32],
 ) -> Votes:
     """The cluster with the most weight among each query's k neighbours, ties to the nearer.
 
-    A neighbour weighs 1 / (its distance + the nearest one's): 1 for an exact match among far ones,
-    nearly even among equally far ones. Only the winner's voters place the query on the map, since
-    a mean over several clusters would lie in the void between them: by the nearest of them, and a
-    little of their mean, so that queries do not lie on one another. The mean alone blurs the map
-    (100,000 planted rows, 25,000 of them fitted: trustworthiness 0.988, so 0.991).
+    A neighbour weighs 1 / (its distance + the nearest one's): an exact match outweighs far ones,
+    and equally far ones weigh the same. Only voters of the winner place the query on the map, for
+    a mean over several clusters would lie in the void between them: at the nearest of them, moved
+    a little towards their mean, so that queries do not coincide. The mean alone blurs the map
+    (100,000 planted rows, 25,000 of them fitted: trustworthiness 0.988 instead of 0.991).
 
     Args:
         distances: float32[m, k], ascending.
         labels: int32[m, k], each neighbour's cluster.
-        places: float32[m, k, 2], each neighbour's map coordinates.
+        coordinates: float32[m, k, 2], each neighbour's map coordinates.
     """
     xp = array_module(distances)
     weights = 1.0 / (distances + distances[:, :1] + 1e-6)
@@ -49,8 +49,8 @@ def vote(
     rows = xp.arange(len(labels))
     voters = weights * agree[rows, winner]
     total = voters.sum(axis=1)
-    mean = dots(places.swapaxes(1, 2), voters[:, None]) / total[:, None]
-    nearest = places[rows, agree[rows, winner].argmax(axis=1)]
-    place = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
+    mean = dots(coordinates.swapaxes(1, 2), voters[:, None]) / total[:, None]
+    nearest = coordinates[rows, agree[rows, winner].argmax(axis=1)]
+    moved = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
     share = total / weights.sum(axis=1)
-    return Votes(labels[rows, winner], share.astype(np.float32), place.astype(np.float32))
+    return Votes(labels[rows, winner], share.astype(np.float32), moved.astype(np.float32))

@@ -1,4 +1,5 @@
-"""Clusters in words: profiles, traits, labels, exemplars and PCA axes.
+"""Clusters in words: profiles, claims, labels, sentences, tokens, exemplars, axes, lineage.
 
-May import `pipeline.tokens`, `pipeline.record` and `capture_kernels`.
+May import `discovery.artifacts.schema`, `pipeline.token_text`, `pipeline.record` and
+`capture_kernels`.
 """

@@ -1,8 +1,7 @@
 """PCA axes in words, each from its own loadings.
 
-An axis is a direction among square-rooted shares from which the mean of the context octave is
-taken out (discovery/projection.py): what it says is always "more" or "less" than other rows with as
-much context.
+An axis is a direction among square-rooted shares without the mean of the context octave
+(`discovery.artifacts.projection`): "more" is more than other rows with as much context.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 
 from capture_kernels.fingerprint.vector import DEPTHS, HIST_BINS, LAYERED_BAND_EDGES, Layout
 
-from .words import joined, named_depths, places_in_words, runs, shape_bins
+from .ranges import joined, named_depths, ranges_in_words, runs, shape_bins
 
-# A loading is told where it is at least this part of the largest of its end of the axis.
-TOLD = 0.4
+# A loading is named from this share of the largest at its end of the axis.
+NAMED = 0.4
 # Bins of hist in each band of log16.
 BANDS = (slice(0, 3), slice(3, 8), slice(8, HIST_BINS))
 ENTROPY = 3
@@ -30,15 +29,16 @@ def axes_in_words(
 
     Args:
         components: float32[20, d], the loadings: `Projection.components`.
-        explained: float64[d], the axes' shares of the variance.
+        explained: float64[d], the axes' shares of the variance, in [0, 1].
 
     Returns:
-        Of each axis name ("PC1"), explained, low, high, and says, one sentence.
+        For each axis name ("PC1"), explained, low, high, and says, one sentence.
     """
     out = []
-    for at, share in enumerate(explained):
-        low, high = (_end(components[:, at].astype(np.float64), layout, sign) for sign in (-1, 1))
-        name = f"PC{at + 1}"
+    for index, share in enumerate(explained):
+        loadings = components[:, index].astype(np.float64)
+        low, high = (_end(loadings, layout, sign) for sign in (-1, 1))
+        name = f"PC{index + 1}"
         says = f"{name} holds {share:.1%} of the variance: low is {low}, high is {high}."
         out.append(
             {"name": name, "explained": float(share), "low": low, "high": high, "says": says}
@@ -47,44 +47,39 @@ def axes_in_words(
 
 
 def _end(loadings: NDArray[np.float64], layout: Layout, sign: int) -> str:
-    """One end of an axis: the places, and the widths, that have more there."""
-    places, bands, widths = _told(loadings, layout)
-    # Of this end's largest, where that is not next to nothing beside the other end's.
-    largest = max(np.abs(part).max(initial=0) for part in (places, bands, widths))
-    own = max((sign * part).max(initial=0) for part in (places, bands))
-    limit = max(TOLD * own, TOLD**2 * largest, 1e-9)
+    """One end of an axis: the ranges, bands and entropies that are larger there."""
+    log16 = layout is Layout.LOG16
+    ranges, bands, widths = _distinct_loadings(loadings, layout)
+    # Relative to the largest of this end, unless that is negligible beside the other end's.
+    largest = max(np.abs(part).max(initial=0) for part in (ranges, bands, widths))
+    own = max((sign * part).max(initial=0) for part in (ranges, bands))
+    limit = max(NAMED * own, NAMED**2 * largest, 1e-9)
     words = []
-    if found := runs(sign * places >= limit):
-        words.append(f"more {places_in_words(found, layout)}")
+    if found := runs(sign * ranges >= limit):
+        words.append(f"more {ranges_in_words(found, layout)}")
     near, far = LAYERED_BAND_EDGES
     names = (f"under {near}", f"{near}-{far - 1}", f"{far} or more")
-    told = [name for name, load in zip(names, bands, strict=False) if sign * load >= limit]
-    if told:
-        words.append(f"more {joined(told)} tokens back")
+    if named := [n for n, load in zip(names, bands, strict=False) if sign * load >= limit]:
+        words.append(f"more {joined(named)} tokens back")
     for word, turn in (("wider", sign), ("narrower", -sign)):
         if depths := runs(turn * widths >= limit):
-            where = (
-                ""
-                if layout is Layout.LOG16
-                else " in " + joined(list(dict.fromkeys(named_depths(b) for b in depths)))
-            )
-            words.append(f"spread {word}{where}")
+            where = " in " + joined(list(dict.fromkeys(map(named_depths, depths))))
+            words.append(f"spread {word}{'' if log16 else where}")
     return joined(words) if words else "less of that"
 
 
-def _told(
+def _distinct_loadings(
     loadings: NDArray[np.float64], layout: Layout
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Loadings of the bins, of the bands, and of the entropies, each said once.
+    """Loadings of the histogram bins, of the bands, and of the entropies, without redundancy.
 
-    In log16 the bands are sums of the bins, and in the layered layout the entropy is the mean of
-    the depths: their loadings are shared out among these, as a change of the whole would be among
-    even parts.
+    In log16 the bands are sums of the bins, and in layered the entropy is the mean over the depths:
+    their loadings are distributed among these, as a change of the sum would be among even parts.
     """
-    places = loadings[shape_bins(layout)].copy()
+    bins = loadings[shape_bins(layout)].copy()
     if layout is Layout.LOG16:
         for band, own in zip(BANDS, loadings[:3], strict=True):
-            places[band] += own / np.sqrt(len(places[band]))
-        return places, np.empty(0), loadings[ENTROPY : ENTROPY + 1]
+            bins[band] += own / np.sqrt(len(bins[band]))
+        return bins, np.empty(0), loadings[ENTROPY : ENTROPY + 1]
     depths = loadings[-DEPTHS:] + loadings[ENTROPY] / np.sqrt(DEPTHS)
-    return places, loadings[:3], depths
+    return bins, loadings[:3], depths

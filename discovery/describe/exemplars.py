@@ -1,4 +1,4 @@
-"""Exemplars: the few rows that show a cluster best, found while its rows stream by."""
+"""Exemplars: the few rows that show a cluster best, found in one pass over its rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipeline.record import KEY
 
 
 class Candidates(NamedTuple):
-    """Rows of one part that may be exemplars: their numbers in it int64[m], and how far each is
-    from its cluster's target, float32[m]; on the host."""
+    """Rows of one chunk that may be exemplars: their indices int64[m] in it, and their distance
+    float32[m] from the target of their cluster; on the host."""
 
     row: NDArray[np.int64]
     apart: NDArray[np.float32]
@@ -28,14 +28,14 @@ def candidates(
     reach: NDArray[np.float64],
     most: int,
 ) -> Candidates:
-    """The `most` rows of each cluster that are nearest to its target and within reach, one of a
-    request; of equally near rows the first counts.
+    """The `most` rows of each cluster nearest to its target and within reach, one of a request; of
+    equally near rows the first.
 
     Args:
         projected: float32[n, d].
         label: int32[n], each row's cluster, -1 for none.
-        request: int32[n], from 0, which request each row is of.
-        targets: float32[clusters, d]; reach: float64[clusters]. All of these on one device.
+        request: int32[n], from 0, the index of each row's request.
+        targets: float32[clusters, d]; reach: float64[clusters], a distance. All on one device.
     """
     xp = array_module(projected)
     rows = xp.flatnonzero(label >= 0)
@@ -49,7 +49,7 @@ def candidates(
     pair = own << 32 | request[rows]
     order = xp.argsort(pair, kind="stable")
     first = xp.sort(order[begins(pair[order])])
-    # and the nearest few of those.
+    # and the nearest `most` of those.
     first = first[xp.argsort(own[first], kind="stable")]
     starts = xp.flatnonzero(begins(own[first]))
     group = xp.cumsum(begins(own[first])) - 1
@@ -59,38 +59,36 @@ def candidates(
 
 
 def begins(values: Any) -> Any:
-    """Where another value begins in a sorted array [n]: bool[n]."""
+    """Where a new value begins in a sorted array [n]: bool[n]."""
     new = array_module(values).ones(len(values), bool)
     new[1:] = values[1:] != values[:-1]
     return new
 
 
 class Exemplars:
-    """Of each cluster the rows nearest to a target, at most one of a request.
+    """The rows of each cluster nearest to a target, at most one of a request.
 
-    Keeps `most` keys for each cluster, however many rows are added. Which ones does not depend on
-    how the rows are cut into parts; of equally near rows the first counts.
+    Keeps `most` keys for each cluster, however many rows are added. The result does not depend on
+    how the rows are cut into chunks; of equally near rows the first counts.
 
     Args:
-        clusters: how many there are.
+        clusters: their number.
         most: exemplars of a cluster.
 
     Attributes:
-        reach: float64[clusters]; a row farther away than this is no exemplar of its cluster any
-            more.
+        reach: float64[clusters], the distance beyond which a row cannot be an exemplar any more.
     """
 
     def __init__(self, clusters: int, most: int) -> None:
         self._most = most
-        # Of each cluster by request: distance, when it was added, and its key.
-        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]] = [
-            {} for _ in range(clusters)
-        ]
+        # For each cluster, by request: distance, row number, and key.
+        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]]
+        self._best = [{} for _ in range(clusters)]
         self.reach = np.full(clusters, np.inf)
         self._added = 0
 
     def add(self, found: Candidates, label: NDArray[np.int32], batch: pa.RecordBatch) -> None:
-        """Look at the next part.
+        """Add the next chunk.
 
         Args:
             found: its candidates, within `reach` as it is now or was earlier.

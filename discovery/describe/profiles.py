@@ -1,8 +1,8 @@
-"""Profiles: what the rows of each cluster have in common, summed up over streamed parts.
+"""Profiles: what the rows of each cluster have in common, summed over streamed chunks.
 
-Everything is a sum, so parts may come in any number and any order, and what is kept does not grow
-with the rows: 16 x 20 sums for each cluster, and the counts of at most `MOST_PAIRS` pairs of
-cluster and token.
+Everything is a sum, so chunks may come in any number and order, and memory does not grow with the
+rows: 16 x 20 sums for each cluster, and the counts of at most `MOST_PAIRS` pairs of cluster and
+token.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.record import PHASES
 
-# Pairs of cluster and token that are counted: 64 MiB. Past it the rarest are dropped.
+# Pairs of cluster and token that are counted: 64 MiB. Beyond that the rarest are dropped.
 MOST_PAIRS = 4_194_304
-# Numbers of the one-hot matrix, in float64, that a device makes at a time: 0.5 GB.
+# float64 numbers of the one-hot matrix that a device holds at a time: 0.5 GB.
 ONE_HOT = 1 << 26
 _TOKEN_BITS = 32
 ENTROPY = 3
 
 
 class TokenCounts(NamedTuple):
-    """Token ids, ascending int64[m], and how many rows have each, int64[m]; `rows` is how many have
-    a token at all, of which ids that were too rare to be kept are a part."""
+    """Token ids, ascending int64[m], and the rows with each, int64[m]; `rows` have any token,
+    including ids that were too rare to be kept."""
 
     ids: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -41,15 +41,15 @@ class Profile:
 
     size: rows; share: of the run's rows, in [0, 1].
     centroid: mean of the vectors, float64[20].
-    usual: the mean of the run's rows with as much context: of each context octave as many as the
-        cluster has, float64[20].
+    usual: mean of the run's rows with as much context, float64[20]: each context octave weighs as
+        much as in the cluster.
     octaves: share of the rows in each context octave, float64[16].
-    oldest, usual_oldest: mass in the last bin that a row reaches, on average (log16; 0 for rows of
-        the octaves 0 to 3, whose oldest tokens are their nearest too).
-    log2_keys: mean of entropy times log2 of the context length in tokens (log16; else 0): 2 to its
-        power is the number of keys that the mass is spread over, as if evenly.
-    phases, zones: share of the rows in each, by name.
-    tokens: the rows' own tokens.
+    oldest, usual_oldest: mean mass in the last bin that a row reaches (log16; 0 for rows of octaves
+        0 to 3, whose oldest tokens are also their nearest).
+    log2_keys: mean of entropy times log2 of the context length in tokens (log16; otherwise 0). Two
+        to this power is the effective number of keys that the mass is spread over.
+    phases, zones: share of the rows in each, by name, in [0, 1].
+    tokens: counts of the rows' tokens.
     """
 
     size: int
@@ -69,9 +69,9 @@ class Profiles:
     """Sums over the rows of a run, by cluster.
 
     Args:
-        clusters: how many there are; labels are -1 (noise) to clusters - 1.
+        clusters: their number; labels are -1 (noise) to clusters - 1.
         layout: of the vectors.
-        most_pairs: pairs of cluster and token to count at most.
+        most_pairs: most pairs of cluster and token to count.
     """
 
     def __init__(self, clusters: int, layout: Layout, most_pairs: int = MOST_PAIRS) -> None:
@@ -98,7 +98,7 @@ class Profiles:
         token_ids: NDArray[np.int32],
         has_token: NDArray[np.bool_],
     ) -> None:
-        """Add one part of n rows, all of whose columns are on one device.
+        """Add a chunk of n rows, whose columns are all on one device.
 
         Args:
             vectors: float32[n, 20].
@@ -106,7 +106,7 @@ class Profiles:
             phase: int[n], indices into `pipeline.record.PHASES`.
             zone: int[n], indices into `capture_kernels.fingerprint.zones.ZONES`.
             octave: int[n] in 0..15, from `discovery.artifacts.projection.context_octave`.
-            token_ids: int[n]; what it holds where `has_token` is false does not matter.
+            token_ids: int[n]; ignored where `has_token` is false.
             has_token: bool[n].
         """
         xp = array_module(vectors)
@@ -126,26 +126,23 @@ class Profiles:
             self._count_pairs(*map(on_host, xp.unique(pairs, return_counts=True)))
 
     def join(self, other: Profiles) -> None:
-        """Add the rows of another of as many clusters."""
-        self._rows += other._rows
-        self._sums += other._sums
-        self._phases += other._phases
-        self._zones += other._zones
-        self._token_rows += other._token_rows
+        """Add the rows of another one with as many clusters."""
+        for name in ("_rows", "_sums", "_phases", "_zones", "_token_rows"):
+            total = getattr(self, name)
+            total += getattr(other, name)
         self._count_pairs(other._pairs, other._pair_counts)
 
     def _count_pairs(self, new: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        place = np.searchsorted(self._pairs, new)
-        known = np.zeros(len(new), bool)
-        inside = place < len(self._pairs)
-        known[inside] = self._pairs[place[inside]] == new[inside]
-        self._pair_counts[place[known]] += counts[known]
-        self._pairs = np.insert(self._pairs, place[~known], new[~known])
-        self._pair_counts = np.insert(self._pair_counts, place[~known], counts[~known])
+        index = np.searchsorted(self._pairs, new)
+        known = index < len(self._pairs)
+        known[known] = self._pairs[index[known]] == new[known]
+        self._pair_counts[index[known]] += counts[known]
+        self._pairs = np.insert(self._pairs, index[~known], new[~known])
+        self._pair_counts = np.insert(self._pair_counts, index[~known], counts[~known])
         if (length := len(self._pairs)) > self._most_pairs:
-            # Down to half, so that this is rare; a pair that is worth naming is far from the floor.
-            at = length - self._most_pairs // 2
-            keep = self._pair_counts > np.partition(self._pair_counts, at)[at]
+            # Down to half, so that this is rare; pairs worth naming are far from this threshold.
+            cut = length - self._most_pairs // 2
+            keep = self._pair_counts > np.partition(self._pair_counts, cut)[cut]
             self._pairs, self._pair_counts = self._pairs[keep], self._pair_counts[keep]
 
     def cluster(self, index: int) -> Profile:
@@ -195,27 +192,24 @@ class Profiles:
         first, last, _ = groups.indices(self.clusters + 1)
         begin, end = np.searchsorted(self._pairs, [first << _TOKEN_BITS, last << _TOKEN_BITS])
         ids = self._pairs[begin:end] & ((1 << _TOKEN_BITS) - 1)
-        unique, place = np.unique(ids, return_inverse=True)
+        unique, index = np.unique(ids, return_inverse=True)
         counts = np.zeros(len(unique), np.int64)
-        np.add.at(counts, place, self._pair_counts[begin:end])
+        np.add.at(counts, index, self._pair_counts[begin:end])
         return TokenCounts(unique, counts, int(self._token_rows[groups].sum()))
 
 
 def sums_by_cell(
     vectors: NDArray[np.float32], cell: NDArray[np.int64], cells: int
 ) -> NDArray[np.float64]:
-    """Sums of the vectors of each cell, in float64: float64[cells, 20], on the host.
+    """Sums of the vectors of each cell: float64[cells, 20], on the host.
 
     Args:
         vectors: float32[n, 20]; cell: int64[n], each below `cells`; on one device.
     """
     xp = array_module(vectors)
     if xp is np:
-        columns = [
-            np.bincount(cell, column.astype(np.float64), minlength=cells) for column in vectors.T
-        ]
-        return np.stack(columns, axis=1)
-    # Products with one-hot rows, for atomic additions come in any order and round differently.
+        return np.stack([np.bincount(cell, v, minlength=cells) for v in vectors.T], axis=1)
+    # Products with one-hot rows: the order of atomic additions varies, and so does their rounding.
     sums = xp.zeros((cells, vectors.shape[1]))
     numbers = xp.arange(cells)[:, None]
     step = max(1, ONE_HOT // cells)

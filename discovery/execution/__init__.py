@@ -1,4 +1,4 @@
 """Where chunks are computed, and within which memory and time.
 
-May import `discovery.engines` and `discovery.options`.
+May import `discovery.engines`, `discovery.options` and `discovery.algorithms`.
 """

@@ -3,10 +3,10 @@
 const DISTANCES = Array.from({ length: 16 }, (_, bin) =>
   bin === 0 ? "0–1" : bin === 15 ? "32768 and more" : `${2 ** bin}–${2 ** (bin + 1) - 1}`);
 const TICKS = { 0: "0", 3: "8", 5: "32", 8: "256", 11: "2k", 15: "32k" };
-const PLACES = ["the oldest eighth", "2nd", "3rd", "4th", "5th", "6th", "7th", "the newest eighth"];
+const POSITIONS = ["the oldest eighth", "2nd", "3rd", "4th", "5th", "6th", "7th", "the newest eighth"];
 const isLayered = data.layout === "layered";
 
-/** The mean fingerprint of all rows in clusters, to set each cluster against. */
+/** The mean fingerprint of all rows in clusters, which each cluster is compared with. */
 const usual = (() => {
   const sum = new Array(20).fill(0);
   let rows = 0;
@@ -37,7 +37,7 @@ function bars(values, means, { x, width, height, color, says }) {
   });
 }
 
-/** Where a cluster looks: its distances (log16), or its places and depths (layered). */
+/** Where a cluster looks: distances (log16), or relative positions and depths (layered). */
 function fingerprintPicture(cluster) {
   const color = css(clusterColor(cluster.cluster_id));
   const vector = cluster.centroid;
@@ -60,11 +60,11 @@ function fingerprintPicture(cluster) {
   const at = (i) => [184 + (i * 130) / 7, 50 - 50 * Math.max(0, Math.min(1, depths[i]))];
   return svg("svg", {
     class: "fingerprint", viewBox: "0 0 320 66", role: "img",
-    "aria-label": "Share of attention by place in the context, and entropy by depth of the model",
+    "aria-label": "Share of attention by position in the context, and entropy by depth of the model",
   },
   bars(vector.slice(4, 12), usual.slice(4, 12), {
     x: 0, width: 150, height: 50, color,
-    says: (i, value, mean) => `${PLACES[i]} of the keys: ${percent(value)} (all clusters: ${percent(mean)})`,
+    says: (i, value, mean) => `${POSITIONS[i]} of the keys: ${percent(value)} (all clusters: ${percent(mean)})`,
   }),
   svg("line", { class: "base", x1: 0, x2: 150, y1: 50.5, y2: 50.5 }),
   text(0, 63, "oldest", "start"), text(150, 63, "newest key", "end"),
@@ -96,7 +96,7 @@ function bar(share, top, color) {
   return el("span", { class: "bar-line", "aria-hidden": "true" }, fill);
 }
 
-/** Where a value lies between 0 and all that is known of it: interval, value and limit. */
+/** A value with its interval and its limit on one scale. */
 function scalePicture({ value, limit, low, high }) {
   if (!given(value) || !given(limit)) return "";
   const numbers = [value, limit, low, high].filter(given);
@@ -111,13 +111,9 @@ function scalePicture({ value, limit, low, high }) {
     svg("circle", { class: "value", cx: x(value), cy: 8, r: 3 }));
 }
 
-const twoDigits = (n) => String(n).padStart(2, "0");
-function clock(ms, withDay) {
-  const at = new Date(ms);
-  const time = `${twoDigits(at.getUTCHours())}:${twoDigits(at.getUTCMinutes())}`;
-  const day = `${at.getUTCFullYear()}-${twoDigits(at.getUTCMonth() + 1)}-${twoDigits(at.getUTCDate())}`;
-  return withDay ? `${day} ${time}` : time;
-}
+/** "2026-01-09 06:00" in UTC, or "06:00" without the day. */
+const clock = (ms, withDay) =>
+  new Date(ms).toISOString().slice(withDay ? 0 : 11, 16).replace("T", " ");
 
 /** The zone mix over time: stacked shares, and under them how many rows each step has. */
 function mixOverTime({ start, step_seconds: step, counts }) {

@@ -1,4 +1,4 @@
-// The cards: one for each cluster, with everything that is known of it.
+// The cards: one for each cluster, with everything that is known about it.
 
 const largest = Math.max(0, ...data.clusters.map((cluster) => cluster.share));
 const SORTS = {
@@ -56,7 +56,7 @@ function showRequest(request) {
   const code = data.points.requests.indexOf(request);
   if (code < 0) return;
   state.selected = null;
-  tell("select");
+  emit("select");
   isolate("request", code);
   map.scrollIntoView({ block: "nearest" });
 }
@@ -117,7 +117,7 @@ if (!data.clusters.length) {
   $("cards").append(el("p", { class: "note", text: "No cluster was found: every row is noise." }));
 }
 
-hear("select", () => {
+listen("select", () => {
   for (const [id, node] of cards) {
     const chosen = id === state.selected;
     node.classList.toggle("chosen", chosen);

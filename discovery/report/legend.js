@@ -6,13 +6,13 @@ const search = $("legend-search");
 
 function hide(mode, codes) {
   state.hidden[mode] = new Set(codes);
-  tell("filter");
+  emit("filter");
 }
 
 function toggleEntry(mode, code) {
   const hidden = state.hidden[mode];
   if (!hidden.delete(code)) hidden.add(code);
-  tell("filter");
+  emit("filter");
 }
 
 /** Show one entry alone, or all again when it is alone already. */
@@ -60,7 +60,7 @@ function fillLegend() {
   }
   const left = found.length - Math.min(found.length, MOST_ENTRIES);
   $("legend-more").textContent = !found.length
-    ? "Nothing of this name."
+    ? "No entry of this name."
     : left ? `and ${count(left)} more: type to find one` : "";
   search.hidden = mode.names.length < 9;
   $("show-all").hidden = Object.values(state.hidden).every((hidden) => !hidden.size);
@@ -71,11 +71,11 @@ segments($("color-by"), "color",
   (name) => {
     state.colorBy = name;
     search.value = "";
-    tell("color");
+    emit("color");
   });
 search.addEventListener("input", fillLegend);
 $("show-all").addEventListener("click", () => {
   for (const hidden of Object.values(state.hidden)) hidden.clear();
-  tell("filter");
+  emit("filter");
 });
-for (const what of ["filter", "color"]) hear(what, fillLegend);
+for (const what of ["filter", "color"]) listen(what, fillLegend);

@@ -1,11 +1,11 @@
-// What came of the parent run's clusters: a picture of ribbons, and the events in words.
+// What became of the parent run's clusters: a picture of ribbons, and the events in words.
 
 const ROW = 19;
 const WIDE = 900;
 const COLUMN = 312; // the words on either side
 const NODE = 8;
 
-/** Clusters of one side stacked from the top: as tall as their share, but never too low for words. */
+/** Clusters of one side stacked from the top: as tall as their share, and high enough for a label. */
 function stackUp(clusters, tall) {
   const total = clusters.reduce((sum, cluster) => sum + cluster.share, 0) || 1;
   const spare = Math.max(0, tall - clusters.length * ROW);
@@ -99,7 +99,7 @@ function eventLine(event, withRun) {
   return el("li", {},
     withRun ? el("code", { class: "run", text: event.run_id }) : null,
     eventMark(event.event), idMark(event.cluster_id),
-    // The mark has said the id.
+    // The mark shows the id already.
     el("span", { text: says.startsWith(`${id} `) ? says.slice(id.length + 1) : says }));
 }
 
@@ -109,7 +109,7 @@ function fillLineage(section) {
   if (isFirstRun) {
     section.append(el("p", { class: "note", text: lineage
       ? "This is the first run of its lineage: the clusters of the next one will be compared with these."
-      : "This run says nothing about a parent run." }));
+      : "This run records no parent run." }));
     return;
   }
   section.append(el("p", { class: "says", text: sentence(lineage.says || "") }));
@@ -126,7 +126,7 @@ function fillLineage(section) {
   const earlier = (lineage.history || []).filter((event) => event.run_id !== data.run_id);
   if (earlier.length) {
     section.append(el("details", {},
-      el("summary", { text: `Earlier nights: ${plural(earlier.length, "event")}` }),
+      el("summary", { text: `Earlier runs: ${plural(earlier.length, "event")}` }),
       el("ul", { class: "events" }, [...earlier].reverse().map((event) => eventLine(event, true)))));
   }
 }

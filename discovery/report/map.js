@@ -8,7 +8,7 @@ const canvas = $("canvas");
 // The image comes from memory at every frame: a canvas that lives there too saves a copy.
 const pen = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
 const MOST_ZOOM = 64;
-const REACH = 9; // pixels from the pointer to a point that it means
+const REACH = 9; // most pixels from the pointer to the point under it
 
 const view = { x: 0, y: 0, scale: 1, fitted: 1, width: 0, height: 0, ratio: 1 };
 let image = null;
@@ -25,7 +25,7 @@ const onMap = (px, py) => [
   view.y - (py - view.height / 2) / view.scale,
 ];
 
-/** Weights of a disc around each of 4 x 4 places within a pixel: 0..128 at (dx, dy) offsets. */
+/** Weights of a disc around each of 4 x 4 positions within a pixel: 0..128 at (dx, dy) offsets. */
 function stamps(radius, alpha) {
   const reach = Math.ceil(radius + 0.5);
   const made = [];
@@ -49,7 +49,7 @@ function stamps(radius, alpha) {
   return { made, reach };
 }
 
-/** Blend the points order[from..to) into the image; gives how many lay within it. */
+/** Blend the points order[from..to) into the image; returns how many lie within it. */
 function plot(from, to, radius, alpha) {
   const { made, reach } = stamps(radius, alpha);
   const { order, pixel } = drawn;
@@ -77,7 +77,7 @@ function plot(from, to, radius, alpha) {
       const w = weights[k];
       const rb = pixels[o] & 0xff00ff;
       const g = pixels[o] & 0xff00;
-      // Two channels in one product; 7 bits of weight leave the sign its place.
+      // Two channels in one product; 7 bits of weight leave room for the sign.
       pixels[o] =
         0xff000000 |
         ((rb + (Math.imul(redBlue - rb, w) >> 7)) & 0xff00ff) |
@@ -97,24 +97,24 @@ function draw() {
   }
   pixels.fill(toPixel(printing.matches ? "ffffff" : dark.matches ? "14171c" : "ffffff"));
   const zoom = view.scale / view.fitted;
-  const many = Math.max(1, drawn.visible);
+  const many = Math.max(1, drawn.order.length);
   const radius = Math.min(
     7, Math.max(0.9, Math.min(3.6, 1.5 * (20000 / many) ** 0.25)) * zoom ** 0.4,
   );
-  // Where points lie over one another each is fainter, so that dense places still show a shape.
+  // Where points overlap each is fainter, so that dense regions still show a shape.
   const cover = (5 * many * Math.PI * radius ** 2) / (view.width * view.height) / zoom ** 1.5;
   const alpha = Math.max(0.2, Math.min(0.9, 0.8 / Math.sqrt(Math.max(cover, 0.2))));
   const dim = state.selected === null ? 0.6 : 0.5;
   const size = radius * view.ratio;
   let inside = plot(0, drawn.behind, size, alpha * dim);
-  inside += plot(drawn.behind, drawn.visible, size, alpha);
+  inside += plot(drawn.behind, drawn.order.length, size, alpha);
   pen.putImageData(image, 0, 0);
   placeLabels();
   placeRing();
   // The state of the map, for scripts and tests.
   Object.assign(map.dataset, {
     inView: inside,
-    drawn: drawn.visible,
+    drawn: drawn.order.length,
     zoom: zoom.toFixed(3),
     view: [...onMap(0, view.height), ...onMap(view.width, 0)].join(" "),
     frames: Number(map.dataset.frames || 0) + 1,
@@ -165,8 +165,8 @@ function panBy(dx, dy) {
   redraw();
 }
 
-// Labels: the largest cluster first; its number alone where the words have no room, and nothing
-// where not even that has.
+// Labels: the largest cluster first; the number alone where the words do not fit, and nothing where
+// not even that fits.
 
 const labels = [...data.clusters]
   .filter((cluster) => given(cluster.x) && given(cluster.y))
@@ -195,7 +195,7 @@ function placeLabels() {
     !taken.some((t) => box[0] < t[2] && box[2] > t[0] && box[1] < t[3] && box[3] > t[1]);
   const chosen = (label) => label.cluster.cluster_id === state.selected;
   const close = view.scale > 2 * view.fitted;
-  const places = [...labels].sort((a, b) => chosen(b) - chosen(a)).filter((label) => {
+  const shown = [...labels].sort((a, b) => chosen(b) - chosen(a)).filter((label) => {
     const [px, py] = onScreen(label.cluster.x, label.cluster.y);
     const wanted =
       showLabels && py > 0 && py < view.height && !state.hidden.cluster.has(label.code) &&
@@ -209,7 +209,7 @@ function placeLabels() {
     return label.box;
   });
   // Every number comes before any words, which lie to its right, or to its left, or nowhere.
-  for (const label of places) {
+  for (const label of shown) {
     const [px, py] = label.at;
     const [x0, y0, x1, y1] = label.box;
     const more = label.wide - label.narrow;

@@ -47,13 +47,11 @@ function figure(value) {
 const spaced = (name) => String(name).replaceAll("_", " ");
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-/** Words in a row as English has them: "a", "a and b", "a, b and c". */
-function listed(words) {
-  return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
-}
+/** "a", "a and b", "a, b and c". */
+const listed = (words) => new Intl.ListFormat("en-GB").format(words);
 
-// Each colour is as far as can be from those before it, as people with normal sight, protanopia,
-// deuteranopia and tritanopia see it (Machado et al., 2009, in OKLab); no grey, which is noise.
+// Each colour is as far as possible from those before it for normal sight, protanopia, deuteranopia
+// and tritanopia (Machado et al., 2009, in OKLab). Grey is left to noise.
 const LIGHT = (
   "0072b2d55e00009e73cc79a7b8860b56b4e97b4fb58b3a2f2d3c69c3c3696900a5f0a5b42d2dd2b43c87b45aff" +
   "691e3c87b487965a5aff96007887d2c32d002dd2f0a587ffa53ce1781e87a5a55ad296c3005a69c3695a5a3c00" +
@@ -78,10 +76,10 @@ const css = (color) => `light-dark(#${color.light}, #${color.dark})`;
 
 const clusterOf = new Map(data.clusters.map((cluster) => [cluster.cluster_id, cluster]));
 const parentOf = new Map(
-  ((data.lineage && data.lineage.parent_clusters) || []).map((c) => [c.cluster_id, c]),
+  (data.lineage?.parent_clusters || []).map((c) => [c.cluster_id, c]),
 );
 
-/** A cluster's colour hangs on its id alone where it can, so that it is the same every night. */
+/** A cluster's colour follows from its id alone where it can, so that it is the same in every run. */
 const clusterColors = (() => {
   const ids = new Set([...clusterOf.keys(), ...parentOf.keys(), ...data.points.clusters]);
   ids.delete(NOISE);
@@ -98,22 +96,16 @@ const clusterColors = (() => {
 const clusterColor = (id) => clusterColors.get(id) || NOISE_COLOR;
 
 const ZONE_ORDER = ["syntax_floor", "semantic_bridge", "long_range", "structure_ripple", "diffuse"];
-const ZONE_SLOTS = [0, 2, 1, 3, 5];
-function zoneColor(name) {
-  const place = ZONE_ORDER.indexOf(name);
-  return place < 0 ? NOISE_COLOR : colorAt(ZONE_SLOTS[place]);
-}
 const PHASE_ORDER = ["prompt", "think", "output"];
-const PHASE_SLOTS = [0, 4, 1];
-function phaseColor(name) {
-  const place = PHASE_ORDER.indexOf(name);
-  return place < 0 ? NOISE_COLOR : colorAt(PHASE_SLOTS[place]);
-}
+/** The colours of names, each by its slot in the table of colours; others are grey. */
+const colorsOf = (names, slots) => (name) =>
+  names.includes(name) ? colorAt(slots[names.indexOf(name)]) : NOISE_COLOR;
+const zoneColor = colorsOf(ZONE_ORDER, [0, 2, 1, 3, 5]);
+const phaseColor = colorsOf(PHASE_ORDER, [0, 4, 1]);
 
 function clusterName(id) {
   if (id === NOISE) return "noise";
-  const known = clusterOf.get(id) || parentOf.get(id);
-  return known && known.label ? known.label : `cluster ${id}`;
+  return (clusterOf.get(id) || parentOf.get(id))?.label || `cluster ${id}`;
 }
 
 const swatch = (color) => el("span", { class: "swatch", ink: css(color), "aria-hidden": "true" });
@@ -127,30 +119,30 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const printing = matchMedia("print");
 
 // What happened to each cluster since the parent run.
-const events = (data.lineage && data.lineage.events) || [];
+const events = data.lineage?.events || [];
 const eventOf = new Map(
   events.filter((e) => !["died", "absorbed"].includes(e.event)).map((e) => [e.cluster_id, e]),
 );
-const isFirstRun = !(data.lineage && data.lineage.parent);
+const isFirstRun = !data.lineage?.parent;
 const EVENT_WORDS = {
   kept: "kept", merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed",
 };
 const eventMark = (event) =>
   el("span", { class: `mark mark-${event}`, text: EVENT_WORDS[event] || event });
 
-// What the map and the cards share. Listeners hear "filter", "color" and "select".
+// What the map and the cards share. Its events are "filter", "color" and "select".
 const state = {
   colorBy: "cluster",
   hidden: { cluster: new Set(), zone: new Set(), phase: new Set(), request: new Set() },
   selected: null,
 };
 const bus = new EventTarget();
-const tell = (what) => bus.dispatchEvent(new Event(what));
-const hear = (what, listener) => bus.addEventListener(what, listener);
+const emit = (what) => bus.dispatchEvent(new Event(what));
+const listen = (what, listener) => bus.addEventListener(what, listener);
 
 function select(id) {
   state.selected = state.selected === id ? null : id;
-  tell("select");
+  emit("select");
 }
 
 /** A row of radio buttons that look like one control. */

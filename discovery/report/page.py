@@ -17,7 +17,7 @@ import pyarrow as pa
 from .points import map_points
 
 STYLE = "report.css"
-# In the order in which the page runs them: each may use what is above it.
+# In the order in which the page runs them: each may use those above it.
 SCRIPTS = (
     "page.js",
     "points.js",
@@ -30,8 +30,8 @@ SCRIPTS = (
     "quality.js",
     "report.js",
 )
-# What a run resumed elsewhere may have otherwise (stage_seconds, versions, created_at) stays out,
-# so that the page is byte for byte the same.
+# Without what may differ in a run that was resumed elsewhere (stage_seconds, versions, created_at),
+# so that the page is the same byte for byte.
 SHOWN = (
     "run_id model layout capture_id engine window counts parameters zone_rules quality lineage"
 ).split()
@@ -39,14 +39,13 @@ SHOWN_STAGES = ("pca", "zones")
 
 
 def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -> bytes:
-    """The report of a run: one HTML file in UTF-8 that loads nothing, the same for the same input.
+    """The report of a run: an HTML file in UTF-8 that loads nothing, the same for the same input.
 
     Args:
-        manifest: the run's manifest, with or without "files". Parts that a first or an older run
-            does not have (lineage, drift, checks of the gate, axes) may be missing.
+        manifest: the run's manifest, with or without "files". What a first or an older run does not
+            have (lineage, drift, checks of the gate, axes) may be missing.
         clusters: the run's clusters, in the schema `CLUSTERS` or an earlier one.
-        embedding: path of its embedding.parquet; at most 100,000 of its rows are shown, and the
-            page says how many of how many.
+        embedding: path of its embedding.parquet; at most 100,000 of its rows are shown.
     """
     stages = manifest.get("stages", {})
     data = {
@@ -75,18 +74,18 @@ def _own_file(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """The source expression that lets an inline script or style of this text run."""
+    """The CSP source expression that allows an inline script or style of this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
 
 
 def _inert_json(data: Any) -> str:
-    """JSON in ASCII that no text within it can turn into markup."""
+    """JSON in ASCII in which no text can become markup."""
     text = json.dumps(_finite(data), allow_nan=False, sort_keys=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(data: Any) -> Any:
-    """The same with null for what JSON has no word for."""
+    """The same with null for numbers that JSON does not have."""
     if isinstance(data, dict):
         return {str(key): _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

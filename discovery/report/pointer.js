@@ -1,4 +1,4 @@
-// What pointer and keys do on the map, and what it says about the point under the pointer.
+// What pointer and keys do on the map, and the facts of the point under the pointer.
 
 const ring = $("ring");
 const tip = $("tip");
@@ -50,7 +50,7 @@ function placeRing() {
 const touching = new Map();
 let dragged = 0;
 
-function place(event) {
+function pointerAt(event) {
   const box = canvas.getBoundingClientRect();
   return [event.clientX - box.left, event.clientY - box.top];
 }
@@ -60,16 +60,16 @@ const apart = ([[ax, ay], [bx, by]]) => Math.hypot(ax - bx, ay - by);
 map.addEventListener("pointerdown", (event) => {
   if (event.button) return;
   map.setPointerCapture(event.pointerId);
-  touching.set(event.pointerId, place(event));
+  touching.set(event.pointerId, pointerAt(event));
   dragged = touching.size > 1 ? Infinity : 0;
 });
 
 map.addEventListener("pointermove", (event) => {
-  const [px, py] = place(event);
+  const [px, py] = pointerAt(event);
   const last = touching.get(event.pointerId);
   if (!last) {
     const [x, y] = onMap(px, py);
-    hover(grid.nearest(x, y, REACH / view.scale));
+    hover(nearest(x, y, REACH / view.scale));
     map.classList.toggle("pointing", hovered >= 0 || labelAt(px, py) !== undefined);
     return;
   }
@@ -91,10 +91,10 @@ function release(event) {
   if (!touching.delete(event.pointerId)) return;
   map.classList.remove("dragging");
   if (event.type !== "pointerup" || dragged >= 4) return;
-  const [px, py] = place(event);
+  const [px, py] = pointerAt(event);
   const label = labelAt(px, py);
   const [x, y] = onMap(px, py);
-  const i = grid.nearest(x, y, REACH / view.scale);
+  const i = nearest(x, y, REACH / view.scale);
   if (label) select(label.cluster.cluster_id);
   else if (i >= 0 && points.cluster[i] !== noiseCode) select(data.points.clusters[points.cluster[i]]);
   else if (state.selected !== null) select(state.selected);
@@ -102,7 +102,7 @@ function release(event) {
 map.addEventListener("pointerup", release);
 map.addEventListener("pointercancel", release);
 map.addEventListener("pointerleave", () => hover(-1));
-map.addEventListener("dblclick", (event) => zoomBy(2, ...place(event)));
+map.addEventListener("dblclick", (event) => zoomBy(2, ...pointerAt(event)));
 
 map.addEventListener("wheel", (event) => {
   // A wheel that only passes over the map scrolls the page.
@@ -111,7 +111,7 @@ map.addEventListener("wheel", (event) => {
   const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
   const delta = Math.max(-120, Math.min(120, event.deltaY * lines * (event.ctrlKey ? 4 : 1)));
   hover(-1);
-  zoomBy(2 ** (-delta / 240), ...place(event));
+  zoomBy(2 ** (-delta / 240), ...pointerAt(event));
 }, { passive: false });
 
 const KEYS = {
@@ -148,13 +148,13 @@ $("toggle-labels").addEventListener("click", toggleLabels);
 function rearrange() {
   hover(-1);
   arrange(dark.matches && !printing.matches);
-  const all = drawn.visible === points.size;
+  const all = drawn.order.length === points.size;
   $("map-status").textContent = all
     ? plural(points.size, "point")
-    : `${count(drawn.visible)} of ${plural(points.size, "point")}`;
+    : `${count(drawn.order.length)} of ${plural(points.size, "point")}`;
   redraw();
 }
-for (const what of ["filter", "color", "select"]) hear(what, rearrange);
+for (const what of ["filter", "color", "select"]) listen(what, rearrange);
 dark.addEventListener("change", rearrange);
 // The sheet is made right after this event: draw now, not at the next frame.
 printing.addEventListener("change", () => {

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-# What a browser draws at every frame without a stutter.
+# Points that a browser can draw at every frame.
 MOST_POINTS = 100_000
 BATCH_ROWS = 65_536
 # Row groups that are read at once.
@@ -23,27 +23,27 @@ READERS = 8
 COLUMNS = ["request_id", "position", "layer", "phase", "token_id", "x", "y", "cluster_id",
            "probability", "zone"]  # fmt: skip
 NO_TOKEN = -1
-# Coordinates are 16-bit places between the two ends of their axis.
-PLACES = 65_535
-# The first look leaves out at most this share of the points at each edge: stragglers far from
-# all others would make the map a dot.
-STRAGGLERS = 0.002
+# Coordinates are 16-bit steps between the two ends of their axis.
+STEPS = 65_535
+# The initial view leaves out at most this share of the points at each edge: a few points far from
+# all others would shrink the rest to a dot.
+OUTLIERS = 0.002
 
 
 def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
     """At most 100,000 rows of an embedding.parquet, evenly over the file, as JSON values.
 
-    The rows are cut into as many stretches of one length as there will be points, and a seeded
-    draw takes one row of each: the same points for the same file, and no beat with the order of
-    requests. Row groups are read side by side, each in batches of 65,536 rows.
+    The rows are divided into as many intervals of equal length as there will be points, and one row
+    of each is drawn with a fixed seed: the same points for the same file, and no aliasing with the
+    order of requests. Row groups are read in parallel, each in batches of 65,536 rows.
 
     Args:
         embedding: path of a file in the schema `EMBEDDING`, of any number of rows.
         cluster_ids: the clusters of the run; noise is -1 in the file.
 
     Returns:
-        shown and total (rows), extent and view ([x0, x1, y0, y1] of all points and of the first
-        look), words by code (requests, clusters, zones, phases) and the columns in base64, little
+        shown and total (rows), extent and view ([x0, x1, y0, y1] of all points and of the initial
+        view), words by code (requests, clusters, zones, phases) and the columns in base64, little
         endian: x, y uint16 within the extent; request uint32, cluster uint16, zone and phase uint8
         codes; position and token int32 (-1 without one); layer int16; probability uint8 (255 is 1).
     """
@@ -69,8 +69,8 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
         "zones": zones,
         "phases": phases,
         "columns": {
-            "x": _packed(_places(x, *extent[:2]), "<u2"),
-            "y": _packed(_places(y, *extent[2:]), "<u2"),
+            "x": _packed(_steps(x, *extent[:2]), "<u2"),
+            "y": _packed(_steps(y, *extent[2:]), "<u2"),
             "request": _packed(request, "<u4"),
             "cluster": _packed(np.searchsorted(known, ids), "<u2"),
             "zone": _packed(zone, "u1"),
@@ -84,7 +84,7 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
 
 
 def even_rows(total: int, most: int) -> NDArray[np.int64]:
-    """The rows of an even sample of `total`: int64[min(total, most)], ascending, seeded."""
+    """The rows of an even, seeded sample of `total`: int64[min(total, most)], ascending."""
     count = min(total, most)
     if count == total:
         return np.arange(total)
@@ -100,7 +100,7 @@ def _take(embedding: Path, metadata: pq.FileMetaData, rows: NDArray[np.int64]) -
     def taken(group: int) -> list[pa.RecordBatch]:
         with pq.ParquetFile(embedding, metadata=metadata, read_dictionary=["request_id"]) as file:
             start = int(ends[group]) - metadata.row_group(group).num_rows
-            # One thread: several row groups are read at once instead.
+            # One thread, because several row groups are read at once.
             batches = file.iter_batches(
                 BATCH_ROWS, row_groups=[group], columns=COLUMNS, use_threads=False
             )
@@ -116,19 +116,19 @@ def _take(embedding: Path, metadata: pq.FileMetaData, rows: NDArray[np.int64]) -
 def _chosen(
     batches: Iterator[pa.RecordBatch], start: int, rows: NDArray[np.int64]
 ) -> Iterator[pa.RecordBatch]:
-    """What batches, the first of which begins at row `start`, have of the rows."""
+    """The `rows` that are in batches of which the first begins at row `start`."""
     for batch in batches:
         begin, end = np.searchsorted(rows, [start, start + batch.num_rows])
         if end > begin:
             own = batch.take(pa.array(rows[begin:end] - start))
-            # Else every batch would hold on to all the words of its row group.
+            # A dictionary would keep all request ids of the row group in memory.
             names = own["request_id"].cast(pa.string())
             yield own.set_column(COLUMNS.index("request_id"), "request_id", names)
         start += batch.num_rows
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[list[str], NDArray[np.int64]]:
-    """The words of a column in the order in which they first come, and each row's code."""
+    """The distinct words of a column by first appearance, and each row's code int64[n]."""
     words = column.cast(pa.string()).combine_chunks().dictionary_encode()
     return words.dictionary.to_pylist(), words.indices.to_numpy()
 
@@ -141,11 +141,11 @@ def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
 def _bulk(values: NDArray[np.float64]) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
-    return _ends(np.quantile(values, [STRAGGLERS, 1 - STRAGGLERS]))
+    return _ends(np.quantile(values, [OUTLIERS, 1 - OUTLIERS]))
 
 
-def _places(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    return np.rint((values - low) / (high - low) * PLACES)
+def _steps(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    return np.rint((values - low) / (high - low) * STEPS)
 
 
 def _packed(values: NDArray[Any], dtype: str) -> str:

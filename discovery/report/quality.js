@@ -1,13 +1,13 @@
-// Quality: the gate check by check, what each figure means, and how far the night has drifted.
+// Quality: the gate check by check, what each figure means, and how far the run has drifted.
 
 const MEANINGS = {
-  trustworthiness: "How far neighbours on the map are neighbours in truth: 1 is all of them.",
+  trustworthiness: "How far neighbours on the map are neighbours in PCA space: 1 is all of them.",
   neighbor_recall: "The share of each row's true nearest neighbours that the map keeps beside it.",
-  noise_share: "Rows in no cluster. Attention is a continuum: some noise is honest.",
+  noise_share: "Rows in no cluster. Attention is a continuum: some noise is expected.",
   mean_persistence: "How long clusters last as the density threshold rises: higher is clearer cut.",
-  classifier_agreement: "How often the published classifier names a row as the run did, on rows it never saw.",
-  classifier_noise_recognised: "The share of noise rows that the classifier calls noise too.",
-  classifier_held_out_rows: "Rows kept from the classifier to measure it on.",
+  classifier_agreement: "How often the published classifier agrees with the run, on rows held out of training.",
+  classifier_noise_recognised: "The share of noise rows that the classifier recognises as noise.",
+  classifier_held_out_rows: "Rows held out of the training to measure the classifier on.",
   sampled_rows: "Rows that trustworthiness and neighbour recall were measured on.",
 };
 const MOST_DRIFTS = 12;
@@ -20,7 +20,7 @@ function table(heads, rows, name) {
 
 function checkRow(check) {
   const interval = given(check.low) && given(check.high) ? `${figure(check.low)} to ${figure(check.high)}` : "–";
-  // A check without a measure passes, but has not looked; identity has no number at all.
+  // A check without a value passes, but measured nothing; identity has no number at all.
   const unmeasured = check.passed && given(check.limit) && !given(check.value);
   const [kind, verdict] = unmeasured ? ["", "– not measured"]
     : check.passed ? ["passed", "✓ passed"] : ["not", "✕ failed"];
@@ -73,7 +73,7 @@ function driftBlock(drift, title, ...how) {
     el("p", {}, el("b", { class: "big", text: `PSI ${figure(drift.psi)}` }),
       el("span", { class: "quiet", text: ` 95% interval ${figure(drift.low)} to ${figure(drift.high)}, from ${plural(drift.requests, "request")}` })),
     el("p", { text: given(drift.by_chance)
-      ? `${beyond ? "More" : "No more"} than chance: two nights with nothing changed stay below ${figure(drift.by_chance)} in 99 of 100 cases.`
+      ? `${beyond ? "More" : "No more"} than chance: two runs without a change stay below ${figure(drift.by_chance)} in 99 of 100 cases.`
       : "" }),
     ...driftTable(drift, title, ...how));
 }
@@ -96,7 +96,7 @@ function fillQuality(section) {
   const drift = quality.drift;
   if (!drift) return;
   section.append(el("h3", { text: "Drift since the parent run" }),
-    el("p", { class: "says", text: "The population stability index (PSI) says how far shares have moved: 0 is not at all; under 0.1 is commonly taken as steady, above 0.25 as another population." }),
+    el("p", { class: "says", text: "The population stability index (PSI) measures how far shares have moved: 0 is not at all; under 0.1 is commonly taken as stable, above 0.25 as another population." }),
     el("div", { class: "halves" },
       drift.zones ? driftBlock(drift.zones, "Zones", spaced, zoneColor) : null,
       drift.clusters ? driftBlock(drift.clusters, "Clusters of the parent run",

@@ -1,4 +1,4 @@
-// The rest of the page: head, zones, axes, what was looked at; and the first drawing of the map.
+// The rest of the page: head, zones, axes, rows and parameters; and the first drawing of the map.
 
 const counts = data.counts || {};
 const quality = data.quality || {};
@@ -14,7 +14,7 @@ function windowWords() {
   return `${plain(start)} to ${end ? plain(end) : "now"} UTC`;
 }
 
-/** The night in one sentence, from its events. */
+/** The run in one sentence, from its events. */
 function summary() {
   const found = plural(data.clusters.length, "cluster");
   const noise = given(quality.noise_share) ? `; ${percent(quality.noise_share)} of the rows are noise` : "";
@@ -85,8 +85,8 @@ function fillAxes(section) {
   section.append(el("h2", { id: "axes-title", text: "Axes" }));
   if (!axes.length) {
     section.append(el("p", { class: "note", text: explained.length
-      ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, without words in this run.`
-      : "This run says nothing about its principal axes." }));
+      ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, not described in this run.`
+      : "This run records no principal axes." }));
     return;
   }
   section.append(
@@ -103,7 +103,7 @@ function leftOut() {
   const groups = counts.left_out || [];
   if (!groups.length) return null;
   const layouts = { 1: "log16", 2: "layered" };
-  return [el("h3", { text: "Left out: they cannot be compared with these" }),
+  return [el("h3", { text: "Left out: not comparable with these" }),
     table([["Model", ""], ["Layout", ""], ["Capture", ""], ["Rows", "number"]], groups.map((group) =>
       el("tr", {}, el("td", { text: group.model }), el("td", { text: layouts[group.layout] || group.layout }),
         el("td", {}, el("code", { text: group.capture_id })),
@@ -121,14 +121,14 @@ function settings(title, values) {
 function fillSampling(section) {
   const { shown, total } = data.points;
   const placed = given(counts.rows) && given(counts.fit_rows) ? counts.rows - counts.fit_rows : null;
-  section.append(el("h2", { id: "sampling-title", text: "What was looked at" }), facts([
+  section.append(el("h2", { id: "sampling-title", text: "Rows and parameters" }), facts([
     ["Rows in the window", count(counts.rows_in_window)],
     ["Left out over the limit of a request", count(counts.over_request_limit)],
     ["Rows of the run", count(counts.rows)],
     ["The map is fitted on", count(counts.fit_rows)],
     ["Placed by their nearest fitted rows", count(placed)],
     ["Drawn on this page", `${count(shown)} of ${count(total)}`],
-    ["Landmarks of the classifier", count(counts.landmarks)],
+    ["Prototypes of the classifier", count(counts.landmarks)],
     ["Engine", data.engine],
   ], "measures plain"), ...(leftOut() || []),
   settings("Parameters", data.parameters), settings("Zone rules", data.zone_rules));

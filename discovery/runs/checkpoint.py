@@ -13,21 +13,29 @@ import shutil
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RunError
 from pipeline.durable import Facts, facts_of, write_atomically, write_json
 
-from .npz import read_npz, write_npz
-
 KEY, STAGE = "key", "stage.json"
+Arrays = dict[str, NDArray[Any]]
 
 
 def chained_key(previous: str, stage: str, parameters: dict[str, Any]) -> str:
     """Key of a stage: a hash of its parameters and, through `previous`, of all before it."""
     text = json.dumps([previous, stage, parameters], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_arrays(source: Path | Arrays) -> Arrays:
+    """The arrays of a `.npz` file, or those that were sent instead of its path."""
+    if isinstance(source, dict):
+        return source
+    with np.load(source, allow_pickle=False) as saved:
+        return dict(saved)
 
 
 def clear_checkpoint(checkpoint: Path) -> None:
@@ -64,23 +72,25 @@ class StageCheckpoint:
         return self.path(name).exists()
 
     def write_arrays(self, name: str, **arrays: NDArray[Any]) -> None:
-        """Save named arrays as one `.npz` file.
+        """Save named arrays as one `.npz` file whose bytes depend on the arrays alone.
 
         Raises:
             ValueError: an array of Python objects, which only pickle could hold.
         """
-        for array_name, array in arrays.items():
-            if array.dtype.hasobject:
-                raise ValueError(f"{array_name} holds Python objects, which would need pickle")
-        self._facts[name] = write_atomically(self.path(name), lambda file: write_npz(file, arrays))
+        if objects := [key for key, array in arrays.items() if array.dtype.hasobject]:
+            raise ValueError(f"{objects} hold Python objects, which would need pickle")
+        self._facts[name] = write_atomically(
+            self.path(name),
+            lambda file: np.savez(file, **arrays),  # type: ignore[arg-type]
+        )
 
-    def read_arrays(self, name: str) -> dict[str, NDArray[Any]]:
-        """The arrays of a file, memory-mapped copy on write.
+    def read_arrays(self, name: str) -> Arrays:
+        """The arrays of a file; ValueError as in `write_arrays`."""
+        return load_arrays(self.path(name))
 
-        Raises:
-            ValueError: an array of Python objects, which only pickle could read.
-        """
-        return read_npz(self.path(name))
+    def arrays_for_worker(self, name: str, shares_disk: bool) -> Path | Arrays:
+        """What `load_arrays` reads on a worker: the path, if it can read files of this process."""
+        return self.path(name).absolute() if shares_disk else self.read_arrays(name)
 
     def write_batch(self, name: str, batch: pa.RecordBatch) -> None:
         """Save one record batch as an Arrow IPC file."""

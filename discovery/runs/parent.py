@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.drift import Shares
+from discovery.algorithms.shares import Shares
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.read import open_artifacts, read_manifest
 from discovery.artifacts.schema import NOISE, REFERENCES, SHARE_COLUMNS, SHARES, identity_of

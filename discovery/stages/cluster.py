@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from discovery.algorithms.landmarks import Landmarks, train_landmarks
+from discovery.algorithms.prototypes import Prototypes, train_prototypes
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
+from discovery.runs.checkpoint import Arrays, load_arrays
 from pipeline.record import vectors as batch_vectors
 
-from .chunks import ChunkArrays
 from .context import RunContext
 from .neighbors import fit_distances, rest_file
 from .project import saved_projection
@@ -112,7 +113,7 @@ def votes_of_rest(
     if len(points) == context.rows.count:
         return iter([None] * len(indices))
     saved, shares_disk = context.checkpoint_of("neighbors"), context.executor.shares_disk
-    chunks = (ChunkArrays.of(saved, rest_file(index), shares_disk) for index in indices)
+    chunks = (saved.arrays_for_worker(rest_file(index), shares_disk) for index in indices)
     return context.executor.run(
         votes_of_chunk, chunks, (context.engine, points, labels, probabilities)
     )
@@ -123,17 +124,19 @@ def votes_of_chunk(
     points: NDArray[np.float32],
     labels: NDArray[np.int32],
     probabilities: NDArray[np.float32],
-    neighbors: ChunkArrays,
+    neighbors: Path | Arrays,
 ) -> Votes:
     """The votes of these neighbours among the fit rows. A share is that of the winner times the
     highest membership probability among the voters."""
-    saved = neighbors.load()
+    saved = load_arrays(neighbors)
     near = engine.array(saved["indices"])
     votes = vote(
         engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
     )
     probability = votes.share * engine.array(probabilities)[near].max(axis=1)
-    return Votes(engine.host(votes.cluster), engine.host(probability), engine.host(votes.place))
+    return Votes(
+        engine.host(votes.cluster), engine.host(probability), engine.host(votes.coordinates)
+    )
 
 
 def rows_of_chunk(
@@ -160,7 +163,7 @@ def rows_of_chunk(
         probability = np.empty(len(rest), np.float32)
         label[own], coordinates[own] = labels[fitted], points[fitted]
         probability[own] = probabilities[fitted]
-        label[rest], coordinates[rest] = votes.cluster, votes.place
+        label[rest], coordinates[rest] = votes.cluster, votes.coordinates
         probability[rest] = votes.share
     probability[label < 0] = 0.0
     return {"label": label, "coordinates": coordinates, "probability": probability}
@@ -214,7 +217,7 @@ def save_prototypes(
     held = np.random.default_rng(context.options.seed).random(len(rows)) < HELD_OUT
     seen = np.flatnonzero(~held)
     engine = context.engine
-    found = train_landmarks(engine, projected[seen], labels[seen], context.options.seed)
+    found = train_prototypes(engine, projected[seen], labels[seen], context.options.seed)
     near = nearest_with_noise(
         engine.array(projected), found.points, found.labels, found.noise_factor
     )
@@ -252,7 +255,7 @@ def coordinates_of_prototypes(
     points: NDArray[np.float32],
     labels: NDArray[np.int32],
     probabilities: NDArray[np.float32],
-    found: Landmarks,
+    found: Prototypes,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Coordinates float32[p, 2] and probability float32[p] of each prototype: those of the nearest
     fit row of its label."""

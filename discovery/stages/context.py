@@ -14,12 +14,11 @@ from discovery.execution.memory import MemoryPlan
 from discovery.execution.stopping import StopRequest
 from discovery.options import DiscoverOptions
 from discovery.runs.checkpoint import StageCheckpoint
+from discovery.runs.chunks import Rows
 from discovery.runs.parent import Parent, open_parent
 from discovery.runs.state import CHECKPOINT
 from pipeline.store.base import Store
 from pipeline.store.open import open_store
-
-from .chunks import Rows
 
 
 class RunContext:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
-from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.execution.request_limit import RequestLimit
 from discovery.runs.checkpoint import StageCheckpoint
 from pipeline.store.base import Group, Selection, Store
 

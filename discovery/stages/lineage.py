@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.drift import DistinctCount, RequestCounts, Shares
 from discovery.algorithms.lineage import cluster_ids, events, match
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
+from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.parent import Parent
 
-from .chunks import ChunkVectors
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
 from .zones import zones_file

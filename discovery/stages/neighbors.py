@@ -16,8 +16,8 @@ from discovery.algorithms.sampling import cell_fit_rows, fit_cells, stratified_r
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 
-from .chunks import ChunkVectors
 from .context import RunContext
 from .project import saved_projection
 

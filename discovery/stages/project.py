@@ -11,8 +11,8 @@ from discovery.algorithms.pca import EXPLAINED, MAX_COMPONENTS, Moments, fit_pro
 from discovery.artifacts.projection import Projection
 from discovery.describe.axes import axes_in_words
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 
-from .chunks import ChunkVectors
 from .context import RunContext
 
 

@@ -10,7 +10,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
-from discovery.algorithms.lineage import in_words
 from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import (
     EMBEDDING_COLUMNS,
@@ -22,8 +21,9 @@ from discovery.artifacts.schema import (
 )
 from discovery.artifacts.tables import landmarks_table, projection_table
 from discovery.artifacts.write import write_parquet
+from discovery.describe.lineage_words import event_in_words
 from discovery.options import FREE_ON_RESUME, RULES
-from discovery.report import report_html
+from discovery.report.page import report_html
 from discovery.runs import folder as runs
 from discovery.runs.parent import references_table, shares_table
 from pipeline.durable import write_atomically, write_json
@@ -114,7 +114,7 @@ def lineage_entry(context: RunContext, clusters: list[dict[str, Any]]) -> dict[s
     found, parent = context.summaries["lineage"], context.parent
     labels = {cluster["cluster_id"]: cluster["label"] for cluster in clusters}
     before = dict(zip(parent.ids.tolist(), parent.labels, strict=True)) if parent else {}
-    events = [{**event, "says": in_words(event, labels, before)} for event in found["events"]]
+    events = [{**event, "says": event_in_words(event, labels, before)} for event in found["events"]]
     names = {**before, **labels}
     history = [
         {"run_id": context.run_id, **event, "label": names[event["cluster_id"]]}

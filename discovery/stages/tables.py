@@ -19,10 +19,10 @@ from discovery.describe.clusters import Earlier, describe_clusters
 from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 from pipeline.record import PHASES
-from pipeline.tokens import TokenText, open_tokens
+from pipeline.token_text import TokenText, open_tokens
 
-from .chunks import ChunkVectors
 from .cluster import labelled_rows, rows_file
 from .context import RunContext
 from .project import saved_projection

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from discovery.artifacts.prototypes import Codebook
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 from discovery.runs.parent import Parent
 
-from .chunks import ChunkVectors
 from .context import RunContext
 from .neighbors import fit_neighbors
 

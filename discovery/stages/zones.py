@@ -10,8 +10,8 @@ import numpy as np
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, Zoned, ZoneRules
 from discovery.engines.protocol import Engine
+from discovery.runs.chunks import ChunkVectors
 
-from .chunks import ChunkVectors
 from .context import RunContext
 from .extract import captured_at
 

@@ -146,6 +146,30 @@ def test_an_object_array_is_refused_since_reading_it_would_run_code(tmp_path):
     with pytest.raises(ValueError, match="Python objects"):
         stage.write_arrays("objects.npz", values=np.array([{"a": 1}], object))
     assert not stage.has("objects.npz")
+    np.savez(stage.path("objects.npz"), values=np.array([{"a": 1}], object))
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        stage.read_arrays("objects.npz")
+
+
+def test_the_memory_order_of_an_array_is_kept(tmp_path):
+    stage = StageCheckpoint(tmp_path / "stage", "k")
+    array = np.arange(60, dtype=np.float32).reshape(6, 10)
+    arrays = {"c": array, "f": np.asfortranarray(array), "cut": array[::2, 1::3]}
+    stage.write_arrays("some.npz", **arrays)
+    back = stage.read_arrays("some.npz")
+    for name in arrays:
+        assert np.array_equal(back[name], arrays[name])
+    assert back["f"].flags.f_contiguous and not back["f"].flags.c_contiguous
+    assert back["c"].flags.c_contiguous
+
+
+def test_the_same_arrays_are_the_same_bytes(tmp_path, monkeypatch):
+    stage = StageCheckpoint(tmp_path / "stage", "k")
+    arrays = {"x": np.arange(9), "y": np.ones((3, 2), np.float32)}
+    stage.write_arrays("one.npz", **arrays)
+    monkeypatch.setattr("time.time", lambda: 1_000_000_000.0)
+    stage.write_arrays("two.npz", **arrays)
+    assert stage.path("one.npz").read_bytes() == stage.path("two.npz").read_bytes()
 
 
 def test_a_finished_stage_says_what_it_was_told(tmp_path):

@@ -19,12 +19,12 @@ from capture_kernels.arrays import array_module, on_host
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZoneRules, ripple
 from discovery import job
-from discovery.algorithms import landmarks
+from discovery.algorithms import prototypes
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.landmarks import learn_borders, train_landmarks
 from discovery.algorithms.metrics import map_quality
 from discovery.algorithms.pca import Moments, fit_projection
-from discovery.algorithms.sampling import drawn_rows, mix64, stratified_rows
+from discovery.algorithms.prototypes import learn_borders, train_prototypes
+from discovery.algorithms.sampling import drawn_rows, stratified_rows
 from discovery.algorithms.voting import vote
 from discovery.artifacts.projection import Projection, context_octave, square_roots
 from discovery.artifacts.prototypes import Codebook, nearest_prototype, nearest_with_noise
@@ -34,7 +34,8 @@ from discovery.engines.cpu import CpuEngine
 from discovery.events.schema import Progress
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import DiscoverOptions
-from discovery.stages.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors
+from pipeline.hashing import mix64
 
 ROWS = 1_500
 moved = device_arrays.asarray
@@ -116,7 +117,7 @@ def test_the_formulas_of_a_row_are_the_same_on_a_device(layout):
 
 
 @pytest.mark.parametrize("noise", [0, 5, 30])
-def test_landmarks_answer_the_same_on_a_device(noise):
+def test_prototypes_answer_the_same_on_a_device(noise):
     layout = Layout.LOG16
     vectors = vectors_of(layout)
     projection = fitted(vectors, layout)
@@ -163,8 +164,8 @@ def test_the_quality_of_a_map_is_the_same_on_a_device():
     assert map_quality(DeviceEngine(), *arguments) == map_quality(CpuEngine(), *arguments)
 
 
-def test_landmarks_learn_the_same_on_a_device(monkeypatch):
-    monkeypatch.setattr(landmarks, "DEVICE_BATCH_ROWS", landmarks.BATCH_ROWS)
+def test_prototypes_learn_the_same_on_a_device(monkeypatch):
+    monkeypatch.setattr(prototypes, "DEVICE_BATCH_ROWS", prototypes.BATCH_ROWS)
     vectors, truth = planted(ROWS, 2)
     projected = fitted(vectors, Layout.LOG16)(vectors, Layout.LOG16)
     labels = truth.astype(np.int32)
@@ -177,21 +178,21 @@ def test_landmarks_learn_the_same_on_a_device(monkeypatch):
     assert isinstance(there, DeviceArray)
     np.testing.assert_allclose(there.get(), here, atol=1e-3)
     found, wanted = (
-        train_landmarks(engine, projected, labels, 0) for engine in (DeviceEngine(), CpuEngine())
+        train_prototypes(engine, projected, labels, 0) for engine in (DeviceEngine(), CpuEngine())
     )
     assert np.array_equal(found.labels, wanted.labels)
     np.testing.assert_allclose(found.points, wanted.points, atol=1e-3)
     assert found.noise_factor == pytest.approx(wanted.noise_factor, rel=1e-2)
 
 
-def test_larger_steps_of_a_device_teach_the_landmarks_as_much():
+def test_larger_steps_of_a_device_train_the_prototypes_as_much():
     vectors, truth = planted(12_000, 3)
     projected = fitted(vectors, Layout.LOG16)(vectors, Layout.LOG16)
     seen, labels = slice(0, 9_000), truth.astype(np.int32)
     inside = np.flatnonzero(labels[9_000:] >= 0) + 9_000
     right = []
     for engine in (CpuEngine(), DeviceEngine()):
-        found = train_landmarks(engine, projected[seen], labels[seen], 0)
+        found = train_prototypes(engine, projected[seen], labels[seen], 0)
         near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor)
         right.append(np.mean(found.labels[near.row][inside] == labels[inside]))
     assert right[0] > 0.9

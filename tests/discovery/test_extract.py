@@ -14,7 +14,8 @@ from planted import planted, planted_batch
 from shared import NOW
 
 from capture_kernels.errors import WriteError
-from discovery.algorithms.sampling import RequestLimit, request_hashes, row_hashes
+from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.execution.request_limit import RequestLimit
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.extract import (
     COLUMNS,

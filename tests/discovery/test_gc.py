@@ -196,7 +196,7 @@ def test_a_job_at_work_is_left_alone(attn, output):
 
 def test_a_folder_that_is_not_there_is_not_made(attn, tmp_path):
     done = attn("runs", "gc", "--output", tmp_path / "nowhere")
-    assert done.returncode == 2 and "is no folder of runs" in done.stderr
+    assert done.returncode == 2 and "is not a folder of runs" in done.stderr
     assert not (tmp_path / "nowhere").exists()
     assert attn("runs", "gc", "--output", tmp_path, "--keep-last", "-1").returncode == 2
 
@@ -206,7 +206,7 @@ KILLED = textwrap.dedent(
     """
     import os, signal, sys
     from pathlib import Path
-    from discovery import retention
+    from discovery.runs import retention
 
     at = int(sys.argv[2])
     seen = 0

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery.algorithms.lineage import GONE, cluster_ids, events, in_words, match
+from discovery.algorithms.lineage import GONE, cluster_ids, events, match
+from discovery.describe.lineage_words import event_in_words
 
 PARENTS = np.array([4, 7, 9], np.int32)
 
@@ -127,7 +128,7 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
         if event["event"] == "split":
             assert event["cluster_id"] >= 50 and set(event["parents"]) <= set(known.tolist())
     names = {int(i): f"name {i}" for i in (*ids, *known)}
-    assert all(in_words(event, names, names) for event in happened)
+    assert all(event_in_words(event, names, names) for event in happened)
 
 
 @pytest.mark.parametrize("parents", [0, 3])

@@ -20,7 +20,7 @@ from planted import planted
 from capture_kernels.errors import RunError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.drift import Shares, shares_of
+from discovery.algorithms.shares import Shares, shares_of
 from discovery.artifacts.schema import REFERENCES, SHARES, landmark_columns
 from discovery.artifacts.write import write_parquet
 from discovery.runs.folder import move_latest

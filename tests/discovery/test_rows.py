@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from planted import planted, planted_batch
 from shared import START
 
-from discovery.algorithms.sampling import mix64
 from discovery.engines.cpu import CpuEngine
-from discovery.runs.checkpoint import StageCheckpoint
-from discovery.stages.chunks import ChunkArrays, Rows
+from discovery.runs.checkpoint import StageCheckpoint, load_arrays
+from discovery.runs.chunks import Rows
 from discovery.stages.lineage import REFERENCES_EACH, References
+from pipeline.hashing import mix64
 
 COUNT, PART = 250, 100
 
@@ -30,7 +30,7 @@ def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, 
     parts.write_arrays("more.npz", label=np.arange(5))
     rows = Rows(parts, COUNT, PART, shares_disk)
     references = [pickle.dumps(part) for part in rows.references()]
-    more = pickle.dumps(ChunkArrays.of(parts, "more.npz", shares_disk))
+    more = pickle.dumps(parts.arrays_for_worker("more.npz", shares_disk))
     # A path is short; who has no disk to read it from is sent the rows.
     assert all((len(sent) < 1_000) == shares_disk for sent in references)
     if not shares_disk:
@@ -41,7 +41,7 @@ def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, 
     assert np.array_equal(np.concatenate(found), vectors)
     some = pickle.loads(references[1]).load(CpuEngine(), np.array([2, 99]))
     assert np.array_equal(some, vectors[[102, 199]])
-    assert pickle.loads(more).load()["label"].tolist() == [0, 1, 2, 3, 4]
+    assert load_arrays(pickle.loads(more))["label"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_chosen_rows_are_found_in_their_parts(tmp_path):

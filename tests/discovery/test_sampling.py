@@ -12,18 +12,17 @@ from hypothesis.extra.numpy import arrays
 from capture_kernels.errors import RunError
 from discovery.algorithms.sampling import (
     DRAW_ROWS,
-    HASHED_BYTES,
-    RequestLimit,
     cell_fit_rows,
     drawn_rows,
     fit_cells,
-    mix64,
     request_hashes,
     row_hashes,
     stratified_rows,
     within_request_limit,
 )
 from discovery.artifacts.prototypes import nearest_prototype
+from discovery.execution.request_limit import HASHED_BYTES, RequestLimit
+from pipeline.hashing import mix64
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:
@@ -86,18 +85,6 @@ def test_the_lowest_hashes_of_a_request_are_kept(data, limit):
     assert np.array_equal(kept, lowest_of_each(requests, rows, limit))
 
 
-@pytest.mark.parametrize("limit", [0, 3])
-@pytest.mark.parametrize("memory", [HASHED_BYTES, 10**6])
-def test_the_hashes_of_requests_are_read_back_in_the_order_of_the_rows(tmp_path, limit, memory):
-    requests = mix64(np.arange(100, dtype=np.uint64) // 9)
-    with RequestLimit(tmp_path / ".hashes", limit, 100, memory) as chosen:
-        for own in np.split(requests, [1, 40]):
-            chosen.add(own, mix64(own))
-            assert np.array_equal(chosen.requests(0, len(own)), requests[: len(own)])
-        for start, end in [(0, 100), (0, 0), (39, 41), (99, 100), (100, 100)]:
-            assert np.array_equal(chosen.requests(start, end), requests[start:end])
-
-
 @pytest.mark.parametrize("limit", [1, 7, 256])
 def test_the_seed_decides_which_rows_of_a_long_request_are_kept(limit):
     batch = keys(["long"] * 1_001, list(range(1_001)), [-1] * 1_001)
@@ -105,12 +92,6 @@ def test_the_seed_decides_which_rows_of_a_long_request_are_kept(limit):
     assert first == again
     assert len(first) == len(other) == limit
     assert first != other
-
-
-def test_the_rows_kept_of_a_request_do_not_depend_on_the_other_requests():
-    alone = keys(["x"] * 500, list(range(500)), [-1] * 500)
-    both = keys(["x", "y"] * 500, [i // 2 for i in range(1_000)], [-1] * 1_000)
-    assert kept_keys(alone, 50, 1) == {row for row in kept_keys(both, 50, 1) if row[0] == "x"}
 
 
 def test_the_rows_kept_of_a_request_are_spread_over_all_of_it():

@@ -1,9 +1,10 @@
-"""Landmarks: the few points that stand for a run, so that a classifier needs no more than them.
+"""Prototypes: the few points that stand for a run, so that a classifier needs no more than them.
 
-Cluster landmarks start as k-means centres of each cluster and are then moved by generalised
-learning vector quantisation (Sato & Yamada, 1996): where the nearest landmark of another cluster
-comes too close, both are pushed until the border between them is the run's own. Noise has landmarks
-too, but answers only where one is far nearer than any cluster's, so that few members are lost.
+Cluster prototypes start as k-means centres of each cluster and are then moved by generalised
+learning vector quantisation (Sato & Yamada, 1996): where the nearest prototype of another cluster
+comes too close, both are pushed until the border between them is the run's own. Noise has
+prototypes too, but wins only where one is far nearer than any cluster's, so that few members are
+lost. They are published as landmarks.parquet.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from .threads import one_thread
 
 MOST_CLUSTER = 960
 MOST_NOISE = 64
-# Rows that the choice looks at; more adds time and hardly any agreement.
+# Rows that they are trained on; more adds time and hardly any agreement.
 CANDIDATE_ROWS = 60_000
-# Fewest rows that a landmark stands for.
+# Fewest rows for each prototype.
 ROWS_EACH = 4
 EPOCHS = 30
-# Rows of a step. A device takes longer to be told of a step than to do it: it has fewer, larger
-# ones, which lose 0.0002 of the agreement on 20,000 planted rows that were held out of 80,000.
+# Rows of a step. A device takes longer to start a step than to do it: it has fewer, larger ones,
+# which lose 0.0002 of the agreement on 20,000 planted rows that were held out of 80,000.
 BATCH_ROWS, DEVICE_BATCH_ROWS = 256, 4_096
 RATE = 0.1
-# Steepness of the sigmoid that says how much a row at a given relative margin matters.
+# Steepness of the sigmoid that weighs a row by its relative margin.
 STEEPNESS = 10.0
-# Share of the clusters' rows that may be lost to noise landmarks.
+# Share of the clusters' rows that may be lost to noise prototypes.
 LOST_TO_NOISE = 0.005
 
 
-class Landmarks(NamedTuple):
-    """points float32[l, d]; labels int32[l], sorted so that noise comes last; noise_factor: noise
-    answers where its nearest landmark is closer than this times the nearest cluster landmark."""
+class Prototypes(NamedTuple):
+    """points float32[p, d]; labels int32[p], noise (-1) last; noise_factor: noise wins where its
+    nearest prototype is closer than this times the nearest cluster prototype."""
 
     points: NDArray[np.float32]
     labels: NDArray[np.int32]
     noise_factor: float
 
 
-def train_landmarks(
+def train_prototypes(
     engine: Engine, projected: NDArray[np.float32], labels: NDArray[np.int32], seed: int
-) -> Landmarks:
-    """At most 1,024 landmarks whose nearest one gives back the labels.
+) -> Prototypes:
+    """At most 1,024 prototypes, of which the nearest reproduces each row's label.
 
     Args:
         engine: on whose device they are moved.
         projected: float32[n, d], n > 0.
         labels: int32[n], -1 for noise.
     """
-    # Its matrices are small, too: threads cost more than they give, most of all on a busy machine.
+    # The matrices are small: threads cost more than they save, most of all on a busy machine.
     with one_thread():
         return _train(engine, projected, labels, np.random.default_rng(seed))
 
@@ -66,34 +67,28 @@ def _train(
     projected: NDArray[np.float32],
     labels: NDArray[np.int32],
     rng: np.random.Generator,
-) -> Landmarks:
+) -> Prototypes:
     n = len(projected)
     rows = np.sort(rng.choice(n, min(n, CANDIDATE_ROWS), replace=False))
     points, wanted = projected[rows], labels[rows]
     inside, noise = points[wanted != NOISE], points[wanted == NOISE]
     noise_points = centres(noise, min(MOST_NOISE, max(1, len(noise) // ROWS_EACH)), rng)
+    noise_labels = np.full(len(noise_points), NOISE, np.int32)
     if len(inside) == 0:
-        return Landmarks(noise_points, np.full(len(noise_points), NOISE, np.int32), 1.0)
+        return Prototypes(noise_points, noise_labels, 1.0)
 
     own = wanted[wanted != NOISE]
     clusters, group = np.unique(own, return_inverse=True)
     sizes = np.bincount(group)
     # Shares by the square root of the size: a small cluster's border is as hard as a large one's.
     quota = np.maximum(1, np.sqrt(sizes) / np.sqrt(sizes).sum() * MOST_CLUSTER).astype(int)
-    # A landmark for every row would say nothing of how far rows lie from their landmarks.
+    # With a prototype at every row, their distances would say nothing of new rows.
     quota = np.minimum(quota, np.maximum(1, sizes // ROWS_EACH))
     starts = [centres(inside[group == g], int(quota[g]), rng) for g in range(len(clusters))]
     start_labels = np.repeat(clusters, [len(s) for s in starts]).astype(np.int32)
-    members = engine.array(inside)
-    moved = engine.host(
-        learn_borders(
-            members,
-            engine.array(own),
-            engine.array(np.concatenate(starts)),
-            engine.array(start_labels),
-            rng,
-        )
-    )
+    start, members = engine.array(np.concatenate(starts)), engine.array(inside)
+    on_engine = engine.array(own), start, engine.array(start_labels)
+    moved = engine.host(learn_borders(members, *on_engine, rng))
 
     factor = 0.0
     if len(noise_points):
@@ -101,17 +96,16 @@ def _train(
         to_noise = engine.host(nearest_prototype(members, noise_points).distance)
         ratio = to_noise / np.maximum(to_cluster, np.finfo(np.float32).tiny)
         factor = float(np.quantile(ratio, LOST_TO_NOISE))
-    return Landmarks(
-        np.concatenate([moved, noise_points]),
-        np.concatenate([start_labels, np.full(len(noise_points), NOISE, np.int32)]),
-        factor,
+    return Prototypes(
+        np.concatenate([moved, noise_points]), np.concatenate([start_labels, noise_labels]), factor
     )
 
 
 def centres(
     points: NDArray[np.float32], count: int, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """`count` k-means centres of the points, or the distinct points where they are fewer."""
+    """`count` k-means centres of points float32[n, d], or the distinct points if there are fewer:
+    float32[c, d]."""
     from sklearn.cluster import KMeans
 
     distinct = np.unique(points, axis=0)
@@ -126,23 +120,23 @@ def centres(
 def learn_borders(
     points: NDArray[np.float32],
     wanted: NDArray[np.int32],
-    landmarks: NDArray[np.float32],
+    prototypes: NDArray[np.float32],
     labels: NDArray[np.int32],
     rng: np.random.Generator,
 ) -> NDArray[np.float32]:
-    """The landmarks float32[l, d] after `EPOCHS` of generalised learning vector quantisation.
+    """The prototypes float32[p, d] after `EPOCHS` of generalised learning vector quantisation.
 
-    A step adds up what its rows ask for, so that its size decides how fresh the landmarks are that
-    a row is compared with, and not how far they go.
+    A step sums the changes of its rows, so that its size decides how recent the prototypes are that
+    a row is compared with, and not how far they move.
 
     Args:
-        points: float32[n, d]; wanted: int32[n]; landmarks: float32[l, d]; labels: int32[l]: all on
+        points: float32[n, d]; wanted: int32[n]; prototypes: float32[p, d]; labels: int32[p]: all on
             one device.
     """
     xp = array_module(points)
     if len(np.unique(on_host(labels))) < 2:
-        return landmarks
-    moved = landmarks.astype(np.float32)
+        return prototypes
+    moved = prototypes.astype(np.float32)
     batches = max(1, len(points) // block_rows(points, BATCH_ROWS, DEVICE_BATCH_ROWS))
     steps = EPOCHS * batches
     step = 0
@@ -169,11 +163,11 @@ def learn_borders(
     return moved
 
 
-def add_rows(table: Any, place: Any, rows: Any) -> None:
-    """Add each of m rows float32[m, d] to the table float32[l, d] at its place int64[m]."""
+def add_rows(table: Any, index: Any, rows: Any) -> None:
+    """Add each of m rows float32[m, d] to the row `index` int64[m] of the table float32[p, d]."""
     xp = array_module(table)
     if xp is np:
-        np.add.at(table, place, rows)
+        np.add.at(table, index, rows)
     else:
-        # A product, for atomic additions come in any order and round differently in each.
-        table += (xp.arange(len(table))[:, None] == place).astype(np.float32) @ rows
+        # A matrix product, because the order of atomic additions varies and so does their rounding.
+        table += (xp.arange(len(table))[:, None] == index).astype(np.float32) @ rows

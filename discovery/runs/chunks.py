@@ -12,9 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from discovery.engines.protocol import Engine
-from discovery.runs.checkpoint import StageCheckpoint
-from discovery.runs.npz import read_npz
 from pipeline.record import vectors as batch_vectors
+
+from .checkpoint import StageCheckpoint
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,6 @@ class ChunkVectors:
             with pa.memory_map(str(vectors)) as file:
                 vectors = batch_vectors(pa.ipc.open_file(file).get_batch(0))
         return engine.array(vectors if rows is None else vectors[rows])
-
-
-@dataclass(frozen=True)
-class ChunkArrays:
-    """The arrays that a stage saved for one chunk, for a worker: their file, or the arrays."""
-
-    source: Path | dict[str, NDArray[Any]]
-
-    @classmethod
-    def of(cls, checkpoint: StageCheckpoint, name: str, shares_disk: bool) -> ChunkArrays:
-        """A reference to a saved file, for workers that share this process's disk or do not."""
-        if shares_disk:
-            return cls(checkpoint.path(name).absolute())
-        return cls(checkpoint.read_arrays(name))
-
-    def load(self) -> dict[str, NDArray[Any]]:
-        return read_npz(self.source) if isinstance(self.source, Path) else self.source
 
 
 class Rows:
@@ -70,10 +53,7 @@ class Rows:
         self.count = count
         # All chunks are full but the last.
         self.offsets = list(range(0, count, chunk_rows))
-
-    @property
-    def chunks(self) -> int:
-        return len(self.offsets)
+        self.chunks = len(self.offsets)
 
     def batch(self, index: int) -> pa.RecordBatch:
         return self._checkpoint.read_batch(self._names[index])

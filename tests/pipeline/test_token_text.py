@@ -9,7 +9,7 @@ from shared import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from capture_kernels.errors import MissingExtraError, OptionError
-from pipeline.tokens import MOST_CHARACTERS, open_tokens, visible
+from pipeline.token_text import MOST_CHARACTERS, open_tokens, visible
 
 DEMO = REPO / "examples" / "demo_model"
 

@@ -1,22 +1,26 @@
-"""Words for places: ranges of histogram bins as people read them, in both layouts."""
+"""Ranges of histogram bins in words: distances in tokens (log16), or positions relative to the
+visible context and depths (layered)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capture_kernels.fingerprint.vector import DEPTHS, HIST_BINS, PLACE_BINS, Layout
 
+PARTS = ("eighth", "quarter", "three eighths", "half", "five eighths", "three quarters",
+         "seven eighths")  # fmt: skip
+
 
 class Bins(NamedTuple):
-    """Neighbouring bins of a histogram, both ends included."""
+    """Adjacent bins of a histogram, both ends included."""
 
     low: int
     high: int
 
-    def mass(self, histogram: NDArray[np.float64]) -> float:
+    def mass(self, histogram: NDArray[Any]) -> float:
         return float(histogram[self.low : self.high + 1].sum())
 
     @property
@@ -24,40 +28,41 @@ class Bins(NamedTuple):
         return self.high - self.low + 1
 
 
+def runs(inside: NDArray[np.bool_]) -> list[Bins]:
+    """The runs of true values of bool[b], first to last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
+    return [Bins(int(start), int(end) - 1) for start, end in edges.reshape(-1, 2)]
+
+
 def bumps(heights: NDArray[np.float64], cut: float, most: int) -> list[Bins]:
-    """The highest places of a histogram, highest first, at most `most`.
+    """The highest ranges of a histogram, highest first, at most `most`.
 
     A bump is a run of bins that are at least `cut` times the highest of all.
 
     Args:
-        heights: float64[b]; what is not positive is in no bump.
+        heights: float64[b]; a bin that is not positive is in no bump.
     """
     top = float(heights.max())
-    if top <= 0:
-        return []
-    found = runs(heights >= cut * top)
+    found = runs(heights >= cut * top) if top > 0 else []
     return sorted(found, key=lambda b: -float(heights[b.low : b.high + 1].max()))[:most]
 
 
-def runs(inside: NDArray[np.bool_]) -> list[Bins]:
-    """The runs of true values, first to last."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
-    return [Bins(int(start), int(end) - 1) for start, end in zip(*[iter(edges)] * 2, strict=True)]
-
-
 def shortest_half(histogram: NDArray[np.float64]) -> Bins:
-    """The fewest neighbouring bins that hold half of the mass; of two as short, the heavier."""
-    total = histogram.sum()
-    ranges = [
-        Bins(low, high) for low in range(len(histogram)) for high in range(low, len(histogram))
-    ]
+    """The fewest adjacent bins of float64[b] that hold half of the mass; of two, the heavier."""
+    total, size = histogram.sum(), len(histogram)
+    ranges = [Bins(low, high) for low in range(size) for high in range(low, size)]
     enough = [b for b in ranges if b.mass(histogram) >= total / 2]
     return min(enough, key=lambda b: (b.width, -b.mass(histogram), b.low))
 
 
 def shape_bins(layout: Layout) -> slice:
-    """Where a vector holds its shape histogram: distances (log16) or places (layered)."""
+    """Where a vector has its histogram: of distances (log16) or of relative positions (layered)."""
     return slice(4, 4 + (HIST_BINS if layout is Layout.LOG16 else PLACE_BINS))
+
+
+def joined(words: list[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def token_range(bins: Bins) -> str:
@@ -68,14 +73,9 @@ def token_range(bins: Bins) -> str:
     return f"{low:,}-{2 ** (bins.high + 1) - 1:,}"
 
 
-def joined(words: list[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def tokens_back(places: list[Bins]) -> str:
+def tokens_back(ranges: list[Bins]) -> str:
     """ "0-1 and 64-127 tokens back"."""
-    return f"{joined([token_range(p) for p in sorted(places)])} tokens back"
+    return f"{joined([token_range(r) for r in sorted(ranges)])} tokens back"
 
 
 def named_distance(bins: Bins) -> str:
@@ -96,37 +96,31 @@ def named_distance(bins: Bins) -> str:
     return f"{word} back ({token_range(bins)} tokens)"
 
 
-def named_places(places: list[Bins]) -> str:
-    """Places of the layered layout, relative to the visible context: "the start of the context
-    (first eighth)", "25-38% and 75-88% into the context"."""
-    if len(places) == 1:
-        (bins,) = places
+def named_positions(ranges: list[Bins]) -> str:
+    """Relative positions: "the start of the context (first eighth)", "25-38% into the context"."""
+    if len(ranges) == 1:
+        (bins,) = ranges
         if bins.width == PLACE_BINS:
             return "all of the context"
         if bins.low == 0:
-            return f"the start of the context (first {_part(bins)})"
+            return f"the start of the context (first {PARTS[bins.width - 1]})"
         if bins.high == PLACE_BINS - 1:
-            return f"the end of the context (last {_part(bins)})"
-    edges = [(100 * b.low / PLACE_BINS, 100 * (b.high + 1) / PLACE_BINS) for b in sorted(places)]
+            return f"the end of the context (last {PARTS[bins.width - 1]})"
+    edges = [(100 * b.low / PLACE_BINS, 100 * (b.high + 1) / PLACE_BINS) for b in sorted(ranges)]
     return f"{joined([f'{low:.0f}-{high:.0f}%' for low, high in edges])} into the context"
 
 
-def _part(bins: Bins) -> str:
-    return ("eighth", "quarter", "three eighths", "half", "five eighths", "three quarters",
-            "seven eighths")[bins.width - 1]  # fmt: skip
-
-
-def places_in_words(places: list[Bins], layout: Layout) -> str:
-    """Where a sentence says that attention lies: "0-7 tokens back", "in the last eighth of the
-    context"."""
+def ranges_in_words(ranges: list[Bins], layout: Layout) -> str:
+    """Ranges within a sentence: "0-7 tokens back", "in the last eighth of the context"."""
     if layout is Layout.LOG16:
-        return tokens_back(places)
-    if len(places) == 1 and (places[0].low == 0 or places[0].high == PLACE_BINS - 1):
-        (bins,) = places
+        return tokens_back(ranges)
+    if len(ranges) == 1 and (ranges[0].low == 0 or ranges[0].high == PLACE_BINS - 1):
+        (bins,) = ranges
         if bins.width == PLACE_BINS:
             return "anywhere in the context"
-        return f"in the {'first' if bins.low == 0 else 'last'} {_part(bins)} of the context"
-    return named_places(places)
+        end = "first" if bins.low == 0 else "last"
+        return f"in the {end} {PARTS[bins.width - 1]} of the context"
+    return named_positions(ranges)
 
 
 def named_depths(bins: Bins) -> str:
