@@ -65,8 +65,8 @@ def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
 @pytest.mark.parametrize(
     ("limit", "says"), [("0.7", "no room for Dask"), ("1.1", "Dask, 1 workers on this machine")]
 )
-def test_a_small_memory_limit_takes_fewer_workers(attn, planted_store, tmp_path, limit, says):
-    done = attn(
+def test_a_small_memory_limit_takes_fewer_workers(fresh_attn, planted_store, tmp_path, limit, says):
+    done = fresh_attn(
         "discover", "--db", planted_store(300), "--output", tmp_path / "out", *OPTIONS,
         "--max-memory-gb", limit,
     )  # fmt: skip
