@@ -247,6 +247,16 @@ def test_every_results_file_is_quoted_with_its_command_and_date() -> None:
         assert command >= 0 and measured["date"] in page[command:at], path.name
 
 
+def test_every_benchmark_is_listed() -> None:
+    listed = set(re.findall(r"benchmarks/(\w+\.py)", text(REPO / "benchmarks/README.md")))
+    programs = {
+        path.name
+        for path in (REPO / "benchmarks").glob("*.py")
+        if "ArgumentParser(" in path.read_text(encoding="utf-8")
+    }
+    assert programs <= listed
+
+
 # What the pages name exists -----------------------------------------------------------------------
 
 
