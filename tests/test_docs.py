@@ -280,8 +280,8 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     for name in inline_code(page):
         if not NAME_OF_FILE.fullmatch(name) or name.split("/")[0] in MADE:
             continue
-        found = any(next(folder.glob(name), None) for folder in (REPO, page.parent))
-        assert found, f"{name} does not exist"
+        below = page.parent.rglob(name) if page.parent != REPO else ()
+        assert [*REPO.glob(name), *below], f"{name} does not exist"
 
 
 @pytest.mark.parametrize("row", table(GUIDE, "Where is it?"), ids=lambda row: row[0])
