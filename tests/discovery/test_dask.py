@@ -81,5 +81,5 @@ def test_a_latest_that_is_no_link_is_refused_before_a_run_begins(
     (output / "latest").mkdir(parents=True)
     done = attn("discover", "--db", planted_store(300), "--output", output, "--hours", "0")
     assert done.returncode == 2
-    assert "latest is no link" in done.stderr
+    assert "latest is not a symlink to a run" in done.stderr
     assert sorted(p.name for p in output.iterdir()) == [".lock", "latest"]
