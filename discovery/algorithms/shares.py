@@ -92,11 +92,7 @@ class RequestCounts:
         self.counts += np.bincount(cell, minlength=self.counts.size).reshape(self.counts.shape)
 
     def shares(self, requests: int) -> Shares:
-        """The shares of the rows so far.
-
-        Args:
-            requests: how many requests they belong to, which buckets do not know.
-        """
+        """The shares of the rows so far, of as many requests, which buckets do not know."""
         return replace(shares_of(self.counts), requests=requests)
 
 

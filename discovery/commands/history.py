@@ -48,10 +48,8 @@ def diff(
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
     says += diff_in_words(found)
-    if as_json:
-        print(json.dumps({**found, "says": says}))
-    else:
-        print("\n".join([*says, *kept_in_lines(found["kept"])]))
+    in_json = json.dumps({**found, "says": says})
+    print(in_json if as_json else "\n".join([*says, *kept_in_lines(found["kept"])]))
 
 
 def lineage(
@@ -253,8 +251,8 @@ def story_in_words(found: dict[str, Any]) -> list[str]:
     known = [share for share in shares if share is not None]
     reach = f"  {percent(known[0])} -> {percent(known[-1])} of the rows" if known else ""
     lines.append(f"{plural(len(shares), 'run')}: {sparkline(shares)}{reach}")
-    if len(labels) > 1:
-        called = (f'"{one["label"]}" from {one["since"]}' for one in labels)
+    called = [f'"{one["label"]}" from {one["since"]}' for one in labels]
+    if len(called) > 1:
         lines.append(f"called {', '.join(called)}")
     if gone := found["deleted_runs"]:
         lines.append(

@@ -81,8 +81,7 @@ class Exemplars:
     def __init__(self, clusters: int, most: int) -> None:
         self._most = most
         # For each cluster, by request: distance, row number, and key.
-        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]]
-        self._best = [{} for _ in range(clusters)]
+        self._best: list[dict[str, tuple[float, int, Any]]] = [{} for _ in range(clusters)]
         self.reach = np.full(clusters, np.inf)
         self._added = 0
 

@@ -108,24 +108,17 @@ def check_descent(before: Manifest, after: Manifest, known: Ancestry) -> None:
     if before["run_id"] in known.runs:
         return
     a, b = (" / ".join(identity_of(manifest).values()) for manifest in (before, after))
+    first, last = before["run_id"], after["run_id"]
+    reason = f"{last} comes from {', '.join(known.runs[:-1][-3:])}"
     if a != b:
         reason = f"they are of {a} and of {b}"
     elif len(known.runs) == 1:
-        reason = f"{after['run_id']} is the first of its lineage"
-    else:
-        reason = f"{after['run_id']} comes from {', '.join(known.runs[:-1][-3:])}"
-    raise ArtifactError(
-        f"{before['run_id']} and {after['run_id']} are not of one lineage: {reason}"
-    )
+        reason = f"{last} is the first of its lineage"
+    raise ArtifactError(f"{first} and {last} are not of one lineage: {reason}")
 
 
 def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
-    """Compose the events of several runs.
-
-    Args:
-        start: the cluster ids before them.
-        steps: the events, in the order of the runs.
-    """
+    """Compose events, which are in the order of the runs; `start` are the cluster ids before."""
     first = set(start)
     origins: dict[int, tuple[int, ...]] = {cluster: (cluster,) for cluster in first}
     through: dict[int, tuple[int, ...]] = {}

@@ -28,7 +28,7 @@ UMAP_RANGE = np.float32(10.0)
 
 
 def epochs_for(rows: int) -> int:
-    """Epochs of a layout of so many rows."""
+    """Epochs of a layout of as many rows."""
     return FEW_ROWS_EPOCHS if rows <= FEW_ROWS else EPOCHS
 
 
