@@ -16,14 +16,10 @@ let pixels = null;
 let showLabels = true;
 let pending = 0;
 
-const onScreen = (x, y) => [
-  view.width / 2 + (x - view.x) * view.scale,
-  view.height / 2 - (y - view.y) * view.scale,
-];
-const onMap = (px, py) => [
-  view.x + (px - view.width / 2) / view.scale,
-  view.y - (py - view.height / 2) / view.scale,
-];
+const onScreen = (x, y) =>
+  [view.width / 2 + (x - view.x) * view.scale, view.height / 2 - (y - view.y) * view.scale];
+const onMap = (px, py) =>
+  [view.x + (px - view.width / 2) / view.scale, view.y - (py - view.height / 2) / view.scale];
 
 /** Weights of a disc around each of 4 x 4 positions within a pixel: 0..128 at (dx, dy) offsets. */
 function stamps(radius, alpha) {
@@ -175,9 +171,8 @@ const labels = data.clusters
 
 function measureLabels() {
   for (const label of labels) {
-    label.node.className = "label";
     label.wide = label.node.offsetWidth;
-    label.node.className = "label short";
+    label.node.classList.add("short");
     label.narrow = label.node.offsetWidth;
   }
 }
