@@ -42,7 +42,7 @@ from pipeline.token_text import open_tokens
 
 # The first link of the chain of checkpoint keys: files that another version of this format wrote
 # are not read, but computed again.
-CHECKPOINT_FORMAT = "2"
+CHECKPOINT_FORMAT = "3"
 
 
 def discover(

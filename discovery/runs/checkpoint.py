@@ -71,7 +71,7 @@ class StageCheckpoint:
     def has(self, name: str) -> bool:
         return self.path(name).exists()
 
-    def write_arrays(self, name: str, **arrays: NDArray[Any]) -> None:
+    def write_arrays(self, name: str, **arrays: Any) -> None:
         """Save named arrays as one `.npz` file whose bytes depend on the arrays alone.
 
         Raises:
