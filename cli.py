@@ -45,7 +45,7 @@ app = typer.Typer(
     cls=UserErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="What your language model's attention is doing.",
+    help="Capture, cluster and classify what language models attend to.",
 )
 app.command()(capture)
 app.command()(discover)

@@ -1,4 +1,4 @@
-"""What the clusters of the shipped sample tell, beside those of the plain recipe.
+"""What the clusters of the shipped sample say about the rows, beside those of the plain recipe.
 
     python benchmarks/behaviours.py [--artifacts DIR] [--db STORE] [--json PATH]
 
@@ -12,7 +12,7 @@ Runs the job on the sample, or takes a finished run, and asks of its clusters
                    largest of --permutations in which the words are exchanged among rows of one
                    octave (tasks: among requests whose longest position is of one octave, for the
                    rows of a request are no independent draws; nor quite are they for phase and
-                   kind, whose chance is therefore a little low). What is told beyond context
+                   kind, whose chance is therefore a little low). Information beyond context
                    length is what `within` has above chance.
 A task is what a request id `<task>-NNNN` says. A token's kind is that of the row's own token, by
 the demo model's tokenizer: special, whitespace, digit, letter (identifiers), punctuation.
@@ -35,7 +35,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from sklearn.metrics import adjusted_mutual_info_score
 
-# The repository is no installed package; and `discovery` must be the package, not a benchmark.
+# The repository is not an installed package, and `discovery` must be the package, not a benchmark.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -48,7 +48,7 @@ TOKENIZER = REPO / "examples" / "demo_model" / "tokenizer.json"
 SEED = 42
 # Rows of an octave in which shares mean something.
 MIN_ROWS = 50
-# AMI above chance from which a summary says that the clusters tell something.
+# AMI above chance from which a summary calls the clusters informative.
 WORTH_SAYING = 0.05
 Codes = NDArray[np.int64]
 Shuffle = Callable[[Codes, np.random.Generator], Codes]
@@ -71,7 +71,7 @@ def token_kinds(tokens: pa.ChunkedArray) -> list[str] | None:
 
 
 def kind(word: str) -> str:
-    """What a piece of text is, by its first sign that is no blank."""
+    """What a piece of text is, by its first character that is not blank."""
     first = word.strip()[:1]
     if not first:
         return "whitespace"
@@ -191,8 +191,10 @@ def describe(rows: Rows, labels: NDArray[np.int32], clusters: pa.Table) -> list[
 def check_tables(clusters: pa.Table, manifest: dict[str, Any], labels: NDArray[np.int32]) -> None:
     """Raise WrongAnswerError unless clusters.parquet and the manifest count the rows' clusters."""
     ids, sizes = np.unique(labels[labels >= 0], return_counts=True)
-    told = dict(zip(clusters["cluster_id"].to_pylist(), clusters["size"].to_pylist(), strict=True))
-    if dict(zip(ids.tolist(), sizes.tolist(), strict=True)) != told:
+    sizes_in_table = dict(
+        zip(*(clusters[n].to_pylist() for n in ("cluster_id", "size")), strict=True)
+    )
+    if dict(zip(ids.tolist(), sizes.tolist(), strict=True)) != sizes_in_table:
         raise WrongAnswerError("clusters.parquet and embedding.parquet differ in size")
     if manifest["counts"]["rows"] != len(labels):
         raise WrongAnswerError("the manifest counts other rows than embedding.parquet holds")
@@ -230,12 +232,12 @@ def print_summary(name: str, figures: dict[str, Any]) -> None:
     )
     for word, cells in figures["mutual_information"].items():
         above = cells["within"] - cells["within_by_chance"]
-        told = "told" if above >= WORTH_SAYING else "barely told" if above > 0 else "not told"
+        verdict = "yes" if above >= WORTH_SAYING else "barely" if above > 0 else "no"
         print(
             f"  {word:<6} AMI overall {cells['overall']:.3f} (by chance at most "
             f"{cells['overall_by_chance']:.3f}), within octaves {cells['within']:.3f} (by chance "
             f"at most {cells['within_by_chance']:.3f}): "
-            f"{told} beyond context length"
+            f"beyond context length: {verdict}"
         )
 
 

@@ -16,7 +16,7 @@ reads 4 GiB in the same run; a share is the floor over the time.
     asking     the same step as the number of rows that ask for statistics grows, from none, eight
                steps a graph
     memory     what a plan for 1,048,576 keys allocates; whether a step allocates or waits
-    replay     one graph replayed 10,000 times while lengths, queries, live and asking rows change,
+    replay     one graph replayed 10,000 times while lengths, queries and flags of the rows change,
                compared with eager steps of another plan every 1,000
     sweep      contexts, batches, head_dims, heads, types, uneven lengths, and logits that rise
 

@@ -32,7 +32,7 @@ LOOKS = 10
 
 
 class Changes:
-    """Inputs of a step that change in place: lengths, live and asking rows, one layer's queries."""
+    """Inputs of a step that change in place: lengths, flags of rows, one layer's queries."""
 
     PERIOD, QUERIES = 997, 17
 
@@ -46,25 +46,25 @@ class Changes:
             )
 
         self._lengths = numbers(LEAST_LENGTH, batch.shape.context, self.PERIOD, rows)
-        self._live = numbers(1, rows, self.PERIOD, 1)
+        self._num_active = numbers(1, rows, self.PERIOD, 1)
         # Three of four ask.
         self._enabled = (numbers(0, 3, self.PERIOD, rows) > 0).to(torch.uint8)
         made = torch.randn(self.QUERIES, *batch.queries[0].shape, generator=random, device=DEVICE)
         self._queries = made.to(batch.shape.query_dtype)
-        self.live, self.enabled = self._live[0].clone(), self._enabled[0].clone()
+        self.num_active, self.enabled = self._num_active[0].clone(), self._enabled[0].clone()
 
     def make(self, number: int) -> None:
         """Queue the inputs of a step; nothing waits."""
         at = number % self.PERIOD
         self._batch.seq_lens.copy_(self._lengths[at])
-        self.live.copy_(self._live[at])
+        self.num_active.copy_(self._num_active[at])
         self.enabled.copy_(self._enabled[at])
         self._batch.queries[-1].copy_(self._queries[number % self.QUERIES])
 
     def there(self) -> list[int]:
-        """The rows that are live and ask in the last step; its lengths are put in the batch."""
+        """Active and enabled rows of the last step; its lengths are put in the batch."""
         self._batch.lengths = self._batch.seq_lens.tolist()
-        return (self.enabled[: int(self.live)] != 0).nonzero()[:, 0].tolist()
+        return (self.enabled[: int(self.num_active)] != 0).nonzero()[:, 0].tolist()
 
 
 def measure_replay(variant: str, replays: int) -> dict[str, Any]:
@@ -72,7 +72,9 @@ def measure_replay(variant: str, replays: int) -> dict[str, Any]:
     batch = make_batch(REPLAYED, 2)
     changes = Changes(batch, seed=2)
     replayed, eager = Beside(batch, variant), Beside(batch, variant)
-    work = partial(step, layers=batch.layers, live=changes.live, enabled=changes.enabled)
+    work = partial(
+        step, layers=batch.layers, num_active=changes.num_active, enabled=changes.enabled
+    )
     graph = captured(partial(work, replayed))
     problems, worst = list[str](), Errors()
 

@@ -21,7 +21,7 @@ from benchmarks.kernel_cases import (
 from capture_kernels.decode.answer import Statistics
 from capture_kernels.decode.fused import FusedDecodePlan
 from capture_kernels.decode.plan import StatisticsPlan
-from capture_kernels.decode.schedule import PageTable
+from capture_kernels.decode.step.schedule import PageTable
 
 LONGEST = Shape(batch=1, context=1 << 20)
 
@@ -47,9 +47,13 @@ class Beside:
     def layer(self, number: int) -> None:
         self._plan.run(self._batch.queries[number], self._batch.keys[number])
 
-    def answer(self) -> Answer:
-        """Of the last layer: views of the plan's buffers."""
-        return answer_of(self._plan.answer(self._plan.layers - 1), *self._asked)
+    def finish(self) -> None:
+        self._plan.finish()
+
+    def answer(self, layer: int | None = None) -> Answer:
+        """Of a layer, the last if None: views of the plan's buffers."""
+        layer = self._plan.layers - 1 if layer is None else layer
+        return answer_of(self._plan.answer(layer), *self._asked)
 
 
 class Fused:

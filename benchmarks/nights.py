@@ -1,4 +1,4 @@
-"""Whether cluster ids survive from night to night, beside matching by nearest centroid.
+"""Whether cluster ids survive from run to run, beside matching by nearest centroid.
 
     python benchmarks/nights.py [--seeds 20] [--nights 14] [--rows 10000] [--json PATH]
 
@@ -7,11 +7,11 @@ into one output folder: everything drifts a little, one behaviour dies, one is b
 two merge. Then a fortnight, in which nothing happens but drift. A cluster stands for the behaviour
 that most of its rows are of, so that the true answer is known for every id: a behaviour that went
 on keeps its id, the larger part of a split does, the larger parent of a merge does, what is new has
-an id that was never used, and what died is gone. Beside its id the event that the manifest tells,
-with its parents, must be the true one.
+an id that was never used, and what died is gone. The event in the manifest and its
+parents must be the true ones too.
 
 A behaviour that the clustering of a night did not find, or found as several clusters, or lumped
-with another one, has no one id to judge: it is counted and named, and left out. Exits 1 where an id
+with another one, has no single id to judge: it is counted, named and left out. Exits 1 where an id
 or event is wrong, or where more than 5% had to be left out.
 
 The peer is what one would write: of all pairs of a cluster and one of the night before, the one
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# The repository is no installed package; and `discovery` must be the package, not this file.
+# The repository is not an installed package, and `discovery` must be the package, not this file.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -162,16 +162,16 @@ def judge(
         parents = [before.cluster_of[parent] for parent in origin.parents]
         event = after.events[cluster]
         keeps = origin.kind in ("kept", "merged") or (origin.kind == "split" and origin.larger)
-        told = "kept" if origin.kind == "split" and origin.larger else origin.kind
+        kind = "kept" if origin.kind == "split" and origin.larger else origin.kind
         if keeps and cluster != parents[0]:
             wrong.append(f"{name}: id {cluster}, not {parents[0]}")
         elif not keeps and cluster in used:
             wrong.append(f"{name}: id {cluster} was used before")
-        # A cluster of noise that went into it, or came out of it, is no behaviour's business.
-        elif as_behaviours(event, before) != (told, sorted(parents)):
-            wrong.append(f"{name}: told as {event['event']} from {event['parents']}")
+        # A cluster of noise that went into it, or came off it, is not a behaviour.
+        elif as_behaviours(event, before) != (kind, sorted(parents)):
+            wrong.append(f"{name}: recorded as {event['event']} from {event['parents']}")
         elif any(not went_into(after, parent, cluster) for parent in parents[1:]):
-            wrong.append(f"{name}: {parents[1:]} not told as absorbed")
+            wrong.append(f"{name}: {parents[1:]} not recorded as absorbed")
         peer = peer_after[cluster]
         peer_right += peer == peer_before[parents[0]] if keeps else peer not in peer_used
     for who in died:
@@ -182,7 +182,7 @@ def judge(
         cluster = before.cluster_of[who]
         event = after.events.get(cluster, {"event": "nothing"})
         if cluster in after.ids or event["event"] != "died":
-            wrong.append(f"{who} (died): id {cluster} told as {event['event']}")
+            wrong.append(f"{who} (died): id {cluster} recorded as {event['event']}")
         peer_right += peer_before[cluster] not in peer_after.values()
     return Verdict(judged, peer_right, wrong, left_out)
 

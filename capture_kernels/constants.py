@@ -1,4 +1,4 @@
-"""Numbers that several kernels share."""
+"""Constants that several kernels share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below every logit, but finite: 0 * (LOWEST - m) is 0.
+# Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
-# Numbers of a stretch and head: 28 range masses in 32 columns, then m, L and S.
-PARTIAL = tl.constexpr(36)
-# Where, of the 32 numbers of a row and head, the logsumexp is.
+# Columns of a row's statistics, per head or as the mean over heads (`decode.plan`).
+COLUMNS = 32
 LOGSUMEXP = tl.constexpr(29)
-# Addresses of a layer: keys, their scales, learned sinks, queries.
-ADDRESSES = tl.constexpr(4)

@@ -6,7 +6,7 @@ a service answers with a 4xx status. Anything else is a bug and keeps its traceb
 
 
 class AttnError(Exception):
-    """Something the user can mend. The message says what happened and what to do, in one line."""
+    """An error that the user can fix. Its message says what happened and what to do in a line."""
 
     exit_code = 2
 

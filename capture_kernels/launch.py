@@ -1,4 +1,4 @@
-"""What the launchers of kernels share: groups of heads, checked arguments, the device."""
+"""What the launchers of kernels share: groups of heads, checks of arguments, the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .errors import OptionError
 
-# A product of matrices has 8 columns or more; with more than 32, accumulators fill registers.
+# Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
+# accumulators fill the registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32
 LARGEST_HEAD_DIM = 256
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
@@ -21,7 +22,7 @@ FLOAT32 = {torch.float32}
 
 
 def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
-    """The chosen query heads in ascending order, all where None; OptionError for no such heads."""
+    """The chosen query heads in ascending order, all if None; OptionError if there are no such."""
     if key_heads < 1 or heads < 1 or heads % key_heads:
         raise OptionError(f"{heads} query heads over {key_heads} key heads")
     order = list(range(heads)) if chosen is None else sorted(chosen)
@@ -33,7 +34,7 @@ def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> li
 def check_layer(
     max_rows: int, max_length: int, head_dim: int, scale: float, soft_cap: float | None, window: int
 ) -> None:
-    """OptionError for a layer or a plan of a size that no kernel can take."""
+    """OptionError for a layer or a plan of a size that no kernel supports."""
     if head_dim > LARGEST_HEAD_DIM:
         raise OptionError(
             f"head_dim {head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no MLA (latent "
@@ -48,16 +49,17 @@ def check_layer(
 
 
 class HeadGroups:
-    """Chosen query heads, in ascending order, by the key head that they read.
+    """Chosen query heads, in ascending order, grouped by the key head that they read.
 
-    On the device: `table` int32[groups, 2 + block]: key head, how many chosen heads lie before, and
-    the query heads, then -1. A key head with many query heads has several groups. And `heads`
-    int32[2, count]: the query head, and the key head that it reads.
+    A key head with more query heads than a group holds has several groups.
 
     Attributes:
         count: how many heads are chosen.
-        block: how many a group has room for.
+        block: how many heads a group has room for.
         queries_a_key: how many of the layer's query heads read one key head.
+        table: int32[groups, 2 + block] on the device: key head, how many chosen heads lie in the
+            groups before, and the query heads, then -1.
+        heads: int32[2, count] on the device: the query head, and the key head that it reads.
     """
 
     def __init__(
@@ -81,9 +83,22 @@ class HeadGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What kernels that read the groups are launched with, by name."""
+        return {
+            "head_table": self.table,
+            "heads": self.heads,
+            "HEADS": self.count,
+            "ALL_HEADS": triton.next_power_of_2(self.count),
+            "QUERIES_A_KEY": self.queries_a_key,
+            "GROUPS": len(self),
+            "BLOCK_H": self.block,
+        }
+
     def joined(self, most: int) -> tuple[int, Tensor]:
-        """How many neighbouring key heads, a power of two and `most` at most, have room in every
-        group together; and `table` of such groups, each with the first of its key heads."""
+        """How many neighbouring key heads, a power of two and `most` at most, can share a group
+        everywhere; and `table` of such groups, each with the first of its key heads."""
         together, groups = 1, self._groups
         while 2 * together <= most and len(self._groups) % (2 * together) == 0:
             pairs = list(zip(groups[::2], groups[1::2], strict=True))
@@ -93,8 +108,8 @@ class HeadGroups:
         return together, self._table(groups)
 
     def _are_neighbours(self, one: list[int], other: list[int], together: int) -> bool:
-        room = len(one) + len(other) <= self.block
-        return room and other[0] // self.queries_a_key == one[0] // self.queries_a_key + together
+        fits = len(one) + len(other) <= self.block
+        return fits and other[0] // self.queries_a_key == one[0] // self.queries_a_key + together
 
     def _table(self, groups: list[list[int]]) -> Tensor:
         lines, before = [], 0
@@ -116,12 +131,12 @@ def check(tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype]) 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:
-    """Launch a kernel with its own arguments, and those of a step that it takes."""
+    """Launch a kernel with the arguments of `step` that it takes, and with its own."""
     kernel[grid](**{name: step[name] for name in kernel.arg_names if name in step}, **own)
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 2 where kernels are interpreted."""
+    """Streaming multiprocessors of a GPU; 2 for interpreted kernels."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

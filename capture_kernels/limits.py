@@ -18,13 +18,14 @@ def read_limits(path: Path, known: Collection[str], what: str) -> dict[str, floa
         what: what one of them is called, for the error.
 
     Raises:
-        OptionError: no such file, no TOML, an unknown name, or no number.
+        OptionError: the file cannot be read or is not TOML, a name is unknown, or a value is not a
+            number.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise OptionError(f"{path} is not a TOML file: {error}") from None
     if unknown := sorted(set(table) - set(known)):
         raise OptionError(f"{path}: unknown {what} {unknown[0]!r}: use {', '.join(sorted(known))}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from planted import planted, planted_batch
-from shared import REPO, START, AttnCommand
+from processes import AttnProcess
+from shared import START, AttnCommand
 
 from pipeline.store.open import open_store
 
@@ -26,15 +24,8 @@ settings.load_profile("fast")
 def attn() -> AttnCommand:
     """Run the `attn` command in a process of its own, as a user does."""
 
-    def run(*arguments: str | Path, stdin: str | None = None, timeout: float = 300):
-        return subprocess.run(
-            [sys.executable, str(REPO / "cli.py"), *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, "COLUMNS": "160"},
-        )
+    def run(*arguments: str | Path, stdin: str = "", timeout: float = 300):
+        return AttnProcess(*arguments, stdin=stdin).finish(timeout)
 
     return run
 

@@ -1,4 +1,4 @@
-"""What the statistics of a layer are handed over as."""
+"""The statistics of a layer, as a plan hands them over."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from torch import Tensor
 
 from capture_kernels.constants import LOGSUMEXP
 
-from .topk import TopK
-
-# Columns of `Statistics.per_head` and `mean`; all are told in `statistics`.
-ENTROPY, VALID = 27, 28
+from .topk.plan import TopK
 
 
 class Statistics(NamedTuple):
-    """What the rows of a step did in one layer; views of the plan's buffers, overwritten by its
-    next step. A row that was not asked for, or has no real key, is 0 with a logsumexp of -inf."""
+    """What the rows of a step did in one layer: views of the plan's buffers, which its next step
+    overwrites. A row that is disabled or has no real key is 0, with a logsumexp of -inf.
+
+    `plan` says what the columns hold.
+    """
 
     per_head: Tensor  # float32[R, H, 32]
     mean: Tensor  # float32[R, 32]
-    top: TopK | None  # where a top k or hubs were planned
+    top: TopK | None  # with a top k or hubs planned
 
     @property
     def logsumexp(self) -> Tensor:
-        """Natural, over the real keys and learned sinks: float32[R, H]; -inf without any."""
+        """Natural, over the real keys and the learned sink: float32[R, H]; -inf without any."""
         return self.per_head[..., LOGSUMEXP.value]
 
     @property
     def entropy(self) -> Tensor:
         """Over the visible keys, divided by ln of their number, in [0, 1]: float32[R, H]."""
-        return self.per_head[..., ENTROPY]
+        return self.per_head[..., 27]
 
     @property
     def hist(self) -> Tensor:
-        """Masses in log2 bins of the distance, which sum to 1: float32[R, H, 16]."""
+        """Mass of each log2 bin of the distance, summing to 1: float32[R, H, 16]."""
         return self.per_head[..., :16]
-
-    @property
-    def places(self) -> Tensor:
-        """Masses by relative place of the key, oldest first, which sum to 1: float32[R, H, 8]."""
-        return self.per_head[..., 16:24]
 
     @property
     def sink_mass(self) -> Tensor:
@@ -49,5 +44,5 @@ class Statistics(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
-        """Which rows have a visible key, and were asked for: bool[R]."""
-        return self.mean[:, VALID] != 0
+        """Which rows are enabled and have a visible key: bool[R]."""
+        return self.mean[:, 28] != 0

@@ -1,12 +1,14 @@
 """Decode attention over a paged cache that emits its statistics as it goes.
 
-Mathematics: `decode_pass` with values. With the sums o_i of its stretches, the output of a row and
-query head is sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m)), where L_i counts
-every key that is read, sink tokens and masked ones too: the output is the model's own, whatever a
-fingerprint leaves out. The statistics are finished later, as `StatisticsPlan` does.
+Mathematics: `key_pass` with values. With o_i, m_i and L_i of a row's splits, a head's output is
 
-Tensors (R rows, H query heads):
-    partial_values  float32[programs + R, H, value_dim]  sums of e v of each stretch
+    sum_i o_i exp(m_i - m) / (sum_i L_i exp(m_i - m) + exp(sink - m))
+
+where L_i counts every key that is read, sink tokens and masked keys too: the output is the model's
+own, whatever a fingerprint leaves out. The statistics are finished later, as in `StatisticsPlan`.
+
+Tensors (P programs, R rows, H query heads):
+    partial_values  float32[P + R, H, value_dim]  sums of e v of each split
     output          float16/bfloat16/float32[R, H, value_dim], of the queries' type
 """
 
@@ -18,36 +20,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.constants import LOG2_E, LOWEST, PARTIAL
+from capture_kernels.constants import LOG2_E, LOWEST
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import FLOAT32, check, launch
 
-from .merge import is_stretch, stretches
 from .plan import StatisticsPlan
+from .ranges import PARTIAL
+from .step.schedule import is_split, row_splits
 from .tuning import Tuning
 
-# Values take registers and shared memory that programs would have; with a top k, two warps would
-# need more registers than a thread can have.
+# Values take registers and shared memory from other programs; with a top k, two warps would need
+# more registers than a thread can have.
 TUNING = Tuning(programs_a_processor=2)
 TUNING_TOP = TUNING._replace(warps=4)
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_values(
-    partial, partial_values, rows, block_ptr, program_ptr, sinks, value_descale, output, stride_or,
-    stride_oh, count_rows,
-    HEADS: tl.constexpr,
-    QUERIES_A_KEY: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    VALUE_DESCALE: tl.constexpr,
+    partial, partial_values, row_table, block_ptr, program_ptr, sinks, value_descale, output,
+    stride_or, stride_oh, num_rows, HEADS: tl.constexpr, QUERIES_A_KEY: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STATISTICS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, VALUE_DESCALE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one head; a row without keys keeps what it holds."""
-    PARTS: tl.constexpr = 16
+    """The output of one row and head; a row without keys keeps what it holds."""
+    AT_ONCE: tl.constexpr = 16
     row, number = tl.program_id(0), tl.program_id(1)
-    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
+    begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     if begin == end:
         return
     dims = tl.arange(0, BLOCK_V)
@@ -57,18 +55,18 @@ def merge_values(
         m = tl.zeros([1], tl.float32) + tl.load(sinks + number).to(tl.float32) * LOG2_E
     weight = tl.where(m > LOWEST, 1.0, 0.0)
     o = tl.zeros([BLOCK_V], tl.float32)
-    for p in range(first, last + 1, PARTS):
-        program = p + tl.arange(0, PARTS)
-        there = is_stretch(program_ptr, program, begin, end, last)
-        place = (program + row).to(tl.int64) * HEADS + number
-        m_i = tl.load(partial + place * PARTIAL + 32, mask=there, other=LOWEST)
-        l_i = tl.load(partial + place * PARTIAL + 33, mask=there, other=0.0)
+    for p in range(first, last + 1, AT_ONCE):
+        program = p + tl.arange(0, AT_ONCE)
+        there = is_split(program_ptr, program, begin, end, last)
+        split = (program + row).to(tl.int64) * HEADS + number
+        m_i = tl.load(partial + split * PARTIAL + 32, mask=there, other=LOWEST)
+        l_i = tl.load(partial + split * PARTIAL + 33, mask=there, other=0.0)
         if STATISTICS:
-            # 33 is of the visible keys; sink tokens and the others that were read stand apart.
-            l_i += tl.load(partial + place * PARTIAL + 26, mask=there, other=0.0)
-            l_i += tl.load(partial + place * PARTIAL + 27, mask=there, other=0.0)
+            # 33 counts the visible keys; sink tokens and other keys that were read stand apart.
+            l_i += tl.load(partial + split * PARTIAL + 26, mask=there, other=0.0)
+            l_i += tl.load(partial + split * PARTIAL + 27, mask=there, other=0.0)
         o_i = tl.load(
-            partial_values + place[:, None] * VALUE_DIM + dims[None, :],
+            partial_values + split[:, None] * VALUE_DIM + dims[None, :],
             mask=there[:, None] & is_dim[None, :],
             other=0.0,
         )
@@ -81,16 +79,16 @@ def merge_values(
     o = o / weight
     if VALUE_DESCALE:
         o *= tl.load(value_descale + number // QUERIES_A_KEY)
-    place = row.to(tl.int64) * stride_or + number * stride_oh + dims
-    tl.store(output + place, o.to(output.dtype.element_ty), mask=is_dim)
+    at = row.to(tl.int64) * stride_or + number * stride_oh + dims
+    tl.store(output + at, o.to(output.dtype.element_ty), mask=is_dim)
 
 
 class FusedDecodePlan(StatisticsPlan):
-    """A decode attention for engines that let theirs be replaced; a step is `schedule`, then
-    `decode` for each layer in turn.
+    """Decode attention for engines whose own can be replaced; a step is `schedule`, then `decode`
+    for each layer in turn.
 
     Args:
-        value_dim: the size of a value, 256 at most.
+        value_dim: the size of a value, 1..256.
         statistics: whether statistics are emitted as well.
         options: those of `StatisticsPlan` but `chosen`: all heads have an output.
     """
@@ -108,7 +106,7 @@ class FusedDecodePlan(StatisticsPlan):
         options["tuning"] = options.get("tuning") or (TUNING_TOP if with_top else TUNING)
         super().__init__(**options)
         self.value_dim, self.statistics = value_dim, statistics
-        self.partial_values = self._floats(self.partial.shape[1], self.query_heads, value_dim)
+        self.partial_values = self._zeros(self.partial.shape[1], self.query_heads, value_dim)
 
     def decode(
         self,
@@ -123,29 +121,29 @@ class FusedDecodePlan(StatisticsPlan):
     ) -> None:
         """Attention of the scheduled rows in the step's next layer, with its statistics.
 
-        Values and output are free when the step goes on; the others must keep what they hold until
-        the layer is finished, as those of `StatisticsPlan.run`.
+        Values and output are not used after this call; the other tensors must keep their contents
+        until the layer is finished, as for `StatisticsPlan.run`.
 
         Args:
             query, keys, descale, sinks: as `StatisticsPlan.run` takes them.
-            values: of the keys' type, [slots, key_heads, value_dim], the last axis contiguous.
+            values: of the keys' type, [KV slots, key_heads, value_dim], the last axis contiguous.
             output: of the queries' type, [R, heads, value_dim], the last axis contiguous; written.
-                Rows that are not live, or have no keys, keep what they hold.
+                Padding rows and rows without keys keep what they hold.
             value_descale: float32[key_heads], what float8 values are multiplied by; None for 1.
 
         Raises:
             OptionError: shapes or types that do not fit the plan, or more layers than it has.
         """
-        rows, heads = self.steps.rows, self.query_heads
+        rows, heads = self.scheduled.num_rows, self.query_heads
         key_heads, depth = self.groups.key_heads, self.value_dim
         check(values, "values", [len(values), key_heads, depth], {keys.dtype})
         check(output, "output", [rows, heads, depth], {query.dtype})
         if value_descale is not None:
             check(value_descale, "value_descale", [key_heads], FLOAT32)
-        step = self.next_layer(
+        step = self._next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
-        self.launch_pass(step)
+        self._launch_pass(step)
         if rows:
             launch(
                 merge_values,
@@ -158,4 +156,4 @@ class FusedDecodePlan(StatisticsPlan):
                 VALUE_DESCALE=value_descale is not None,
                 num_warps=1,
             )
-        self.finish_if_full()
+        self._finish_if_full()

@@ -1,17 +1,15 @@
-"""What is left of some layers after their passes: their stretches merged, and the top k of heads.
+"""What follows the pass over the keys: the splits of each row and head merged, and its top k.
 
-One launch for all of these layers: small programs take the rows and heads of each in turns. They
-are so many that none has to be fast.
-
-Mathematics, for one row and query head, with m_i, L_i and S_i of its stretches (`decode_pass`):
+Mathematics, for one row and query head, with m_i, L_i and S_i of its splits (`key_pass`):
 
     m = max m_i;    L = sum L_i exp(m_i - m);    S = sum (S_i + L_i (m_i - m)) exp(m_i - m);
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
-The top k of a head is found in the `candidates` that the pass has kept: first its classes, then the
-stretches of these, then the second keys. Heads that may have more keys are noted for `read_again`.
+Heads with uncertain buckets are queued for `topk.rescan`; the top k of the others is final. One
+launch takes the rows and heads of all pending layers, in small programs: there are so many of them
+that none has to be fast.
 
-Tensors (A layers, R rows, H chosen query heads): those of `statistics` and `topk`, and
+Tensors (A layers, R rows, H chosen query heads): those of `plan` and `topk.plan`, and
     heads    int32[2, H]  the query head, and the key head that it reads
     arrived  int32[A, R]  how many heads of a row are merged; 0 between launches
 """
@@ -21,45 +19,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import ADDRESSES, LN_2, LOGSUMEXP, LOWEST, PARTIAL
-
-from .buckets import class_of, key_of_class
-from .schedule import program_of, told_position
-from .sort_key import (
-    NOTHING,
-    better,
-    first_of,
-    largest_of,
-    number_of,
-    smallest,
-    total,
-    value_of,
-    write_nothing,
-    write_top,
+from capture_kernels.constants import LN_2, LOGSUMEXP, LOWEST
+from capture_kernels.decode.step.layers import layer_sinks
+from capture_kernels.decode.step.schedule import (
+    COUNT,
+    is_split,
+    reported_position,
+    row_field,
+    row_splits,
 )
+from capture_kernels.decode.topk.merge import merge_top_k
+from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
 
-
-@triton.jit
-def stretches(block_ptr, rows, row, count_rows):
-    """A row's blocks, and the programs of its first and last stretch."""
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
-    first, last = tl.load(rows + 5 * count_rows + row), tl.load(rows + 6 * count_rows + row)
-    return begin, end, first, last
-
-
-@triton.jit
-def is_stretch(program_ptr, program, begin, end, last):
-    # A program may lie between and have had nothing to do.
-    there = program <= last
-    starts = tl.maximum(tl.load(program_ptr + program, mask=there, other=0), begin)
-    stops = tl.minimum(tl.load(program_ptr + program + 1, mask=there, other=0), end)
-    return starts < stops
+from .ranges import PARTIAL
 
 
 @triton.jit
 def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr):
-    """Of one head, from m and the sum over all real keys in units of ln 2, with learned sinks;
-    -inf where nothing was found."""
+    """Of one head, from m in units of ln 2 and the sum over all real keys, learned sink included;
+    -inf if the sum is 0."""
     logsumexp = (m + tl.log2(all_keys)) * LN_2
     if HAS_SINKS:
         learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
@@ -71,22 +49,20 @@ def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr
 
 
 @triton.jit
-def merge_head(
-    partial, rows, block_ptr, program_ptr, heads, sinks, per_head, row, number, count_rows,
-    HEADS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+def merge_splits(
+    partial, row_table, block_ptr, program_ptr, heads, sinks, per_head, row, number, num_rows,
+    HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one head. Returns its logsumexp: float32[1]."""
+    """Write the statistics of one row and head. Returns its logsumexp: float32[1]."""
     c = tl.arange(0, 32)
-    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
+    begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     m = tl.full([1], LOWEST, tl.float32)
     visible = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
     masses = tl.zeros([32], tl.float32)
-    for p in range(first, last + 1, AT_ONCE):
-        program = p + tl.arange(0, AT_ONCE)
-        there = is_stretch(program_ptr, program, begin, end, last)
+    for p in range(first, last + 1, MERGE_SPLITS):
+        program = p + tl.arange(0, MERGE_SPLITS)
+        there = is_split(program_ptr, program, begin, end, last)
         part = partial + ((program + row).to(tl.int64) * HEADS + number) * PARTIAL
         masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
         m_i = tl.load(part + 32, mask=there, other=LOWEST)
@@ -104,8 +80,8 @@ def merge_head(
     sink = tl.sum(tl.where(c == 26, masses, 0.0), 0)
     logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, number, HAS_SINKS)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
-    count = tl.load(rows + 4 * count_rows + row)
-    # Less than that has lost digits, or all: the largest key that was read weighs 1 or more.
+    count = row_field(row_table, COUNT, row, num_rows)
+    # The largest key that was read weighs 1 or more; beside it, 1e-30 has lost its digits, or all.
     valid = (tl.minimum(visible, binned) > 1e-30) & (count > 0)
     some = tl.where(valid, visible, 1.0)
     log_count = tl.log(tl.maximum(count, 2).to(tl.float32))
@@ -124,8 +100,8 @@ def merge_head(
 
 
 @triton.jit
-def count_in(per_head, mean, arrived, row, HEADS: tl.constexpr):
-    """Count one head of a row as merged; the last one brings the means."""
+def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
+    """Count a head of a row as merged; whoever counts the last one writes the row's means."""
     c = tl.arange(0, 32)
     # All threads have written before one of them counts.
     tl.debug_barrier()
@@ -135,148 +111,70 @@ def count_in(per_head, mean, arrived, row, HEADS: tl.constexpr):
         sums = tl.zeros([32], tl.float32)
         for h in range(0, HEADS, 32):
             each = h + lane
-            place = (row.to(tl.int64) * HEADS + each[:, None]) * 32 + c[None, :]
+            at = (row.to(tl.int64) * HEADS + each[:, None]) * 32 + c[None, :]
             there = (each < HEADS)[:, None]
-            # Other multiprocessors wrote it: not from this one's own cache.
-            loaded = tl.load(per_head + place, mask=there, other=0.0, cache_modifier=".cg")
+            # Other multiprocessors wrote this, so it must not come from this one's own cache.
+            loaded = tl.load(per_head + at, mask=there, other=0.0, cache_modifier=".cg")
             sums += tl.sum(loaded, 0)
         # Column 28 is 1 for each head that is valid.
         out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
         tl.store(mean + row * 32 + c, tl.where(c > 28, 0.0, out))
 
 
-@triton.jit
-def top_head(
-    candidates, rows, block_ptr, program_ptr, row, number, count_rows, programs,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CLASSES: tl.constexpr,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """The top k of one head, packed: int64[SIZE]; and the classes that may have more of it, as
-    program * CLASSES + class: int32[SIZE], else -1."""
-    # PARTS stretches are looked at at once; in the end, so many times as many.
-    TURNS: tl.constexpr = 8
-    begin, end, first, last = stretches(block_ptr, rows, row, count_rows)
-    of_head = candidates + (row.to(tl.int64) * HEADS + number) * (2 * CLASSES)
-    part = tl.arange(0, PARTS)
-    # The first classes of all stretches together;
-    if CLASSES == SIZE:
-        which = tl.arange(0, CLASSES)
-        some = which >= 0
-    else:
-        every = tl.arange(0, CLASSES)[None, :]
-        largest = tl.full([CLASSES], NOTHING, tl.int64)
-        for p in range(first, last + 1, PARTS):
-            there = is_stretch(program_ptr, p + part, begin, end, last)[:, None]
-            each, _ = key_of_class(
-                of_head, program_ptr, (p + part)[:, None], every, there, begin, 0, HEADS, TILE,
-                TILES, CLASSES,
-            )  # fmt: skip
-            largest = tl.maximum(largest, tl.max(each, 0))
-        best = largest_of(largest, CLASSES, SIZE)
-        which, some = class_of(number_of(best), TILE, CLASSES), best > NOTHING
-    # of these, the first ones of every PARTS-th stretch together;
-    largest = tl.full([SIZE, PARTS], NOTHING, tl.int64)
-    for p in range(first, last + 1, PARTS):
-        there = is_stretch(program_ptr, p + part, begin, end, last)[None, :]
-        each, _ = key_of_class(
-            of_head, program_ptr, (p + part)[None, :], which[:, None], there & some[:, None], begin,
-            0, HEADS, TILE, TILES, CLASSES,
-        )  # fmt: skip
-        largest = tl.maximum(largest, each)
-    best = largest_of(largest, SIZE * PARTS, SIZE)
-    # and of these, those of each stretch.
-    blocks = tl.load(block_ptr + count_rows)
-    share, larger = blocks // programs, blocks % programs
-    if last - first >= PARTS:
-        program = program_of(begin + number_of(best) // (TILE * TILES), share, larger)
-        program = first + (program - first) % PARTS
-        which = class_of(number_of(best), TILE, CLASSES)
-        some = best > NOTHING
-        best = tl.full([SIZE], NOTHING, tl.int64)
-        for p in range(0, last + 1 - first, PARTS * TURNS):
-            turn = program[:, None] + p + PARTS * tl.arange(0, TURNS)[None, :]
-            there = is_stretch(program_ptr, turn, begin, end, last) & some[:, None]
-            each, _ = key_of_class(
-                of_head, program_ptr, turn, which[:, None], there, begin, 0, HEADS, TILE, TILES,
-                CLASSES,
-            )  # fmt: skip
-            best = better(best, each, SIZE * TURNS, SIZE)
-
-    which = class_of(number_of(best), TILE, CLASSES)
-    program = program_of(begin + number_of(best) // (TILE * TILES), share, larger)
-    second, others = key_of_class(
-        of_head, program_ptr, program, which, best > NOTHING, begin, 1, HEADS, TILE, TILES, CLASSES
-    )
-    best = first_of(best, second, SIZE)
-    last_of_all = smallest(best, SIZE)
-    doubtful = (second > NOTHING) & (second >= last_of_all)
-    doubtful &= (others > float("-inf")) & (others >= value_of(last_of_all))
-    return best, tl.where(doubtful, program * CLASSES + which, -1)
-
-
-@triton.jit(do_not_specialize=["count_rows", "first_layer", "layers"])
+@triton.jit(do_not_specialize=["num_rows", "first_layer", "layers"])
 def finish(
-    partial, rows, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived, candidates,
-    found, doubts, waiting, positions, tops, masses, count_rows, programs, first_layer, max_rows,
-    layers,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CLASSES: tl.constexpr,
-    PARTS: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    partial, row_table, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived,
+    candidates, uncertain_tops, uncertain_buckets, rescan_queue, positions, top_values, top_mass,
+    num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
+    """Programs take the rows and heads of all pending layers in turns."""
     c = tl.arange(0, 32)
-    for turn in range(tl.program_id(0), layers * count_rows * HEADS, tl.num_programs(0)):
-        # A tensor, which the interpreter does not make of it.
+    for turn in range(tl.program_id(0), layers * num_rows * HEADS, tl.num_programs(0)):
+        # A tensor, which the interpreter would not make of it.
         item = tl.full([], 0, tl.int32) + turn
-        number, row = item % HEADS, item // HEADS % count_rows
-        slot = (item // HEADS // count_rows).to(tl.int64)
-        # Of all rows and heads, as they lie in the slots and in the answers.
-        in_slot, in_answer = slot * max_rows, (first_layer + slot) * max_rows
-        place = (in_answer + row) * HEADS + number
+        number, row = item % HEADS, item // HEADS % num_rows
+        layer = (item // HEADS // num_rows).to(tl.int64)
+        # The layer's first row in the workspaces, and in the answers.
+        kept_row, answer_row = layer * max_rows, (first_layer + layer) * max_rows
+        line = (answer_row + row) * HEADS + number
         begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
         if begin == end:
-            # Not asked for: there is nothing to merge or to wait for.
+            # A disabled row: there is nothing to merge or to wait for.
             nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
-            tl.store(per_head + place * 32 + c, nothing)
+            tl.store(per_head + line * 32 + c, nothing)
             if number == 0:
-                tl.store(mean + (in_answer + row) * 32 + c, tl.zeros([32], tl.float32))
+                tl.store(mean + (answer_row + row) * 32 + c, tl.zeros([32], tl.float32))
             if K:
-                write_nothing(place, positions, tops, masses, K, SIZE)
+                write_nothing(line, positions, top_values, top_mass, K, SIZE)
         else:
             sinks = partial
             if HAS_SINKS:
-                sinks = tl.load(addresses + slot * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
-            of_stretches = slot * (programs + max_rows) * HEADS
-            logsumexp = merge_head(
-                partial + of_stretches * PARTIAL, rows, block_ptr, program_ptr, heads, sinks,
-                per_head + in_answer * (HEADS * 32), row, number, count_rows, HEADS, AT_ONCE,
+                sinks = layer_sinks(addresses, layer)
+            first_split = layer * (programs + max_rows) * HEADS
+            logsumexp = merge_splits(
+                partial + first_split * PARTIAL, row_table, block_ptr, program_ptr, heads, sinks,
+                per_head + answer_row * (HEADS * 32), row, number, num_rows, HEADS, MERGE_SPLITS,
                 HAS_SINKS,
             )  # fmt: skip
             if K:
-                best, doubtful = top_head(
-                    candidates + of_stretches * (2 * CLASSES), rows, block_ptr, program_ptr, row,
-                    number, count_rows, programs, HEADS, TILE, TILES, CLASSES, PARTS, SIZE,
+                best, uncertain = merge_top_k(
+                    candidates + first_split * (2 * BUCKETS), row_table, block_ptr, program_ptr,
+                    row, number, num_rows, programs, HEADS, TILE, TILES, BUCKETS, TOP_SPLITS, SIZE,
                 )  # fmt: skip
-                if tl.max(total(tl.where(doubtful >= 0, 1.0, 0.0), SIZE), 0) > 0:
-                    lane = ((in_slot + row) * HEADS + number) * SIZE + tl.arange(0, SIZE)
-                    tl.store(found + lane, best)
-                    tl.store(doubts + lane, tl.topk(doubtful, SIZE))
-                    tl.store(waiting + 1 + tl.atomic_add(waiting, 1), item)
+                if tl.max(total(tl.where(uncertain >= 0, 1.0, 0.0), SIZE), 0) > 0:
+                    lane = ((kept_row + row) * HEADS + number) * SIZE + tl.arange(0, SIZE)
+                    tl.store(uncertain_tops + lane, best)
+                    tl.store(uncertain_buckets + lane, tl.topk(uncertain, SIZE))
+                    tl.store(rescan_queue + 1 + tl.atomic_add(rescan_queue, 1), item)
                 else:
-                    position = told_position(rows, row, count_rows)
+                    position = reported_position(row_table, row, num_rows)
                     write_top(
-                        best, place, position, logsumexp, positions, tops, masses, K, SIZE, False
-                    )
-            count_in(
-                per_head + in_answer * (HEADS * 32), mean + in_answer * 32, arrived + in_slot, row,
-                HEADS,
+                        best, line, position, logsumexp, positions, top_values, top_mass, K, SIZE,
+                        False,
+                    )  # fmt: skip
+            count_merged_head(
+                per_head + answer_row * (HEADS * 32), mean + answer_row * 32, arrived + kept_row,
+                row, HEADS,
             )  # fmt: skip

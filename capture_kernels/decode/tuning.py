@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-
 from capture_kernels.launch import LARGEST_GROUP, LEAST_GROUP
 
-# Shared memory that stages of keys may take beyond the first five, and the largest tile for which
-# there is room for more than three.
+# Shared memory that pipeline stages beyond the fifth may take, and the largest tile of which more
+# than three stages have room.
 STAGED_BYTES, LARGEST_TILE_BYTES = 80 << 10, 64 << 10
 
 
@@ -20,30 +18,28 @@ class Tuning(NamedTuple):
     warps: int = 2
     stages: int = 5
     programs_a_processor: int = 4
-    key_heads: int = 1  # whose keys are one product's, at most
+    key_heads: int = 1  # the most key heads joined in one product
 
     def stages_of(self, tile_bytes: int) -> int:
-        """Stages that have room where a tile of keys, and values, takes so much shared memory."""
+        """Pipeline stages that have room, for tiles of keys (and values) of so many bytes."""
         if tile_bytes > LARGEST_TILE_BYTES:
             return 3
         return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
 
 
-# Two key heads make up a product together, where their query heads have room in it: less is done
-# for each byte that is read.
+# Two key heads in one product, if it has room for their query heads: fewer products for each byte.
 PAIRS = Tuning(programs_a_processor=2, key_heads=2)
-# Smaller programs begin and end sooner. More heads on a key head take more threads: of what is kept
-# of each place and head, few have room in the registers of one.
+# Smaller programs start and end sooner.
 SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
+# More query heads on a key head need more threads: each lane and head takes registers.
 MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
 MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
-# With a top k, how many small programs a row must have, at least and fewer than, or at least. With
-# fewer, too little is kept of a row; with a number between, each place of a tile is not kept for
-# itself (`candidates`), which costs small programs more.
-FEW, MANY = (2, 5), 64
-# The same where logits are written, which larger programs do faster.
+# With a top k, SMALL is taken if a row has 2 to 4, or 64 or more, of its programs. With fewer, too
+# little is kept of the row; in between, buckets of several lanes cost small programs more.
+FEW_PROGRAMS, MANY_PROGRAMS = (2, 5), 64
+# The second bound if logits are written, which larger programs do faster.
 MANY_WITH_LOGITS = 16
-# Of a longer row, what so many programs keep would take more than a megabyte.
+# Of a longer row, SMALL's programs would keep more than a megabyte.
 LONGEST_IN_SMALL = 1 << 17
 
 
@@ -56,8 +52,15 @@ def tuning_for(
     programs_a_row: float,
     pairs: bool,
 ) -> Tuning:
-    """By timing some on an H200; not every shape was tried. `block_h` heads are looked at together,
-    so many small programs would have a row, and `pairs` of key heads may be looked at together."""
+    """The fastest of those timed on an H200; not every shape was tried.
+
+    Args:
+        top_k: the larger of the heads' and the mean's.
+        has_mean: whether the head mean is made, and so logits are written.
+        block_h: query heads of a product.
+        programs_a_row: programs of SMALL for each row.
+        pairs: whether key heads may be joined.
+    """
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
@@ -69,19 +72,10 @@ def tuning_for(
     elif head_dim > 128 or not (top_k or has_mean):
         chosen = SMALL
     else:
-        small = programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY)
-        small |= FEW[0] <= programs_a_row < FEW[1] and not has_mean
+        small = programs_a_row >= (MANY_WITH_LOGITS if has_mean else MANY_PROGRAMS)
+        small |= FEW_PROGRAMS[0] <= programs_a_row < FEW_PROGRAMS[1] and not has_mean
         chosen = SMALL if small and max_length <= LONGEST_IN_SMALL else Tuning()
     if head_dim > 128:
         # Tiles are twice as large: half as many programs have room.
         return chosen._replace(programs_a_processor=chosen.programs_a_processor // 2)
     return chosen
-
-
-def split_dims(head_dim: int) -> tuple[int, int]:
-    """Powers of two, 16 at least, that make up a head's size together, so that nothing is read or
-    multiplied for what lies beyond: two where these are fewer dims than one has."""
-    whole = max(16, triton.next_power_of_2(head_dim))
-    half = whole // 2
-    rest = max(16, triton.next_power_of_2(head_dim - half)) if half >= 16 else whole
-    return (half, rest) if rest < half else (whole, 0)

@@ -1,19 +1,18 @@
 """Fingerprints from queries and keys, in plain torch operations on any device.
 
-`plan_rows` says what is asked of some rows; `layer_statistics` gives, for each of these rows of one
-layer, the statistics of `fingerprint.fingerprint` without keeping a [T, T] tensor: rows are worked
-through in chunks of bounded scratch memory. `combine` then makes vectors of the captured layers.
+`plan_rows` works out what all layers share: the keys and edges of each row. `layer_statistics`
+takes the statistics of these rows in one layer without a [T, T] tensor, in chunks of bounded
+scratch memory. `combine` makes vectors of the captured layers.
 
 Mathematics. With the logits x_j of one head in float32, and V the visible keys of a row,
 
     lse = logsumexp over V of x;   p_j = exp(x_j - lse);   entropy = -sum p ln p / ln n,
 
-so a row is renormalised over its visible keys in log space and never divides 0 by 0, however little
-mass they had: a row whose visible mass underflows in a softmax (which `fingerprint.fingerprint`
-cannot describe) still has its exact statistics here. Learned sinks are in the denominator of every
-p_j alike, so they cancel, in the sink mass as well, and are no argument. Bands and bins are all
-masses of contiguous ranges of keys: differences of one cumulative sum of the mean over heads,
-taken at a few edges per row.
+so a row is renormalised over its visible keys in log space and never divides 0 by 0. A row whose
+visible mass underflows in a softmax, which `vector.fingerprint` cannot describe, still has exact
+statistics here. Learned sinks are in the denominator of every p_j alike, so they cancel, in the
+sink mass as well, and are not an argument. Bands and bins are masses of contiguous ranges of keys:
+differences of one cumulative sum of the mean over heads, taken at a few edges per row.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .vector import (
     Visibility,
 )
 
-# What a CPU's cache holds, and what keeps a GPU busy.
+# As much as a CPU's cache holds, and enough to keep a GPU busy.
 CPU_SCRATCH_BYTES = 8 << 20
 GPU_SCRATCH_BYTES = 256 << 20
 # Entropy is divided by ln n; one key has none, and 0 / ln 2 = 0.
@@ -46,7 +45,7 @@ _LN_2 = math.log(2.0)
 
 
 class LayerStatistics(NamedTuple):
-    """What R rows of one layer did, each a mean over the chosen heads, on the queries' device.
+    """Statistics of R rows of one layer, means over the chosen heads, on the queries' device.
 
     A row that sees no key holds finite numbers without meaning; `combine` drops it.
     """
@@ -71,13 +70,13 @@ class _Chunk(NamedTuple):
     low: int
     high: int
     hidden: Tensor  # bool[r, high - low]: not visible
-    no_sink: Tensor | None  # bool[r, s]: of the first s keys, those that are no sink that counts
+    no_sink: Tensor | None  # bool[r, s]: of the first s keys, all but real sink tokens
     edges: Tensor  # int64[r, E], from 0 at `low`
     log_count: Tensor  # float32[r]: ln n
 
 
 class RowPlan:
-    """What is asked of R rows, worked out once for all the layers that share it (`plan_rows`)."""
+    """The keys and edges of R rows, worked out once for all layers that share them."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class RowPlan:
         self.layout, self.key_offset, self.device = layout, key_offset, device
         self.sink_tokens = visibility.sink_tokens
         visible = _first_visible(position, visibility)
-        # A row that sees nothing looks at itself, so that its numbers stay finite.
+        # A row that sees no key is given its own, so that its numbers stay finite.
         start = torch.minimum(visible, position)
         count = position - start + 1
         edges = _edges(position, start, count, layout)
@@ -160,11 +159,11 @@ def plan_rows(
     first_keys: Tensor | None = None,
     key_offset: int = 0,
 ) -> RowPlan:
-    """What is asked of some rows, for `layer_statistics`.
+    """The keys and edges of some rows, for `layer_statistics`.
 
     Args:
-        positions: int64[R], the logical position of each query. Kept on the host it costs no wait
-            for the device.
+        positions: int64[R], the logical position of each query. On the host, nothing waits for the
+            device.
         device: where the queries and keys are.
         layout: which bands and which shape histogram to take.
         visibility: which keys a fingerprint describes.
@@ -201,7 +200,7 @@ def layer_statistics(
     Args:
         query: float[R, H, D], any float type and strides; computed in float32.
         key: float[T, Hkv, D] on the same device; H is a multiple of Hkv.
-        plan: what is asked of these rows.
+        plan: that of these rows.
         scale: what q . k is multiplied by.
         heads: the query heads to average over; None for all.
         soft_cap: the bound that tanh puts on the logits; None for none.
@@ -255,8 +254,8 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
 
     Args:
         layers: at least one; all of the same rows and layout.
-        plan: what was asked of these rows; where layers differ in what the model lets them see,
-            any of their plans.
+        plan: that of these rows; if layers differ in the keys that the model lets them see, any of
+            theirs.
     """
     parts = [
         torch.stack([layer.bands for layer in layers]).mean(0),
@@ -269,7 +268,7 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
     vector = torch.cat(parts, dim=1)
     assert vector.shape[1] == DIMENSIONS
     sink_mass = torch.stack([layer.sink_mass for layer in layers]).mean(0)
-    # where, not a product: a row that sees nothing must not leave a NaN behind.
+    # `where`, not a product, which would keep the NaN of a row without keys.
     zero, valid = torch.zeros((), device=plan.device), plan.valid
     return Vectors(
         torch.where(valid[:, None], vector, zero), torch.where(valid, sink_mass, zero), valid
@@ -375,7 +374,7 @@ class _HeadGroups(NamedTuple):
 
 
 def _head_groups(chosen: Sequence[int], heads: int, key_heads: int) -> _HeadGroups:
-    """How the chosen query heads read the key heads; OptionError for a head that is none."""
+    """How the chosen query heads read the key heads; OptionError for an unknown head."""
     if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= h < heads for h in chosen):
         raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {list(chosen)}")
     per_key = max(1, heads // key_heads)
@@ -390,6 +389,6 @@ def _head_groups(chosen: Sequence[int], heads: int, key_heads: int) -> _HeadGrou
 
 def _depth_weights(layers: int) -> Tensor:
     """`fingerprint.at_depths` as a matrix: float32[L, 8]."""
-    place = torch.arange(DEPTHS, dtype=torch.float64) * (layers - 1) / (DEPTHS - 1)
-    distance = (place[None, :] - torch.arange(layers, dtype=torch.float64)[:, None]).abs()
+    depth = torch.arange(DEPTHS, dtype=torch.float64) * (layers - 1) / (DEPTHS - 1)
+    distance = (depth[None, :] - torch.arange(layers, dtype=torch.float64)[:, None]).abs()
     return (1.0 - distance).clamp(min=0.0).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Exact attention rows in float64: the truth that every kernel is tested against. NumPy only.
+"""Exact attention rows in float64: the reference of every kernel's tests. NumPy only.
 
 For the query at logical position t and the keys j the model lets it see,
 
@@ -8,8 +8,8 @@ For the query at logical position t and the keys j the model lets it see,
 where a learned sink adds to the denominator only. It is written for reading, not for speed: it
 makes the whole [R, H, T] in memory.
 
-`decode_statistics` is what the decode kernels say of one such row, before and after its heads are
-averaged. It subtracts logarithms and divides no masses, which a huge sink can make underflow.
+`decode_statistics` has what the decode kernels compute of one row, per head and as means. It
+subtracts logarithms instead of dividing masses, which underflow beside a huge sink.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def attention_rows(
         positions: int[R], the logical position of each query, in 0..T-1; a query sees the keys up
             to its own position.
         soft_cap: the bound that tanh puts on the logits; None for none.
-        sinks: float[H], a logit for each head that adds to the denominator and is no key, so that
-            a row may sum to less than 1.
+        sinks: float[H], a logit for each head that is in the denominator only, so that a row may
+            sum to less than 1.
         window: the model's own sliding window, the query's own key included; 0 for none.
 
     Raises:
@@ -83,7 +83,7 @@ def attention_rows(
 
 
 class DecodeStatistics(NamedTuple):
-    """What one query row did, per query head: the truth of the decode kernels.
+    """Statistics of one query row, per query head: the reference of the decode kernels.
 
     Real keys are those that the row sees and that are neither masked nor outside a window; sink
     tokens are among them. Visible keys are the real ones without the sink tokens; entropy, bins and
@@ -96,7 +96,7 @@ class DecodeStatistics(NamedTuple):
     logsumexp: NDArray[np.float64]  # float64[H], natural: real keys and the learned sink
     entropy: NDArray[np.float64]  # float64[H], in [0, 1]: -sum p ln p / ln n, 0 where n = 1
     hist: NDArray[np.float64]  # float64[H, 16], log2 bins of distance (`log2_bins`)
-    places: NDArray[np.float64]  # float64[H, 8], relative place, oldest first (`place_bins`)
+    places: NDArray[np.float64]  # float64[H, 8], relative position, oldest first (`place_bins`)
     bands_log16: NDArray[np.float64]  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
     bands_layered: NDArray[np.float64]  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
     sink_mass: NDArray[np.float64]  # float64[H], the sink tokens' share of the real keys' mass
@@ -135,7 +135,7 @@ def decode_statistics(
         position: t, the query's logical position; -1 for a row without keys.
         visibility: which keys a fingerprint describes.
         soft_cap: the bound that tanh puts on the logits; None for none.
-        sinks: float[H], a logit for each head that adds to the denominator and is no key.
+        sinks: float[H], a logit for each head that is in the denominator only.
         window: the model's own sliding window, the query's own key included; 0 for none.
         top_k: how many real keys of the largest logits to name, per head; of equals, those of lower
             position first.

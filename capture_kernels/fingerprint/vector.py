@@ -1,8 +1,8 @@
-"""Fingerprints: what one attention row did, in 20 numbers (DESIGN.md section 2). NumPy only.
+"""Fingerprints: one attention row in 20 numbers (DESIGN.md section 2). NumPy only.
 
 A row is the exact softmax of one query at logical position t over the keys j = 0..t. With the
-offset d = t - j, a fingerprint says how far back the row looked (`hist`, and its three bands), and
-how widely (`entropy`). Statistics are taken per head and then averaged over the heads.
+offset d = t - j, a fingerprint holds how far back the row attends (`hist` and three bands) and how
+widely (`entropy`). Statistics are taken per head and then averaged over the heads.
 
 The visible keys of a row are always the contiguous range [start, t]: the masked prefix and the sink
 tokens lie before it, and a window cuts it from below. `Visibility` computes `start` for all.
@@ -63,7 +63,7 @@ class Visibility:
 
     Args:
         sink_tokens: how many tokens at the start of the sequence are kept apart as `sink_mass`.
-        mask_prefix: how many tokens at the start of the sequence are never looked at (privacy).
+        mask_prefix: how many tokens at the start of the sequence are hidden (privacy).
         window: only the last `window` keys count, the query's own included; 0 means all.
     """
 
@@ -101,7 +101,7 @@ def log2_bins(offsets: ArrayLike) -> NDArray[np.int64]:
 
 
 def place_bins(count: int) -> NDArray[np.int64]:
-    """Bin of relative place of each of `count` visible keys, oldest first: int64[count] in 0..7."""
+    """Bin of each visible key's relative position, oldest first: int64[count] in 0..7."""
     # (rank + 0.5) / count * 8, in whole numbers so that no edge depends on rounding.
     return (2 * np.arange(count) + 1) * PLACE_BINS // (2 * count)
 

@@ -63,8 +63,8 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
     E[1] the slope, which each row has that looks less the farther back; only the bins that the
     context reaches count, for otherwise the edge of the context is the largest wave.
 
-    Chosen among shares of this kind by how well it tells counting, table and code prompts of the
-    demo model from prose, on half of the requests. On the other half, at positions >= 64, the AUC
+    Chosen among shares of this kind by how well it separates counting, table and code prompts of
+    the demo model from prose, on half of the requests. On the other, at positions >= 64, the AUC
     within octaves of the position is 0.78 for its last layer (counting 0.88, table 0.88, code 0.60)
     and 0.77 for the mean of its layers 1 to 3 (0.77, 0.93, 0.59). It depends on the layer: layer 2
     alone has 0.48, which is chance, and prose above 0.6 as often as code. Measured by
@@ -78,7 +78,7 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
     bases = xp.asarray(RIPPLE_BASES[bins])
     masses = xp.maximum(vectors[:, 4 : 4 + bins], 0)
     reach = bins - (masses[:, ::-1] > 0).argmax(axis=1)
-    # In units of the largest, so that no square leaves float32 and one bound tells a constant.
+    # In units of the largest, so that no square leaves float32 and one bound detects a constant.
     peak = masses.max(axis=1, keepdims=True)
     amplitudes = xp.sqrt(masses / xp.where(peak > 0, peak, 1))
     shares = xp.zeros(len(masses), np.float32)

@@ -1,4 +1,5 @@
-"""Records in device memory: the ring, its reader, and the kernel that appends a step to it.
+"""Records in device memory: `ring` and its reader on the host, and `append`, which writes a step.
 
-May import `capture_kernels.decode` and `capture_kernels.fingerprint`; needs torch (append: triton).
+May import `capture_kernels.decode`, `fingerprint`, `constants` and `errors`. `ring` needs torch,
+`append` triton as well.
 """

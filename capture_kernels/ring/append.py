@@ -1,21 +1,18 @@
-"""One launch a step that turns statistics into fingerprint records in the ring (`buffers`).
+"""One launch a step that turns statistics into fingerprint records in the ring.
 
 Mathematics, for one row with the statistics s_l of its L captured layers (means over heads):
 
     log16    hist = mean_l hist_l;  local, mid, long = hist[0:3].sum(), [3:8].sum(), [8:16].sum();
              entropy = mean_l entropy_l
     layered  local, mid = mean_l mass_l(d < 10), mean_l mass_l(10 <= d < 100);  long is the rest;
-             entropy and places = mean_l of each;  depth i of 0..7 = sum_l w_il entropy_l with
-             w_il = max(0, 1 - |i (L - 1) / 7 - l|), as `fingerprint.at_depths` interpolates
+             entropy and position bins = mean_l of each;  depth i of 0..7 = sum_l w_il entropy_l
+             with w_il = max(0, 1 - |i (L - 1) / 7 - l|), as `fingerprint.at_depths` interpolates
 
-so each of the 20 numbers is a weighted sum over the layers of one column of the statistics, but for
-the bands, which are sums of those. A record for each layer is the same with L = 1.
+So each of the 20 numbers is a weighted sum over the layers of one column of the statistics, except
+the bands, which are sums of those. A record per layer is the same with L = 1.
 
-Tensors (R rows, L layers), beside the ring's:
-    statistics  float32[L, R, 32]  `statistics` of each captured layer: 0-15 log2 bins; 16-23
-                                   relative places, oldest first; 24 mass at d < 10; 25 at
-                                   10 <= d < 100; 26 sink mass; 27 entropy; 28 whether the row has a
-                                   visible key, 1 or 0
+Tensors (R rows, L layers), beside those of `ring`:
+    statistics  float32[L, R, 32]  `mean` of each captured layer, with the columns of `decode.plan`
 """
 
 from __future__ import annotations
@@ -28,41 +25,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.decode.decode_pass import COLUMNS
+from capture_kernels.constants import COLUMNS
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
 
-from . import ring as buffers
+from . import ring as ring_module
 from .ring import Ring
 
 # `layer` of a record that is the mean over the captured layers.
 MEAN_LAYER = -1
 COMMITTED, CLAIMED, DONE = (
-    tl.constexpr(place) for place in (buffers.COMMITTED, buffers.CLAIMED, buffers.DONE)
+    tl.constexpr(index) for index in (ring_module.COMMITTED, ring_module.CLAIMED, ring_module.DONE)
 )
 # Rows whose flags are read at a time, and numbers of statistics that a program holds at a time.
 SCAN = 1024
 TILE_NUMBERS = 2048
-# Each of them reads all rows' flags, so no more than this.
+# Every program reads all rows' flags, so they are few.
 MAX_PROGRAMS = 16
 WARPS = 4
-# A few programs leave most of the device free: better their registers than spilled ones.
+# So few programs may use many registers each, which saves them from spilling.
 REGISTERS = 192
 
 
 @triton.jit
 def _is_recorded(
-    item,
-    items,
-    statistics,
-    position,
-    enabled,
-    layer_stride,
-    LAYERS: tl.constexpr,
-    PER_LAYER: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
-    """Which of some records-to-be are asked for, and see a key in all of their layers."""
+    item, items, statistics, position, enabled, layer_stride, LAYERS: tl.constexpr,
+    PER_LAYER: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Which items have a record: enabled, and with a visible key in all of their layers."""
     recorded = item < items
     row = item // LAYERS if PER_LAYER else item
     recorded = recorded & (tl.load(enabled + row, mask=recorded, other=0) != 0)
@@ -70,7 +60,7 @@ def _is_recorded(
     valid = statistics + row.to(tl.int64) * 32 + 28
     if PER_LAYER:
         layer = (item % LAYERS).to(tl.int64)
-        # Not `== 0`: a NaN is no 1 either.
+        # Not `!= 0`, which a NaN would pass.
         recorded = recorded & (
             tl.load(valid + layer * layer_stride, mask=recorded, other=0.0) > 0.5
         )
@@ -88,29 +78,12 @@ def _is_recorded(
 
 @triton.jit(do_not_specialize=["rows", "layer_stride"])
 def append_records(
-    statistics,
-    position,
-    handle,
-    phase,
-    enabled,
-    live,
-    layer_numbers,
-    slots,
-    state,
-    rows,
-    layer_stride,
-    LAYERS: tl.constexpr,
-    PER_LAYER: tl.constexpr,
-    LAYERED: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SCAN_ROWS: tl.constexpr,
-    SCAN_ITEMS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
-    rows = tl.minimum(tl.load(live), rows)
+    statistics, position, handle, phase, enabled, num_active, layer_numbers, slots, state, rows,
+    layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
+    LAYOUT: tl.constexpr, CAPACITY: tl.constexpr, SCAN_ROWS: tl.constexpr, SCAN_ITEMS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    rows = tl.minimum(tl.load(num_active), rows)
     asked = tl.full([], 0, tl.int32)
     begin = tl.full([], 0, tl.int32)
     while begin < rows:
@@ -121,8 +94,8 @@ def append_records(
     if asked == 0:
         return
 
-    # An item is a record-to-be: a row, or a row's layer. Programs share them out in order, and
-    # each counts all of them, so that record numbers are in the order of the items.
+    # An item may become a record: a row, or a row's layer. Programs share them out in order, and
+    # each counts the records of all of them, so that record numbers follow the order of the items.
     group: tl.constexpr = 1 if PER_LAYER else LAYERS
     items = rows * LAYERS if PER_LAYER else rows
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -145,7 +118,7 @@ def append_records(
     if total == 0:
         return
 
-    # `committed` stands still until every program of this launch is done.
+    # `committed` does not change until every program of this launch is done.
     start = tl.load(state + COMMITTED)
     first = start + before
     seq = slots.to(tl.pointer_type(tl.int64))
@@ -157,8 +130,8 @@ def append_records(
         begin += LANES
     tl.debug_barrier()
     claimed = tl.atomic_max(state + CLAIMED, start + total, sem="acq_rel", scope="sys")
-    # It was `start` or more; the smaller of the two is `start`, but no record's address, and so no
-    # record, can be written before the claim has been answered.
+    # The claim returned `start` or more, so the minimum is `start`. But the records' addresses now
+    # depend on it, and so no record can be written before the claim has been answered.
     first = tl.minimum(claimed, start) + before
     tl.debug_barrier()
 
@@ -201,7 +174,7 @@ def append_records(
                 & is_loaded[None, None, :],
                 other=0.0,
             )
-            # In sevenths, whole numbers: a captured layer at one of the depths has all the weight.
+            # In whole sevenths: a captured layer exactly at one of the depths has all the weight.
             away = tl.abs(depth[None, :] * (group - 1) - 7 * layer[:, None])
             near = tl.maximum(7 - away, 0).to(tl.float32) * (1.0 / 7.0)
             weight = tl.where(depth[None, :] < 0, 1.0 / group, near)
@@ -239,14 +212,14 @@ def append_records(
         )
         begin += BLOCK
 
-    # Every thread has written its part of the records before any of them gets its seq.
+    # All threads have written the records before any of these gets its seq.
     first = tl.minimum(claimed, start) + before
     tl.debug_barrier()
     begin = tl.full([], 0, tl.int32)
     while begin < count:
         number = first + begin + lane
-        place = seq + (number & (CAPACITY - 1)) * 16
-        tl.atomic_xchg(place, number + 1, mask=begin + lane < count, sem="release", scope="sys")
+        at = seq + (number & (CAPACITY - 1)) * 16
+        tl.atomic_xchg(at, number + 1, mask=begin + lane < count, sem="release", scope="sys")
         begin += LANES
     tl.debug_barrier()
     done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
@@ -256,30 +229,30 @@ def append_records(
 
 
 class StepRows(NamedTuple):
-    """What the rows of a step are, on the ring's device; row r is that of `statistics[:, r]`."""
+    """The rows of a step, on the ring's device; row r is that of `statistics[:, r]`."""
 
-    position: Tensor  # int32 or int64[R]: t; -1 for a row that is not asked for
+    position: Tensor  # int32 or int64[R]: t; -1 for a row without a record
     handle: Tensor  # int64[R]: the engine's number of the request
     phase: Tensor  # uint8[R]: as the record's, an index in prompt, think, output
-    enabled: Tensor  # uint8 or bool[R]: which rows are asked for
-    live: Tensor  # int32[1]: how many of the first rows are real; the rest are never read
+    enabled: Tensor  # uint8 or bool[R]: which rows to record
+    num_active: Tensor  # int32[1]: so many first rows are requests; the padding rows are not read
 
 
 class AppendPlan:
-    """One launch a step that writes the records of the rows which were asked for.
+    """One launch a step that writes the records of the enabled rows.
 
     Records of a step are in the order of the rows, and of one row in the order of the layers. A row
-    that is not asked for, or sees no key in one of its layers, takes no slot; where nobody asked,
-    every program ends after it has read the flags. `run` allocates nothing, copies nothing and
-    waits for nothing, so that a CUDA graph can hold it: the next slot is counted on the device.
-    Runs on one ring must follow one another (one stream).
+    that is disabled, or sees no key in one of its layers, takes no ring slot; if all are disabled,
+    every program ends after reading the flags. `run` neither allocates, copies nor waits, so that a
+    CUDA graph can hold it: the next ring slot is counted on the device. Runs on one ring must
+    follow one another (one stream).
 
     Args:
         ring: where the records go.
         max_rows: the most rows of a step.
         layers: the model's numbers of the captured layers, shallowest first.
         layout: what a vector means.
-        per_layer: make a record of each layer in place of one of their mean.
+        per_layer: make a record of each layer, not one of their mean.
 
     Raises:
         OptionError: no layers, layer numbers beyond int16, or a step of more records than the ring
@@ -317,7 +290,7 @@ class AppendPlan:
         Args:
             statistics: float32[L, R, 32] of the step's rows in each captured layer; rows next to
                 one another, layers at any distance.
-            rows: what these rows are.
+            rows: the rows of the step.
 
         Raises:
             OptionError: shapes or types that do not fit the plan.
@@ -341,23 +314,15 @@ class AppendPlan:
             ("handle", rows.handle, (torch.int64,)),
             ("phase", rows.phase, (torch.uint8,)),
             ("enabled", rows.enabled, (torch.uint8, torch.bool)),
-            ("live", rows.live, (torch.int32,)),
+            ("num_active", rows.num_active, (torch.int32,)),
         ):
             if tensor.dtype not in types or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise OptionError(f"{name} must be contiguous {' or '.join(map(str, types))}[R]")
         if count == 0:
             return
         append_records[(self._programs,)](
-            statistics,
-            rows.position,
-            rows.handle,
-            rows.phase,
-            rows.enabled.view(torch.uint8),
-            rows.live,
-            self._layer_numbers,
-            self.ring.slots,
-            self.ring.state,
-            count,
+            *(statistics, rows.position, rows.handle, rows.phase, rows.enabled.view(torch.uint8)),
+            *(rows.num_active, self._layer_numbers, self.ring.slots, self.ring.state, count),
             statistics.stride(0),
             LAYERS=layers,
             PER_LAYER=self.per_layer,

@@ -1,20 +1,20 @@
 """The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
 
-Record number n lies in slot n mod capacity. `SLOT_BYTES` = 128 is one cache line of the GPU: a slot
-is one full write, its address a shift, and slots in a row are one contiguous copy, which the host
-reads as `RECORD_DTYPE`. (112 bytes would do, but then most records would share a line.)
+Record number n lies in ring slot n mod capacity. `SLOT_BYTES` = 128 is one cache line of the GPU: a
+slot is one full write, its address a shift, and slots in a row are one contiguous copy, which the
+host reads as `RECORD_DTYPE`. (112 bytes would do, but then most records would share a line.)
 
 Tensors:
     slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,
                                      layout and phase, 6 sink_mass, 8-27 vector; the rest are 0
     state       int64[3]             committed: records written; claimed: records written or being
-                                     written; how many programs of this launch are done
+                                     written; done: programs of this launch that have ended
 
 A launch of `append_records` writes in this order: seq = 0 in the slots it takes; `claimed`; the
-records; their seq, n + 1; `committed`. So whoever reads `committed`, copies slots, and reads
-`claimed` afterwards knows which of the copies are whole, however long the copy took: those of the
+records; their seq, n + 1; `committed`. So a reader that reads `committed`, copies slots, and then
+reads `claimed` knows which of its copies are whole, however long the copy took: those of the
 records claimed - capacity <= n < committed. Their seq is n + 1; any other seq is a record that was
-overwritten. Reading seq twice would tell less: a copy engine reads a slot's words in any order.
+overwritten. Reading seq twice would not be enough: a copy engine reads a slot's words in any order.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ RECORD_DTYPE = np.dtype(
         "itemsize": SLOT_BYTES,
     }
 )
-# Places in the ring's state.
+# Indices in the ring's state.
 COMMITTED, CLAIMED, DONE = range(3)
 
 
 class RecordViews(NamedTuple):
     """A ring's memory, field by field, in slot order; nothing is copied.
 
-    On a GPU these are CuPy arrays, on a CPU NumPy's. Who reads them while steps run copies what is
-    wanted, and reads `claimed` afterwards: records with a number below claimed - capacity may have
-    been overwritten in the copy, and one whose seq is not its number + 1 has been.
+    On a GPU these are CuPy arrays, on a CPU NumPy's. To read them while steps run, copy what is
+    wanted, then read `claimed`: records numbered below claimed - capacity may have been overwritten
+    during the copy, and a record whose seq is not its number + 1 has been.
     """
 
     seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
@@ -61,19 +61,19 @@ class RecordViews(NamedTuple):
     sink_mass: Any  # float32[capacity]
     vector: Any  # float32[capacity, 20], rows 128 bytes apart
     committed: Any  # int64[1]: records written since the ring was made
-    claimed: Any  # int64[1]: the same, and those that are being written
+    claimed: Any  # int64[1]: those and the ones being written
 
 
 class Ring:
-    """Records in device memory, allocated once and written by nobody but an `AppendPlan`.
+    """Records in device memory, allocated once and written by an `AppendPlan` alone.
 
     Args:
-        capacity: slots, a power of two; each takes 128 bytes. When all are taken, the oldest
+        capacity: ring slots, a power of two; each takes 128 bytes. When all are taken, the oldest
             record is overwritten.
-        device: where kernels run; "cpu" where they are interpreted.
+        device: where kernels run; "cpu" if they are interpreted.
 
     Raises:
-        OptionError: a capacity that is no power of two.
+        OptionError: the capacity is not a power of two.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cuda") -> None:
@@ -140,27 +140,27 @@ class _Stage(Enum):
 
 
 class Drain:
-    """Reads a ring's records out to the host, in order, each once or counted as dropped.
+    """Reads a ring's records to the host, in order, each once or counted as dropped.
 
     The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
-    inside it); `poll`, from that thread or one other, gives what has arrived since. On a GPU both
-    only enqueue and ask: a side stream waits for the marked step, copies the ring's counter, then
-    the new slots, then the counter again into pinned memory. The steps' stream waits for nothing,
-    and no call waits for the GPU, except `flush`. On a CPU the same copies are made at once.
+    inside it). `poll`, from that thread or one other, returns what has arrived since. On a GPU both
+    only enqueue and query: a side stream waits for the marked step, copies the ring's counter, then
+    the new slots, then the counter again into pinned memory. The steps' stream never waits, and no
+    call but `flush` waits for the GPU. On a CPU the same copies are made at once.
 
-    CUDA forbids queries while a graph is captured in the default mode, in any thread: let no `poll`
-    run meanwhile.
+    CUDA forbids queries in any thread while a graph is captured in the default mode: do not poll
+    meanwhile.
 
     Attributes:
-        received: records that were given to the caller.
-        dropped: records that were overwritten before they were read, the oldest of the ring.
-        torn: of these, how many were overwritten while they were copied.
+        received: records that were returned to the caller.
+        dropped: records that were overwritten before they were read.
+        torn: how many of the dropped ones were overwritten while they were copied.
     """
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.received = self.dropped = self.torn = 0
-        # Of the next record to be read.
+        # The number of the next record to be read, and how many are being copied.
         self._number = 0
         self._count = 0
         self._stage = _Stage.IDLE
@@ -169,14 +169,14 @@ class Drain:
         on_gpu = ring.slots.is_cuda
         self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
         self._records = self._slots.numpy().view(RECORD_DTYPE)[:, 0]
-        # `committed` from before the slots were copied, `claimed` from after.
+        # `committed` before the slots were copied, `claimed` after.
         self._counters = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
         if on_gpu:
             self._side = torch.cuda.Stream(ring.device)
             self._step, self._arrived = torch.cuda.Event(), torch.cuda.Event()
 
     def mark(self) -> None:
-        """Ask for the records of the steps that the current stream has been given so far.
+        """Request the records of the steps launched so far on the current stream.
 
         Raises:
             OptionError: the current stream is being captured in a CUDA graph.
@@ -203,7 +203,7 @@ class Drain:
         return _joined(parts)
 
     def flush(self) -> NDArray[np.void]:
-        """All records of the steps given so far; it waits for them, so it is for the end."""
+        """All records of the steps launched so far. It waits for them, so it is for the end."""
         self.mark()
         parts = [self.poll()]
         while self._marked or self._stage is not _Stage.IDLE:
@@ -212,7 +212,7 @@ class Drain:
         return _joined(parts)
 
     def _ready(self) -> bool:
-        """Whether nothing is under way that has yet to arrive."""
+        """Whether no copy is on its way."""
         return self._side is None or self._stage is _Stage.IDLE or bool(self._arrived.query())
 
     def _start_counting(self) -> None:
@@ -268,5 +268,5 @@ class Drain:
 
 
 def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
-    # With no type given, NumPy would leave out the space between the fields.
+    # Without a dtype, NumPy would drop the padding between the fields.
     return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)

@@ -1,19 +1,19 @@
-"""Full attention probabilities of a prompt's queries: the kernel that `scores` launches twice.
+"""Full attention probabilities of a prompt's queries: the kernel that `plan` launches twice.
 
 Mathematics, for the query of one head at position t and the keys j that it sees,
 
     x_j = scale * descale * (q . k_j);    x_j := cap * tanh(x_j / cap) where logits are capped;
     m = max(max x_j, sink);    L = sum exp(x_j - m) + exp(sink - m);    p_j = exp(x_j - m) / L,
 
-and p_j = 0 where a key is not seen: j > t, j < mask_prefix, or j <= t - window. A learned sink is
-in L only. Positions are logical, and sink tokens are keys like others (DESIGN.md section 2).
-Exponents, in units of ln 2, are taken in one fused multiply-add: what m lost by rounding is the
-same for all keys of a row and cancels, so huge logits cost no more than their products' rounding.
+and p_j = 0 for keys not seen: j > t, j < mask_prefix, or j <= t - window. A learned sink is in L
+only. Positions are logical, and sink tokens are ordinary keys (DESIGN.md section 2). The
+exponent x_j - m, in units of ln 2, is one fused multiply-add. What m lost by rounding is then the
+same for all keys of a row and cancels: huge logits lose no more than their products do.
 
 L must be known before anything is written, so there are two launches. The first finds m and L by
-tiles of keys, as flash attention does, and writes the zeros of tiles that no query of a block sees,
-which cost memory time while the products cost the processor's. The second computes the tiles that
-are seen once more, and writes them.
+tiles of keys, as flash attention does. It also writes the zeros of tiles that no query of a block
+sees: that takes memory bandwidth, while the products take the processor. The second computes the
+seen tiles once more and writes their probabilities.
 
 Tensors (R queries, H chosen query heads in ascending order, T keys):
     query    float[R, heads, D]          at positions start..start + R - 1
@@ -21,12 +21,12 @@ Tensors (R queries, H chosen query heads in ascending order, T keys):
     table    int32/int64[T]              the slot of each position
     heads    int32[H]                    the chosen query heads
     partial  float32[splits, 2, packs, max_rows * group]
-                                         of each share of a row's keys: m, in units of ln 2, and L
+                                         of each split of a row's keys: m, in units of ln 2, and L
     out      float16[R, H, columns]
 
-A program has a block of `BLOCK_M` lanes. A lane is one query of one head: of a pack, that is
-`group` heads that read the same key head, lane i is head i % group of query i // group. So a few
-queries fill a block where many heads share a key head, and each key is read once for all of them.
+A program has a block of `BLOCK_M` lanes; a lane is one query of one head. A pack is `group` heads
+that read the same key head, and its lane i is head i % group of query i // group. So a few queries
+fill a block if many heads share a key head, and each key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from capture_kernels.constants import LOG2_E
 
 @triton.jit
 def _load_queries(query, row, head, rows, stride_qr, stride_qh, dims, DEPTH: tl.constexpr):
-    """Some components of each lane's query: [lanes, dims]."""
+    """Some dims of each lane's query: [lanes, dims]."""
     at = row.to(tl.int64) * stride_qr + head.to(tl.int64) * stride_qh
     there = (row < rows)[:, None] & (dims < DEPTH)[None, :]
     return tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
@@ -47,7 +47,7 @@ def _load_queries(query, row, head, rows, stride_qr, stride_qh, dims, DEPTH: tl.
 
 @triton.jit
 def _add_products(y, q, keys, there, dims, DEPTH: tl.constexpr, UPCAST: tl.constexpr):
-    """y + q . k over some components: float32[lanes, keys]; `keys` are pointers [1, keys]."""
+    """y + q . k over some dims: float32[lanes, keys]; `keys` are pointers [1, keys]."""
     inside = there[None, :] & (dims < DEPTH)[:, None]
     k = tl.load(keys + dims[:, None], mask=inside, other=0.0)
     if UPCAST:
@@ -55,49 +55,16 @@ def _add_products(y, q, keys, there, dims, DEPTH: tl.constexpr, UPCAST: tl.const
     return tl.dot(q, k.to(q.dtype), y, input_precision="ieee")
 
 
-# Arguments that change from run to run: a kernel for each value that divides well gains nothing.
+# These change from run to run; compiling for those that 16 divides would gain nothing.
 @triton.jit(do_not_specialize=("rows", "start", "max_lanes", "mask_prefix", "window"))
 def scores_pass(
-    query,
-    keys,
-    table,
-    heads,
-    descale,
-    sinks,
-    partial,
-    out,
-    rows,
-    start,
-    columns,
-    max_lanes,
-    mask_prefix,
-    window,
-    bend,
-    unit,
-    stride_qr,
-    stride_qh,
-    stride_ks,
-    stride_kh,
-    stride_table,
-    stride_descale,
-    stride_or,
-    stride_oh,
-    stride_oc,
-    WRITE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    DESCALE: tl.constexpr,
-    SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, keys, table, heads, descale, sinks, partial, out, rows, start, columns, max_lanes,
+    mask_prefix, window, bend, unit, stride_qr, stride_qh, stride_ks, stride_kh, stride_table,
+    stride_descale, stride_or, stride_oh, stride_oc, WRITE: tl.constexpr, GROUP: tl.constexpr,
+    PER_KEY: tl.constexpr, DEPTH: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    SPLITS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOWED: tl.constexpr, DESCALE: tl.constexpr,
+    SINKS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     turn, blocks = tl.program_id(0), tl.num_programs(0)
     pack, packs = tl.program_id(1), tl.num_programs(1)
     split = tl.program_id(2)
@@ -105,13 +72,13 @@ def scores_pass(
         # The longest rows first, so that none of them is left alone at the end.
         block = blocks - 1 - turn
     else:
-        # The last blocks multiply most, the first write most zeros: in turn, both go on at once.
+        # The last blocks multiply most, the first write most zeros: alternating overlaps the two.
         block = tl.where(turn % 2 == 0, blocks - 1 - turn // 2, turn // 2)
     lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, place = lane // GROUP, lane % GROUP
+    row, in_group = lane // GROUP, lane % GROUP
     is_row = (row < rows)[:, None]
     position = start + row
-    at = row.to(tl.int64) * stride_or + (pack * GROUP + place).to(tl.int64) * stride_oh
+    at = row.to(tl.int64) * stride_or + (pack * GROUP + in_group).to(tl.int64) * stride_oh
     line = out + at[:, None]
     lane_n = tl.arange(0, BLOCK_N)
 
@@ -126,7 +93,7 @@ def scores_pass(
     high = newest + 1
     first = tl.where(low < high, low // BLOCK_N, 0)
     last = tl.where(low < high, tl.cdiv(high, BLOCK_N), 0)
-    # Of these, the tiles begin..end - 1 are this program's.
+    # This program's share of them is begin..end - 1.
     share = tl.cdiv(last - first, SPLITS)
     begin = tl.minimum(first + split * share, last)
     end = tl.minimum(begin + share, last)
@@ -147,7 +114,7 @@ def scores_pass(
             to = line + column.to(tl.int64)[None, :] * stride_oc
             tl.store(to, zeros, mask=is_row & (column < columns)[None, :], cache_modifier=".cs")
 
-    head = tl.load(heads + pack * GROUP + place)
+    head = tl.load(heads + pack * GROUP + in_group)
     key_head = tl.load(heads + pack * GROUP) // PER_KEY
     keys += key_head.to(tl.int64) * stride_kh
     if DESCALE:
@@ -156,7 +123,7 @@ def scores_pass(
             bend *= factor
         else:
             unit *= factor
-    # Components in powers of two: 160 are 128 and 32.
+    # Dims in powers of two: 160 are 128 and 32.
     dims = tl.arange(0, BLOCK_D)
     q = _load_queries(query, row, head, rows, stride_qr, stride_qh, dims, DEPTH)
     if REST:
@@ -169,7 +136,7 @@ def scores_pass(
         m_i = tl.load(at_parts, mask=is_row, other=0.0)
         total_i = tl.load(at_parts + packs.to(tl.int64) * max_lanes, mask=is_row, other=0.0)
         m = tl.max(m_i, 1)
-        # A row that sees no key has no largest logit, and no mass.
+        # A row without keys has m = -inf and no mass.
         m = tl.where(m == float("-inf"), 0.0, m)
         total = tl.sum(total_i * tl.exp2(m_i - m[:, None]), 1)
         inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
@@ -209,7 +176,7 @@ def scores_pass(
                 e = tl.exp2(tl.fma(y, unit, -m[:, None]))
                 p = (e * inverse[:, None]).to(tl.float16)
                 to = line + column.to(tl.int64)[None, :] * stride_oc
-                # A mask that is not aligned would split the stores of the whole tile.
+                # Only the last tile is masked: the mask would split the stores of others.
                 if masked and tile * BLOCK_N + BLOCK_N > columns:
                     inside = is_row & (column < columns)[None, :]
                     tl.store(to, p, mask=inside, cache_modifier=".cs")
@@ -217,7 +184,7 @@ def scores_pass(
                     tl.store(to, p, mask=is_row, cache_modifier=".cs")
             else:
                 m_new = tl.maximum(m, tl.max(y, 1) * unit)
-                # A row that has seen no key yet: -inf - -inf would be NaN.
+                # In a row without keys so far, -inf - -inf would be NaN.
                 finite = tl.where(m_new == float("-inf"), 0.0, m_new)
                 e = tl.exp2(tl.fma(y, unit, -finite[:, None]))
                 total = total * tl.exp2(m - finite) + tl.sum(e, 1)

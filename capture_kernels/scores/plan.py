@@ -32,10 +32,10 @@ from .kernel import scores_pass
 INTEGERS = {torch.int32, torch.int64}
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
 LINE = 64
-# Keys of a tile: with 128, registers and shared memory leave room for one block a processor only.
+# Keys of a tile: 128 would fill registers and shared memory with one block a processor.
 BLOCK_KEYS = 64
 PROGRAMS_A_PROCESSOR = 2
-# Tiles of keys that are worth a program of their own where queries are few.
+# With few queries: tiles of keys that are worth another program.
 TILES_A_SPLIT = 4
 
 
@@ -55,10 +55,10 @@ WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
 class ScoresPlan:
     """Geometry and scratch memory of the scores of one kind of layer; `run` once a layer and chunk.
 
-    A run allocates nothing, copies nothing and waits for nothing, so that a CUDA graph can hold it
-    (after a first run, which compiles); the graph keeps the number of queries and `start`. Beside
-    the output it needs `scratch_bytes`: 8 bytes a query and head, a few times that where queries
-    are so few that several programs must share a row.
+    A run neither allocates, copies nor waits, so that a CUDA graph can hold it (after a first run,
+    which compiles); the graph keeps the number of queries and `start`. Beside the output it needs
+    `scratch_bytes`: 8 bytes a query and head, or a few times that if queries are so few that
+    several programs share a row.
 
     Args:
         max_rows: the most queries of a run. Fewer cost less, but a plan for a few queries spreads
@@ -68,12 +68,12 @@ class ScoresPlan:
             h // (heads / key_heads).
         scale: what q . k is multiplied by, more than 0.
         device: where queries and keys are.
-        chosen: the query heads to look at; None for all. Results are in ascending order of heads.
+        chosen: the query heads to score; None for all. Results are in ascending order of heads.
         soft_cap: the bound that tanh puts on the logits; None for none.
         window: the model's own sliding window, the query's own key included; 0 for none.
-        mask_prefix: how many tokens at the start of the sequence are never looked at (privacy):
-            their probability is 0, and the others' are of the softmax without them. What is left
-            is [mask_prefix:, :, mask_prefix:] of the output.
+        mask_prefix: how many tokens at the start of the sequence are hidden (privacy): their
+            probability is 0, and the softmax is over the others. So only
+            [mask_prefix:, :, mask_prefix:] of the output is not 0.
         tuning: how kernels are cut; None for what suits the shape.
 
     Raises:
@@ -109,12 +109,12 @@ class ScoresPlan:
         self.scale, self.soft_cap = scale, soft_cap
         self.window, self.mask_prefix = window, mask_prefix
         self.order = order
-        # A pack has as many heads as divide evenly what is chosen of each key head.
+        # Every key head's chosen heads must be a whole number of packs.
         per_key = heads // key_heads
         self.group = math.gcd(*Counter(head // per_key for head in order).values())
         self.packs = len(order) // self.group
         self.tuning = tuning or self._tuning()
-        # In float32 nothing goes through tensor cores, and larger tiles would not fit registers.
+        # float32 does not use tensor cores, and larger tiles would not fit the registers.
         self._wide_tuning = tuning or WIDE_TUNING._replace(splits=self.tuning.splits)
         self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
         self._partial = torch.zeros(
@@ -132,7 +132,7 @@ class ScoresPlan:
         splits = max(1, triton.next_power_of_2(min(wanted, useful) + 1) // 2)
         if block_m == 128:
             return ScoresTuning(block_m, BLOCK_KEYS, warps=8, stages=3, splits=splits)
-        # A few queries wait for keys only, and more keys must be on their way.
+        # Few queries only wait for keys: more stages load more of them ahead.
         return ScoresTuning(block_m, BLOCK_KEYS, warps=4, stages=4, splits=splits)
 
     @property
@@ -160,7 +160,7 @@ class ScoresPlan:
         descale: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Write the probabilities of some queries of one request, all of `out`.
+        """Write the probabilities of some queries of one request to the whole of `out`.
 
         Args:
             query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous: the
@@ -198,27 +198,14 @@ class ScoresPlan:
         with torch.cuda.device_of(query):
             for write in (False, True):
                 scores_pass[grid](
-                    query,
-                    keys,
-                    table,
-                    self._heads,
+                    *(query, keys, table, self._heads),
                     self._partial if descale is None else descale,
                     self._partial if sinks is None else sinks,
-                    self._partial,
-                    out,
-                    rows,
-                    start,
-                    out.shape[2],
-                    self.max_rows * self.group,
-                    self.mask_prefix,
-                    self.window,
+                    *(self._partial, out, rows, start, out.shape[2], self.max_rows * self.group),
+                    *(self.mask_prefix, self.window),
                     2.0 * LOG2_E.value * self.scale / cap,
                     LOG2_E.value * (cap if capped else self.scale),
-                    query.stride(0),
-                    query.stride(1),
-                    keys.stride(0),
-                    keys.stride(1),
-                    table.stride(0),
+                    *(*query.stride()[:2], *keys.stride()[:2], table.stride(0)),
                     0 if descale is None or descale.numel() == 1 else 1,
                     *out.stride(),
                     WRITE=write,

@@ -1,4 +1,5 @@
-"""Algorithms on arrays: sampling, voting, prototypes, metrics, drift, lineage matching.
+"""Algorithms on arrays: sampling, voting, prototypes, metrics, shares, drift, lineage matching.
 
-May import `discovery.artifacts` and `discovery.engines.protocol`; reads and writes no files.
+May import `discovery.artifacts`, `discovery.engines.protocol`, `pipeline.hashing` and
+`capture_kernels`; reads and writes no files.
 """

@@ -24,7 +24,7 @@ class MapQuality(NamedTuple):
 
 def map_quality(
     engine: Engine,
-    space: NDArray[np.float32],
+    projected: NDArray[np.float32],
     points: NDArray[np.float32],
     k: int,
     sample: int,
@@ -36,17 +36,19 @@ def map_quality(
 
     Args:
         engine: finds the neighbours on the map; the distances are computed on its device.
-        space: float32[n, d], in PCA space, n > 2 k.
+        projected: float32[n, d], in PCA space, n > 2 k.
         points: float32[n, 2], on the map.
         k: neighbours of each row.
         sample, seed: how many rows, and which.
     """
-    n = len(space)
+    n = len(projected)
     rng = np.random.default_rng(seed)
     rows = np.arange(n) if sample >= n else np.sort(rng.choice(n, sample, replace=False))
     near, _ = engine.neighbors(points, points[rows], k + 1)
-    closer = rows_closer(engine.array(space), engine.array(rows), engine.array(others(near, rows)))
-    # A row's rank is one more than the number of rows that are closer in the space.
+    closer = rows_closer(
+        engine.array(projected), engine.array(rows), engine.array(others(near, rows))
+    )
+    # A row's rank is one more than the number of rows that are closer in PCA space.
     rank = closer + 1
     scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
     penalty = int(np.maximum(rank - k, 0).sum())
@@ -62,20 +64,20 @@ def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def rows_closer(
-    space: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
+    projected: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """How many of all rows are closer to each row than each of its neighbours: int64[m, k], on the
     host.
 
     Args:
-        space: float32[n, d]; rows: int64[m]; near: int64[m, k]; on one device.
+        projected: float32[n, d]; rows: int64[m]; near: int64[m, k]; on one device.
     """
-    xp = array_module(space)
-    (m, k), n = near.shape, len(space)
-    exact = space.astype(np.float64)
+    xp = array_module(projected)
+    (m, k), n = near.shape, len(projected)
+    exact = projected.astype(np.float64)
     squares = (exact * exact).sum(axis=1)
     closer = xp.empty((m, k), np.int64)
-    step = max(1, block_rows(space, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
+    step = max(1, block_rows(projected, BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES) // n)
     for start in range(0, m, step):
         own, theirs = rows[start : start + step], near[start : start + step]
         # In float64, so that the expanded square does not cancel.

@@ -19,13 +19,13 @@ class Votes(NamedTuple):
 
     cluster: NDArray[np.int32]
     share: NDArray[np.float32]
-    place: NDArray[np.float32]
+    coordinates: NDArray[np.float32]
 
 
 def vote(
     distances: NDArray[np.float32],
     labels: NDArray[np.int32],
-    places: NDArray[np.float32],
+    coordinates: NDArray[np.float32],
 ) -> Votes:
     """The cluster with the most weight among each query's k neighbours, ties to the nearer.
 
@@ -38,7 +38,7 @@ def vote(
     Args:
         distances: float32[m, k], ascending.
         labels: int32[m, k], each neighbour's cluster.
-        places: float32[m, k, 2], each neighbour's map coordinates.
+        coordinates: float32[m, k, 2], each neighbour's map coordinates.
     """
     xp = array_module(distances)
     weights = 1.0 / (distances + distances[:, :1] + 1e-6)
@@ -49,8 +49,8 @@ def vote(
     rows = xp.arange(len(labels))
     voters = weights * agree[rows, winner]
     total = voters.sum(axis=1)
-    mean = dots(places.swapaxes(1, 2), voters[:, None]) / total[:, None]
-    nearest = places[rows, agree[rows, winner].argmax(axis=1)]
-    place = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
+    mean = dots(coordinates.swapaxes(1, 2), voters[:, None]) / total[:, None]
+    nearest = coordinates[rows, agree[rows, winner].argmax(axis=1)]
+    moved = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
     share = total / weights.sum(axis=1)
-    return Votes(labels[rows, winner], share.astype(np.float32), place.astype(np.float32))
+    return Votes(labels[rows, winner], share.astype(np.float32), moved.astype(np.float32))

@@ -52,16 +52,22 @@ def discover(
         int | None, typer.Option(help="Rows in a chunk. Default: 65,536; 1,048,576 on a GPU.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 42,
-    layout: Annotated[str | None, typer.Option(help="log16 or layered.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Only fingerprints of this layout: log16 or layered.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Only this model's fingerprints.")] = None,
-    capture_id: Annotated[str | None, typer.Option(help="Only this capture_id.")] = None,
-    engine: Annotated[str, typer.Option(help="auto, cpu or rapids.")] = "auto",
+    capture_id: Annotated[
+        str | None, typer.Option(help="Only fingerprints of this capture.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Libraries: auto, cpu or rapids (GPU).")] = "auto",
     long_running: Annotated[
         bool,
         typer.Option("--long-running", help="Run on a Dask cluster: a worker per GPU or core."),
     ] = False,
-    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Finish this stopped run.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of an existing Dask scheduler, for --long-running.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="Id of a stopped run to finish.")] = None,
     max_memory_gb: Annotated[
         float | None, typer.Option(help="Most memory, in GB, of all processes of the job.")
     ] = None,
@@ -82,10 +88,11 @@ def discover(
         Path | None, typer.Option(help="TOML file with gate limits.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json of the model, to name clusters by tokens.")
+        Path | None,
+        typer.Option(help="The model's tokenizer.json, to put tokens into cluster names."),
     ] = None,
     now: Annotated[
-        datetime | None, typer.Option(help="End the window here (UTC) instead of now.")
+        datetime | None, typer.Option(help="End of the window (UTC) instead of the clock.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

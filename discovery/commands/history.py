@@ -11,13 +11,13 @@ import typer
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.artifacts.read import Artifacts, read_manifest
-from discovery.artifacts.schema import Manifest, identity_of
+from discovery.artifacts.schema import Manifest
 from discovery.runs import folder as runs
 from discovery.runs.history import (
-    Ancestry,
     Cluster,
     Clusters,
     ancestry,
+    check_descent,
     clusters_by_run,
     compare,
     history,
@@ -40,7 +40,7 @@ def diff(
     given = [finished_run(output, run) for run in (first, second)]
     before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
     known = ancestry(after["run_id"], readable)
-    refuse_strangers(before, after, known)
+    check_descent(before, after, known)
     then, now = (own_clusters(output, manifest) for manifest in (before, after))
     found = compare(before, after, then, now, known)
     says = [] if before is given[0] else [
@@ -59,7 +59,7 @@ def lineage(
     output: Output = Path("discovery_outputs"),
     as_json: AsJson = False,
 ) -> None:
-    """The life of a cluster id: where it came from, its share over the nights, how it ended."""
+    """The life of a cluster id: where it came from, its share in each run, how it ended."""
     readable = manifests(survey(output))
     manifest = finished_run(output, run)
     known = ancestry(manifest["run_id"], readable)
@@ -127,27 +127,11 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
     return {row["cluster_id"]: Cluster(row["label"], row["share"]) for row in table.to_pylist()}
 
 
-def refuse_strangers(before: Manifest, after: Manifest, known: Ancestry) -> None:
-    """Raises ArtifactError unless the later run descends from the earlier."""
-    if before["run_id"] in known.runs:
-        return
-    a, b = (" / ".join(identity_of(manifest).values()) for manifest in (before, after))
-    if a != b:
-        reason = f"they are of {a} and of {b}"
-    elif len(known.runs) == 1:
-        reason = f"{after['run_id']} is the first of its lineage"
-    else:
-        reason = f"{after['run_id']} comes from {', '.join(known.runs[:-1][-3:])}"
-    raise ArtifactError(
-        f"{before['run_id']} and {after['run_id']} are not of one lineage: {reason}"
-    )
-
-
 def elsewhere(cluster: int, output: Path, readable: dict[str, Manifest], there: Clusters) -> str:
     """Where else an id that was not found is known, or which ids are."""
     for run_id in sorted(readable, key=runs.run_order, reverse=True):
-        told = {event["cluster_id"] for event in history(readable[run_id])}
-        if cluster in told or cluster in own_clusters(output, readable[run_id]):
+        changed = {event["cluster_id"] for event in history(readable[run_id])}
+        if cluster in changed or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
     ids = ", ".join(map(str, sorted(there))) or "none"
     return f": its clusters are {ids}"

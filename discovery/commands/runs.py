@@ -21,7 +21,7 @@ from . import history
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
-app = typer.Typer(no_args_is_help=True, help="Look at the runs of an output folder.")
+app = typer.Typer(no_args_is_help=True, help="List, inspect, compare and delete runs.")
 app.command("diff")(history.diff)
 app.command("lineage")(history.lineage)
 app.command("gc")(history.gc)
@@ -29,7 +29,7 @@ app.command("gc")(history.gc)
 
 @app.command("list")
 def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = False) -> None:
-    """All runs, oldest first."""
+    """List all runs, oldest first."""
     latest = runs.latest_id(output)
     rows = []
     for run in survey(output):
@@ -65,7 +65,7 @@ def show(
     output: Output = Path("discovery_outputs"),
     as_json: AsJson = False,
 ) -> None:
-    """One run: its clusters, zones and quality."""
+    """Show one run: its clusters, zones and quality."""
     artifacts = open_artifacts(runs.run_folder(output, run))
     if as_json:
         clusters = artifacts.table("clusters").to_pylist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -40,6 +41,10 @@ class CpuEngine:
 
     def __init__(self) -> None:
         self.versions = {library: version(library) for library in LIBRARIES}
+        self._last_tree: tuple[weakref.ref[NDArray[np.float32]], int, Any] | None = None
+
+    def __reduce__(self) -> tuple[type[CpuEngine], tuple[()]]:
+        return CpuEngine, ()  # another process builds its own tree
 
     def array(self, values: NDArray[Any]) -> NDArray[Any]:
         return values
@@ -55,16 +60,33 @@ class CpuEngine:
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         if not len(queries):  # brute force refuses them
             return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
-        if prunes(fit, k):
-            from scipy.spatial import KDTree
-
-            distances, indices = KDTree(fit).query(queries, k=np.arange(1, k + 1))
+        tree = self._tree(fit, k)
+        if tree is not None:
+            distances, indices = tree.query(queries, k=np.arange(1, k + 1))
         else:
             from sklearn.neighbors import NearestNeighbors
 
             search = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(fit)
             distances, indices = search.kneighbors(queries)
         return indices.astype(np.int32), distances.astype(np.float32)
+
+    def _tree(self, fit: NDArray[np.float32], k: int) -> Any:
+        """The k-d tree of these rows, None where it would not be the faster search. The last one is
+        kept while its array lives: stages search the same rows chunk by chunk, and do not change
+        them."""
+        last = self._last_tree
+        if last is not None and last[0]() is fit and last[1] == k:
+            return last[2]
+        tree = None
+        if prunes(fit, k):
+            from scipy.spatial import KDTree
+
+            tree = KDTree(fit)
+        self._last_tree = weakref.ref(fit, self._forget), k, tree
+        return tree
+
+    def _forget(self, dead: object) -> None:
+        self._last_tree = None
 
     def layout(
         self,
@@ -76,7 +98,8 @@ class CpuEngine:
         on_epoch: Callable[[int, int], None],
     ) -> NDArray[np.float32]:
         from tqdm.auto import tqdm
-        from umap import UMAP
+
+        from .compiled import umap_class
 
         indices, distances = neighbors
         epochs = epochs_for(len(fit))
@@ -85,7 +108,7 @@ class CpuEngine:
             warnings.filterwarnings("ignore", message="n_jobs value")
             # No index to transform new rows with: they are placed by their neighbours instead.
             warnings.filterwarnings("ignore", message="precomputed_knn")
-            reducer = UMAP(
+            reducer = umap_class()(
                 n_neighbors=indices.shape[1],
                 min_dist=min_dist,
                 init=init,

@@ -5,7 +5,7 @@ const MEANINGS = {
   neighbor_recall: "The share of each row's true nearest neighbours that the map keeps beside it.",
   noise_share: "Rows in no cluster. Attention is a continuum: some noise is expected.",
   mean_persistence: "How long clusters last as the density threshold rises: higher is clearer cut.",
-  classifier_agreement: "How often the published classifier agrees with the run, on rows that it was not trained on.",
+  classifier_agreement: "How often the published classifier agrees with the run, on rows held out of training.",
   classifier_noise_recognised: "The share of noise rows that the classifier recognises as noise.",
   classifier_held_out_rows: "Rows held out of the training to measure the classifier on.",
   sampled_rows: "Rows that trustworthiness and neighbour recall were measured on.",

@@ -1,7 +1,7 @@
-"""Deleting a run: all of it, or nothing that shows.
+"""Deleting a run: completely, or not visibly at all.
 
-A run that goes is renamed to a dot-name first, so that a job killed in the middle leaves no half
-of a run that looks whole; `sweep` removes what it left. No link is ever followed.
+A run is renamed to a dot-name first, so that a job killed in between never leaves part of a run
+that looks complete; `sweep` removes what it left. Links are never followed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipeline.durable import sync
 
 from . import folder as runs
 
-GOING = ".deleted-"
-_LEFT_OVER = re.compile(re.escape(GOING) + runs.RUN_ID.pattern)
+DELETED = ".deleted-"
+_LEFT_OVER = re.compile(re.escape(DELETED) + runs.RUN_ID.pattern)
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of the files in a folder that go with it: no links, nothing that has another name."""
+    """Bytes that deleting a folder frees: not those of links and of files with other names."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -33,15 +33,15 @@ def bytes_in(folder: Path) -> int:
 
 
 def delete(output: Path, run_id: str) -> None:
-    """Under the lock: delete one run. It loses its name first.
+    """Under the lock: delete one run, after renaming it.
 
     Raises:
         RunError: the folder cannot be renamed or removed.
     """
-    going = output / f"{GOING}{run_id}"
+    going = output / f"{DELETED}{run_id}"
     try:
         (output / run_id).rename(going)
-        # The name must be gone for good before the files are, or power loss brings half a run back.
+        # Durable before any file is deleted, or power loss brings part of a run back.
         sync(output)
     except OSError as error:
         raise RunError(f"cannot delete {output / run_id}: {error.strerror}") from error
@@ -54,7 +54,7 @@ def sweep(output: Path) -> None:
     Raises:
         RunError: it cannot be removed.
     """
-    for left in output.glob(f"{GOING}*"):
+    for left in output.glob(f"{DELETED}*"):
         if _LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
             _remove(left)
 
@@ -67,6 +67,6 @@ def _remove(going: Path) -> None:
             f"cannot delete {error.filename or going}: {error.strerror}; mend that and run "
             "attn runs gc again"
         ) from error
-    output, run_id = going.parent, going.name.removeprefix(GOING)
+    output, run_id = going.parent, going.name.removeprefix(DELETED)
     if (output / "next_cluster_id").exists():
         runs.release_reservation(output, run_id)

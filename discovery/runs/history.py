@@ -12,7 +12,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from discovery.artifacts.schema import Manifest, was_served
+from capture_kernels.errors import ArtifactError
+from discovery.artifacts.schema import Manifest, identity_of, was_served
 
 from .folder import run_order
 
@@ -104,6 +105,26 @@ def _extends(later: Sequence[Event], earlier: Sequence[Event]) -> bool:
     """Whether one history begins with another, which must not be empty."""
     marks = [[(e["run_id"], e["event"], e["cluster_id"]) for e in h] for h in (later, earlier)]
     return bool(earlier) and marks[0][: len(earlier)] == marks[1]
+
+
+def check_descent(before: Manifest, after: Manifest, known: Ancestry) -> None:
+    """Check that the later run descends from the earlier, so that they can be compared.
+
+    Raises:
+        ArtifactError: it does not; the message says why.
+    """
+    if before["run_id"] in known.runs:
+        return
+    a, b = (" / ".join(identity_of(manifest).values()) for manifest in (before, after))
+    if a != b:
+        reason = f"they are of {a} and of {b}"
+    elif len(known.runs) == 1:
+        reason = f"{after['run_id']} is the first of its lineage"
+    else:
+        reason = f"{after['run_id']} comes from {', '.join(known.runs[:-1][-3:])}"
+    raise ArtifactError(
+        f"{before['run_id']} and {after['run_id']} are not of one lineage: {reason}"
+    )
 
 
 def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,25 @@ def collect(
         named: ids of runs to keep.
         keep_last: how many of the newest finished runs to keep.
         unfinished: delete runs that could still be resumed.
-        dry_run: change nothing; only then is the lock left alone.
+        dry_run: change nothing, and do without the lock.
 
     Returns:
         deleted (run_id, bytes), bytes (of all), kept (run_id, because), dry_run.
 
     Raises:
-        RunError: a job is at work in the folder, or something cannot be deleted.
+        RunError: a job is writing to the folder, or something cannot be deleted.
     """
-    if dry_run:
-        return _collect(output, named, keep_last, unfinished, dry_run)
-    with runs.output_lock(output):
-        sweep(output)
-        return _collect(output, named, keep_last, unfinished, dry_run)
-
-
-def _collect(
-    output: Path, named: Sequence[str], keep_last: int, unfinished: bool, dry_run: bool
-) -> dict[str, Any]:
-    found = survey(output)
-    kept = keepers(found, runs.latest_id(output), named, keep_last, unfinished)
-    deleted = []
-    for one in found:
-        if one.run_id not in kept:
-            size = bytes_in(output / one.run_id)
-            if not dry_run:
-                delete(output, one.run_id)
-            deleted.append({"run_id": one.run_id, "bytes": size})
+    with nullcontext() if dry_run else runs.output_lock(output):
+        if not dry_run:
+            sweep(output)
+        found = survey(output)
+        kept = keepers(found, runs.latest_id(output), named, keep_last, unfinished)
+        deleted = []
+        for run in found:
+            if run.run_id not in kept:
+                deleted.append({"run_id": run.run_id, "bytes": bytes_in(output / run.run_id)})
+                if not dry_run:
+                    delete(output, run.run_id)
     return {
         "deleted": deleted,
         "bytes": sum(entry["bytes"] for entry in deleted),
@@ -69,34 +62,34 @@ def keepers(
     keep_last: int,
     unfinished: bool,
 ) -> dict[str, list[str]]:
-    """The runs that stay, oldest first, each with why.
+    """The runs to keep, oldest first, each with the reasons.
 
-    Kept are the runs that are asked for, the newest finished ones, of each lineage the newest that
-    passed its gate (or was let through), unfinished runs, and the parents of all these; a parent
-    that is kept for that alone does not keep its own.
+    Kept are `latest`, the named runs, the newest finished ones, the newest of each lineage that
+    passed its gate or skipped it, unfinished runs, and the parents of all these. A run that is kept
+    only as a parent does not keep its own parent.
     """
-    why: dict[str, list[str]] = {one.run_id: [] for one in found}
-    finished = [one for one in found if one.finished]
+    why: dict[str, list[str]] = {run.run_id: [] for run in found}
+    finished = [run.run_id for run in found if run.finished]
     if latest in why:
         why[latest].append("latest")
     for run_id in named:
         if run_id in why:
             why[run_id].append("--keep")
-    for one in finished[len(finished) - min(keep_last, len(finished)) :]:
-        why[one.run_id].append(f"newest {keep_last}")
+    for run_id in finished[max(0, len(finished) - keep_last) :]:
+        why[run_id].append(f"newest {keep_last}")
     newest_served = {
-        tuple(identity_of(one.manifest).values()): one.run_id
-        for one in found
-        if one.manifest is not None and one.served
+        tuple(identity_of(run.manifest).values()): run.run_id
+        for run in found
+        if run.manifest is not None and run.served
     }
     for run_id in newest_served.values():
         why[run_id].append("the next run's parent")
-    for one in found:
-        if one.state == "unreadable":
-            why[one.run_id].append("cannot be read")
-        elif one.state == "unfinished" and not unfinished:
-            why[one.run_id].append("unfinished")
-    for one in [one for one in found if why[one.run_id]]:
-        if one.parent in why:
-            why[one.parent].append(f"parent of {one.run_id}")
+    for run in found:
+        if run.state == "unreadable":
+            why[run.run_id].append("cannot be read")
+        elif run.state == "unfinished" and not unfinished:
+            why[run.run_id].append("unfinished")
+    for run in [run for run in found if why[run.run_id]]:
+        if run.parent in why:
+            why[run.parent].append(f"parent of {run.run_id}")
     return {run_id: reasons for run_id, reasons in why.items() if reasons}

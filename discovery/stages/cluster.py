@@ -131,7 +131,7 @@ def votes_of_chunk(
         engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
     )
     probability = votes.share * engine.array(probabilities)[near].max(axis=1)
-    return Votes(engine.host(votes.cluster), engine.host(probability), engine.host(votes.place))
+    return Votes(*map(engine.host, votes._replace(share=probability)))
 
 
 def rows_of_chunk(context: RunContext, index: int, fitted: Fitted, votes: Votes | None) -> Arrays:
@@ -147,7 +147,7 @@ def rows_of_chunk(context: RunContext, index: int, fitted: Fitted, votes: Votes 
     probability[own] = fitted.probabilities[fit]
     if votes is not None:
         rest = context.rows.outside(index, fitted.rows)
-        label[rest], coordinates[rest] = votes.cluster, votes.place
+        label[rest], coordinates[rest] = votes.cluster, votes.coordinates
         probability[rest] = votes.share
     probability[label < 0] = 0.0
     return {"label": label, "coordinates": coordinates, "probability": probability}

@@ -27,7 +27,7 @@ from triton.runtime.jit import KernelInterface
 
 from capture_kernels.decode.fused import FusedDecodePlan
 from capture_kernels.decode.plan import StatisticsPlan
-from capture_kernels.decode.schedule import PageTable
+from capture_kernels.decode.step.schedule import PageTable
 from capture_kernels.decode.tuning import SMALL
 from capture_kernels.ring.append import AppendPlan, StepRows
 from capture_kernels.ring.ring import Ring
@@ -169,8 +169,8 @@ def records() -> None:
     zeros = partial(torch.zeros, ROWS)
     flags = zeros(dtype=torch.uint8)
     position, handle = zeros(dtype=torch.int32), zeros(dtype=torch.int64)
-    live = torch.ones(1, dtype=torch.int32)
-    plan.run(torch.zeros(2, ROWS, 32), StepRows(position, handle, flags, flags, live))
+    active = torch.ones(1, dtype=torch.int32)
+    plan.run(torch.zeros(2, ROWS, 32), StepRows(position, handle, flags, flags, active))
 
 
 PLANS: dict[str, Callable[[], None]] = {
@@ -202,7 +202,7 @@ PLANS: dict[str, Callable[[], None]] = {
 def main() -> None:
     driver.set_active(NoDevice(int(sys.argv[1])))
     # As many as an H200 has, so that rows are cut as they are there.
-    for name in ("decode.plan", "decode.topk", "scores.plan"):
+    for name in ("decode.plan", "decode.topk.plan", "scores.plan"):
         sys.modules[f"capture_kernels.{name}"].processors = lambda device: 132
     launched: dict[str, Any] = {}
 

@@ -6,25 +6,33 @@ and table entries that belong to no key point far outside the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOW = pytest.mark.slow
 Form = Literal["req_to_token", "kv_indptr"]
 # A slot, a length and a table row that no cache of a test has: reading there is a fault.
 HUGE = 2**30
 HUGE_REQUEST = 2**40
 
 
+def cases(*fast: tuple[Any, ...], slow: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+    """Parameters for pytest from (id, values...); the slow ones are for make test-all."""
+    made = [pytest.param(*values, id=name) for name, *values in fast]
+    return made + [pytest.param(*values, id=name, marks=SLOW) for name, *values in slow]
+
+
 @dataclass(frozen=True)
 class PagedCase:
-    """One decode step over a paged cache. Of R rows, the first `live` are requests; the rest pad
+    """One decode step over a paged cache. Of R rows, the first `active` are requests; the rest pad
     the batch as a CUDA graph does. Tensors are on `DEVICE`, arrays hold the truth on the host.
     """
 
@@ -37,13 +45,13 @@ class PagedCase:
     req_to_token: Tensor | None  # int32[max_requests, max_context]
     kv_indptr: Tensor | None  # int32[R + 1]
     kv_indices: Tensor | None  # int64[nnz + poisoned tail]
-    lengths: tuple[int, ...]  # of the live rows; the query is at length - 1
-    query_rows: NDArray[np.float64]  # float64[live, H, D], rounded as `queries`
-    keys: list[NDArray[np.float64]]  # per live row float64[length, Hkv, D], rounded, descaled
-    values: list[NDArray[np.float64]] | None  # per live row float64[length, Hkv, Dv]
+    lengths: tuple[int, ...]  # of the active rows; the query is at length - 1
+    query_rows: NDArray[np.float64]  # float64[active, H, D], rounded as `queries`
+    keys: list[NDArray[np.float64]]  # per active row float64[length, Hkv, D], rounded, descaled
+    values: list[NDArray[np.float64]] | None  # per active row float64[length, Hkv, Dv]
 
     @property
-    def live(self) -> int:
+    def active(self) -> int:
         return len(self.lengths)
 
     @property
@@ -86,7 +94,7 @@ def paged_case(
         poison: whether unused slots are NaN and unused table entries huge; otherwise both are 0,
             and padding rows have no keys.
         max_context: the columns of `req_to_token`; None for a few more than the longest needs.
-        padding_rows: rows after the live ones: garbage lengths and table rows, NaN queries.
+        padding_rows: rows after the active ones: garbage lengths and table rows, NaN queries.
         value_dim: Dv of a value cache; None for no value cache.
         descale: of the cache, one for all key heads or one each; keys are divided by it before
             they are rounded, so that it does not change their size.
@@ -94,8 +102,8 @@ def paged_case(
         query_dtype: of `queries`; None for `dtype`, or float16 where `dtype` is 8 bits wide.
     """
     random = torch.Generator().manual_seed(seed)
-    live, used = len(lengths), sum(lengths)
-    rows = live + padding_rows
+    active, used = len(lengths), sum(lengths)
+    rows = active + padding_rows
     slots = used + used // 2 + 7
     order = torch.randperm(slots, generator=random)[:used]
     nan = float("nan") if poison else 0.0
@@ -122,28 +130,28 @@ def paged_case(
     if query_dtype is None:
         query_dtype = torch.float16 if dtype.itemsize == 1 else dtype
     queries = (torch.randn(rows, heads, head_dim, generator=random) * size).to(query_dtype)
-    exact_queries = queries[:live].double().numpy()
-    queries[live:] = nan
+    exact_queries = queries[:active].double().numpy()
+    queries[active:] = nan
     k_cache, keys = cache(head_dim)
     v_cache, values = cache(value_dim) if value_dim is not None else (None, None)
 
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = [end - length for end, length in zip(ends, lengths, strict=True)]
     seq_lens = torch.full((rows,), HUGE if poison else 0, dtype=seq_dtype)
-    seq_lens[:live] = torch.tensor(lengths, dtype=seq_dtype)
+    seq_lens[:active] = torch.tensor(lengths, dtype=seq_dtype)
     huge_slot = HUGE if poison else 0
     pool = table = indptr = indices = None
     if form == "req_to_token":
         columns = max(lengths, default=0) + 5 if max_context is None else max_context
-        requests = live + 3
+        requests = active + 3
         pool = torch.full((rows,), HUGE_REQUEST if poison else 0, dtype=torch.int64)
-        pool[:live] = torch.randperm(requests, generator=random)[:live]
+        pool[:active] = torch.randperm(requests, generator=random)[:active]
         table = torch.full((requests, columns), huge_slot, dtype=torch.int32)
-        for row, begin, end in zip(pool[:live].tolist(), begins, ends, strict=True):
+        for row, begin, end in zip(pool[:active].tolist(), begins, ends, strict=True):
             table[row, : end - begin] = order[begin:end].to(torch.int32)
     else:
         indptr = torch.full((rows + 1,), HUGE if poison else used, dtype=torch.int32)
-        indptr[: live + 1] = torch.tensor([0, *ends], dtype=torch.int32)
+        indptr[: active + 1] = torch.tensor([0, *ends], dtype=torch.int32)
         indices = torch.cat([order, torch.full((9,), huge_slot, dtype=torch.int64)])
 
     def on_device(tensor: Tensor | None) -> Tensor | None:
@@ -167,6 +175,53 @@ def paged_case(
         keys=split(keys),
         values=None if values is None else split(values),
     )
+
+
+def other_layer(case: PagedCase, seed: int, dtype: torch.dtype | None = None) -> PagedCase:
+    """Other keys of the same requests, in the same slots, and other queries: float64 truth too.
+
+    Args:
+        dtype: of the keys, 8 bits wide; they are then descaled by 2. None for that of the case.
+    """
+    random = torch.Generator().manual_seed(seed)
+    queries = torch.randn(case.queries.shape, generator=random).to(case.queries.dtype)
+    exact_queries = queries[: case.active].double().numpy()
+    queries[case.active :] = torch.nan
+    numbers = torch.randn(case.k_cache.shape, generator=random).to(dtype or case.k_cache.dtype)
+    keys = numbers.double() * (1.0 if dtype is None else 2.0)
+    used = ~case.k_cache.isnan().cpu()
+    assert case.req_to_token is not None and case.req_pool_indices is not None
+    slots = [
+        case.req_to_token[case.req_pool_indices[row], :length].long().cpu()
+        for row, length in enumerate(case.lengths)
+    ]
+    return replace(
+        case,
+        queries=queries.to(DEVICE),
+        k_cache=torch.where(used, numbers.float(), torch.nan).to(numbers.dtype).to(DEVICE),
+        descale=None if dtype is None else torch.full((keys.shape[1],), 2.0, device=DEVICE),
+        query_rows=exact_queries,
+        keys=[keys[each].numpy() for each in slots],
+    )
+
+
+def without_waiting(step: Callable[[], Any]) -> Any:
+    """Run a step, once compiled, that may neither allocate nor wait for the device: its result."""
+    step()
+    torch.cuda.synchronize()
+
+    def allocated() -> tuple[int, int]:
+        count = torch.cuda.memory_stats()["allocation.all.allocated"]
+        return count, torch.cuda.memory_allocated()
+
+    before = allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert allocated() == before
+    return found
 
 
 def as_float64(numbers: Tensor | ArrayLike) -> NDArray[np.float64]:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, HUGE, HUGE_REQUEST, paged_case  # noqa: E402
 
-from capture_kernels.decode.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
+from capture_kernels.decode.step.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 
@@ -35,14 +35,14 @@ def make(max_rows, block_keys=64, visibility=None, **options):
     visibility = visibility or Visibility()
     options = {"max_length": 1 << 20, "programs": 5, **options}
     steps = Schedule(max_rows, block_keys, DEVICE, visibility=visibility, **options)
-    for tensor in (steps.block_ptr, steps.program_ptr, steps.fields, steps.base):
+    for tensor in (steps.block_ptr, steps.program_ptr, steps.row_table, steps.base):
         tensor.fill_(-77)
     return steps
 
 
-def row_fields(length, visibility, window, *, asked=True, live=True, all_keys=False):
+def row_fields(length, visibility, window, *, asked=True, active=True, all_keys=False):
     """Position, seen, real, visible and count of a row of `length` keys, one key after another."""
-    if not live:
+    if not active:
         return [-1, 0, 0, 0, 0]
     t = length - 1
     in_model = [j for j in range(length) if not window or j > t - window]
@@ -55,15 +55,15 @@ def row_fields(length, visibility, window, *, asked=True, live=True, all_keys=Fa
 def assert_rows(steps, fields):
     """The schedule holds these fields of its rows, and blocks enough for the keys it reads."""
     rows = len(fields)
-    assert steps.rows == rows
-    found = steps.fields[: ROW_FIELDS * rows].view(ROW_FIELDS, rows).T
+    assert steps.num_rows == rows
+    found = steps.row_table[: ROW_FIELDS * rows].view(ROW_FIELDS, rows).T
     assert found[:, :5].tolist() == fields
     blocks = [-(-seen // steps.block_keys) for _, seen, *_ in fields]
     assert steps.block_ptr[: rows + 1].tolist() == [0, *np.cumsum(blocks, dtype=int).tolist()]
     assert_shares(steps, blocks, found[:, 5:7].tolist())
     # What has no row keeps what it held.
     assert (steps.block_ptr[rows + 1 :] == -77).all() and (steps.base[rows:] == -77).all()
-    assert (steps.fields[ROW_FIELDS * rows :] == -77).all()
+    assert (steps.row_table[ROW_FIELDS * rows :] == -77).all()
 
 
 def assert_shares(steps, blocks, first_and_last):
@@ -88,11 +88,11 @@ def test_keys_of_a_row_lie_where_its_page_table_says(form, padding_rows):
     lengths = [1, 300, 0, 63, 64, 65, 129]
     case = paged_case(lengths, 1, 1, 16, form=form, padding_rows=padding_rows)
     steps = make(12)
-    steps.run(page_table(case), live=numbers([case.live]))
-    live = [row_fields(length, Visibility(), 0) for length in lengths]
-    assert_rows(steps, live + [[-1, 0, 0, 0, 0]] * padding_rows)
-    assert (steps.base[case.live : case.rows] == 0).all()
-    slots = steps.slots.flatten()
+    steps.run(page_table(case), num_active=numbers([case.active]))
+    active = [row_fields(length, Visibility(), 0) for length in lengths]
+    assert_rows(steps, active + [[-1, 0, 0, 0, 0]] * padding_rows)
+    assert (steps.base[case.active : case.rows] == 0).all()
+    slots = steps.kv_slots.flatten()
     for row, length in enumerate(lengths):
         begin = int(steps.base[row])
         keys = case.k_cache[slots[begin : begin + length].long()]
@@ -112,13 +112,13 @@ def test_one_row(length, seq_dtype, pool_dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("live", [None, 0, 5])
-def test_a_step_without_rows_has_no_blocks(form, live):
+@pytest.mark.parametrize("active", [None, 0, 5])
+def test_a_step_without_rows_has_no_blocks(form, active):
     steps = make(4)
     steps.run(
         page_table(paged_case([], 1, 1, 16, form=form)),
         enabled=numbers([], torch.uint8),
-        live=None if live is None else numbers([live]),
+        num_active=None if active is None else numbers([active]),
     )
     assert_rows(steps, [])
 
@@ -134,7 +134,7 @@ def test_rows_that_are_not_asked_for_are_read_only_for_the_output(form, all_keys
     # Nobody sets the flags of padding rows.
     enabled = numbers([*asked, 1, 1], torch.uint8).to(dtype)
     steps = make(6, visibility=visibility, all_keys=all_keys)
-    steps.run(page_table(case), enabled=enabled, live=numbers([case.live]))
+    steps.run(page_table(case), enabled=enabled, num_active=numbers([case.active]))
     fields = [
         row_fields(length, visibility, 0, asked=bool(flag), all_keys=all_keys)
         for length, flag in zip(lengths, asked, strict=True)
@@ -142,14 +142,16 @@ def test_rows_that_are_not_asked_for_are_read_only_for_the_output(form, all_keys
     assert_rows(steps, fields + [[-1, 0, 0, 0, 0]] * 2)
 
 
-@pytest.mark.parametrize("live", [0, 1, 3])
-def test_rows_past_the_live_ones_are_not_read(live):
+@pytest.mark.parametrize("active", [0, 1, 3])
+def test_padding_rows_are_not_read(active):
     # Addresses that no process has: a read of them is a fault, not a wrong number.
     lengths = numbers([5] * 3 + [HUGE] * 2, torch.int64)
     pool = numbers([0] * 3 + [HUGE_REQUEST] * 2, torch.int64)
     steps = make(5)
-    steps.run(PageTable.of_requests(numbers([[0] * 5]), pool, lengths), live=numbers([live]))
-    assert_rows(steps, [row_fields(5, Visibility(), 0, live=row < live) for row in range(5)])
+    steps.run(
+        PageTable.of_requests(numbers([[0] * 5]), pool, lengths), num_active=numbers([active])
+    )
+    assert_rows(steps, [row_fields(5, Visibility(), 0, active=row < active) for row in range(5)])
     assert not steps.base[:5].any()
 
 
@@ -185,7 +187,6 @@ def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, a
     assert_rows(steps, [row_fields(n, visibility, window, all_keys=all_keys) for n in lengths])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     # Sizes of which each is compiled once on a device.
     lengths=st.sampled_from([1, 3, 16]).flatmap(
@@ -204,12 +205,12 @@ def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, a
     all_keys=st.booleans(),
     programs=st.sampled_from([1, 2, 32, 66]),
     form=st.sampled_from(FORMS),
-    live=st.integers(0, 16),
+    active=st.integers(0, 16),
     flags=st.lists(st.booleans(), min_size=16, max_size=16),
     masks=st.none() | st.lists(st.integers(-2, 60), min_size=16, max_size=16),
 )
 def test_any_rows_agree_with_a_walk_over_their_keys(
-    lengths, visibility, window, block_keys, all_keys, programs, form, live, flags, masks
+    lengths, visibility, window, block_keys, all_keys, programs, form, active, flags, masks
 ):
     rows = len(lengths)
     indptr = np.cumsum([0, *lengths])
@@ -222,20 +223,20 @@ def test_any_rows_agree_with_a_walk_over_their_keys(
     steps = make(17, block_keys, visibility, **options)
     own = None if masks is None else numbers(masks[:rows])
     enabled = numbers(flags[:rows], torch.bool)
-    steps.run(table, enabled=enabled, live=numbers([live]), masks=own)
+    steps.run(table, enabled=enabled, num_active=numbers([active]), masks=own)
     # Less than nothing is nothing.
     seen = [visibility] * rows
     if masks is not None:
         seen = [replace(visibility, mask_prefix=max(masked, 0)) for masked in masks[:rows]]
     fields = [
-        row_fields(length, each, window, asked=asked, live=row < live, all_keys=all_keys)
+        row_fields(length, each, window, asked=asked, active=row < active, all_keys=all_keys)
         for row, (length, each, asked) in enumerate(zip(lengths, seen, flags[:rows], strict=True))
     ]
     assert_rows(steps, fields)
-    masked = steps.fields[7 * rows : 8 * rows].tolist()
-    assert masked[:live] == [each.mask_prefix for each in seen[:live]]
+    masked = steps.row_table[7 * rows : 8 * rows].tolist()
+    assert masked[:active] == [each.mask_prefix for each in seen[:active]]
     begins = indptr[:-1] if form == "kv_indptr" else np.arange(rows) * 9
-    expected = [int(begin) if row < live else 0 for row, begin in enumerate(begins)]
+    expected = [int(begin) if row < active else 0 for row, begin in enumerate(begins)]
     assert steps.base[:rows].tolist() == expected
 
 
@@ -245,7 +246,7 @@ def test_a_step_leaves_nothing_of_a_longer_one_before_it():
         pool = numbers([0] * len(lengths), torch.int64)
         for tensor, rows in (
             (steps.block_ptr, len(lengths) + 1),
-            (steps.fields, ROW_FIELDS * len(lengths)),
+            (steps.row_table, ROW_FIELDS * len(lengths)),
             (steps.base, len(lengths)),
         ):
             tensor[rows:] = -77
@@ -327,8 +328,8 @@ def test_page_tables_that_would_be_misread_are_refused(build):
         {"enabled": numbers([1, 1, 1])},
         {"enabled": numbers([1, 1], torch.uint8)},
         {"enabled": numbers([1] * 6, torch.uint8)[::2]},
-        {"live": numbers([3], torch.int64)},
-        {"live": numbers([3, 3])},
+        {"num_active": numbers([3], torch.int64)},
+        {"num_active": numbers([3, 3])},
         {"masks": numbers([1, 1])},
         {"masks": numbers([1, 1, 1], torch.int64)},
         {"masks": numbers([1] * 6)[::2]},
@@ -337,8 +338,8 @@ def test_page_tables_that_would_be_misread_are_refused(build):
         "int32",
         "too few",
         "strided",
-        "int64 live",
-        "two lives",
+        "int64 num_active",
+        "two num_active",
         "too few masks",
         "int64 masks",
         "strided masks",

@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-from paged import DEVICE, as_float64, assert_close, paged_case  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from paged import DEVICE, as_float64, assert_close, paged_case, without_waiting  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
@@ -21,6 +20,12 @@ ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
 
+
+def rarely(*values):
+    """Parameters that only make test-all tries."""
+    return (pytest.param(value, marks=pytest.mark.slow) for value in values)
+
+
 NAN = float("nan")
 EXACT = {"largest": 1e-3, "rms": 2e-4}
 # One float16 alone may be off by half of its last place, which below 1 is 2.44e-4.
@@ -28,7 +33,7 @@ FEW = {"largest": 1e-3, "rms": 2.5e-4}
 # Many edges of tiles in a few keys.
 SMALL = ScoresTuning(block_m=64, block_n=32, warps=4, stages=2)
 SPLIT = ScoresTuning(block_m=64, block_n=16, warps=4, stages=2, splits=2)
-TUNINGS = pytest.mark.parametrize("tuning", [SMALL, SPLIT], ids=["small", "split"])
+TUNINGS = pytest.mark.parametrize("tuning", [SPLIT, *rarely(SMALL)], ids=["split", "small"])
 
 
 class Prompt(NamedTuple):
@@ -120,18 +125,13 @@ def check(case, *, start=0, rows=None, spare=0, tuning=SMALL, sinks=None, exact=
     return found
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (6, 2), (3, 1), (4, 4)])
-@pytest.mark.parametrize("head_dim", [32, 80, 160])
-def test_every_shape_agrees_with_the_reference(heads, key_heads, head_dim):
-    check(prompt(47, heads, key_heads, head_dim, size=2.0))
+@pytest.mark.parametrize("shape", [(6, 2), *rarely((1, 1), (3, 1), (4, 4))])
+@pytest.mark.parametrize("head_dim", [80, *rarely(20, 32, 96, 160, 256)])
+def test_every_shape_agrees_with_the_reference(shape, head_dim):
+    check(prompt(47, *shape, head_dim, size=2.0))
 
 
-@pytest.mark.parametrize("head_dim", [20, 64, 96, 128, 256])
-def test_head_dims_that_are_powers_of_two_or_not(head_dim):
-    check(prompt(37, 2, 1, head_dim, size=2.0))
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 97])
+@pytest.mark.parametrize("tokens", [1, 33, *rarely(2, 31, 32, 97)])
 @pytest.mark.parametrize("tuning", [SPLIT, None], ids=["split", "default"])
 def test_any_number_of_tokens(tokens, tuning):
     check(prompt(tokens), tuning=tuning, spare=tokens % 3)
@@ -158,13 +158,13 @@ def test_no_rows():
     plan_for(case).run(case.query, case.keys, case.table, 0, poisoned(0, 2, 5)[0], last=0)
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 47, 500])
+@pytest.mark.parametrize("window", [1, 17, *rarely(2, 15, 16, 47, 500)])
 @TUNINGS
 def test_windows(window, tuning):
     check(prompt(70), window=window, tuning=tuning)
 
 
-@pytest.mark.parametrize("mask_prefix", [1, 31, 32, 40, 69, 70, 500])
+@pytest.mark.parametrize("mask_prefix", [40, 70, *rarely(1, 31, 32, 69, 500)])
 @pytest.mark.parametrize("window", [0, 25])
 def test_masked_positions_are_removed_and_the_rest_renormalised(mask_prefix, window):
     found = check(prompt(70), mask_prefix=mask_prefix, window=window, tuning=SPLIT)
@@ -174,7 +174,9 @@ def test_masked_positions_are_removed_and_the_rest_renormalised(mask_prefix, win
 
 
 @TUNINGS
-@pytest.mark.parametrize("options", [{}, {"mask_prefix": 9}, {"window": 20}, {"soft_cap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{"mask_prefix": 9}, *rarely({}, {"window": 20}, {"soft_cap": 2.0})]
+)
 def test_learned_sinks_are_in_the_denominator_only(options, tuning):
     sinks = torch.tensor([-3.0, 0.0, 2.0, 60.0], device=DEVICE)
     found = check(prompt(40, heads=4), sinks=sinks, tuning=tuning, **options)
@@ -182,12 +184,14 @@ def test_learned_sinks_are_in_the_denominator_only(options, tuning):
     assert not found[:, 3].any()
 
 
-@pytest.mark.parametrize("soft_cap", [1.0, 5.0, 50.0])
+@pytest.mark.parametrize("soft_cap", [5.0, *rarely(1.0, 50.0)])
 def test_soft_caps(soft_cap):
     check(prompt(70, size=10.0), soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize("chosen", [(0,), (5,), (2, 1), (1, 2, 3), (0, 2, 3), (4, 5, 0, 1)])
+@pytest.mark.parametrize(
+    "chosen", [(5,), (0, 2, 3), *rarely((0,), (2, 1), (1, 2, 3), (4, 5, 0, 1))]
+)
 def test_chosen_heads_come_in_ascending_order(chosen):
     sinks = torch.arange(6.0, device=DEVICE) - 3
     check(prompt(31, heads=6, key_heads=2), chosen=chosen, sinks=sinks)
@@ -202,8 +206,8 @@ def test_float32_tiles():
     check(prompt(40, dtype=torch.float32), tuning=None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("query_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *rarely(torch.float8_e5m2)])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, *rarely(torch.float16, torch.float32)])
 @pytest.mark.parametrize("descale", [None, (0.5, 0.02)])
 def test_float8_keys(dtype, query_dtype, descale):
     check(prompt(33, 2, 2, dtype=dtype, query_dtype=query_dtype, descale=descale))
@@ -244,20 +248,6 @@ def test_huge_logits():
         assert_close(out[t, 0], expected, **EXACT)
 
 
-def test_equal_logits_are_uniform_rows():
-    case = prompt(150, heads=2, key_heads=1, size=0.0)
-    found = check(case)
-    for t in (0, 1, 31, 32, 64, 149):
-        np.testing.assert_allclose(found[t, :, : t + 1], 1 / (t + 1), rtol=1e-3)
-
-
-@TUNINGS
-def test_rows_sum_to_one(tuning):
-    found = check(prompt(150, size=2.0), tuning=tuning)
-    # 150 float16 numbers that sum to 1, each off by half of its last place at most.
-    np.testing.assert_allclose(found.sum(axis=2), 1.0, atol=5e-4)
-
-
 @pytest.mark.parametrize("sizes", [(1, 40, 26, 33), (99, 1)])
 @pytest.mark.parametrize("options", [{}, {"window": 37, "mask_prefix": 11}])
 def test_chunks_of_a_prompt_make_the_whole(sizes, options):
@@ -278,7 +268,7 @@ def test_chunks_of_a_prompt_make_the_whole(sizes, options):
     assert_close(out, at_once, largest=5e-4, rms=1e-5)
 
 
-@pytest.mark.parametrize("last", [1, 33, 40, 90])
+@pytest.mark.parametrize("last", [33, *rarely(1, 40, 90)])
 def test_the_last_queries_of_a_chunk(last):
     case = prompt(80)
     rows = min(last, 40)
@@ -313,7 +303,7 @@ def test_tables_and_tensors_of_any_type_and_strides():
     check(moved)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize("order", [(2, 0, 1), *rarely((0, 1, 2), (1, 2, 0), (2, 1, 0))])
 def test_outputs_of_any_strides(order):
     case = prompt(45)
     shape = [45, 2, 48]
@@ -340,9 +330,8 @@ def test_the_output_of_a_plan_begins_its_rows_at_lines_of_memory(columns):
     assert not out[:, :, 45:].any()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
-    tokens=st.integers(1, 70),
+    tokens=st.integers(1, 50),
     shape=st.sampled_from([(1, 1), (4, 2), (3, 1), (5, 5)]),
     window=st.one_of(st.just(0), st.integers(1, 100)),
     mask_prefix=st.one_of(st.just(0), st.integers(1, 100)),
@@ -384,40 +373,6 @@ def test_scratch_memory_does_not_grow_with_the_keys():
         assert few.scratch_bytes < 1 << 20
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that torch does."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-class Launches(list):
-    """Stands in for a kernel, since the interpreter copies arguments, which a device does not."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.append(grid)
-
-
-@pytest.mark.skipif(ON_GPU, reason="on a GPU the allocator says it")
-def test_a_run_only_makes_views(monkeypatch):
-    case = prompt(40, 2, 2, dtype=torch.float8_e4m3fn, descale=(0.5, 0.25))
-    plan = plan_for(case)
-    out, _ = poisoned(7, 2, 40)
-    sinks, launches = torch.zeros(2), Launches()
-    monkeypatch.setattr("capture_kernels.scores.plan.scores_pass", launches)
-    with Operations() as seen:
-        plan.run(
-            case.query, case.keys, case.table, 0, out, last=7, descale=case.descale, sinks=sinks
-        )
-    assert list(launches) == [(1, 2, 1)] * 2
-    assert {name.split(".")[0] for name in seen.names} <= {"slice", "view", "alias"}
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_a_run_neither_waits_nor_allocates():
@@ -429,17 +384,7 @@ def test_a_run_neither_waits_nor_allocates():
     def run():
         plan.run(case.query, case.keys, case.table, 0, out, sinks=sinks)
 
-    run()
-    out.fill_(NAN)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
-    assert after == before
+    without_waiting(run)
     expected = truth(case, range(700), scale=128**-0.5, window=300, sinks=sinks)
     assert_close(out, expected, **EXACT)
 
@@ -501,16 +446,9 @@ def test_outputs_and_caches_are_addressed_in_64_bits():
     ("change", "message"),
     [
         ({"head_dim": 576, "key_heads": 1}, "MLA"),
-        ({"head_dim": 0}, "1 or more"),
-        ({"max_rows": 0}, "1 or more"),
-        ({"max_length": 0}, "1 or more"),
         ({"key_heads": 3}, "4 query heads over 3"),
         ({"chosen": (4,)}, r"0\.\.3"),
-        ({"chosen": (1, 1)}, "different numbers"),
-        ({"chosen": ()}, "different numbers"),
-        ({"scale": 0.0}, "above 0"),
         ({"scale": NAN}, "above 0"),
-        ({"soft_cap": 0.0}, "above 0"),
         ({"window": -1}, "0 or more"),
         ({"mask_prefix": -1}, "0 or more"),
     ],

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError
@@ -34,7 +34,6 @@ def test_evidence_is_half_at_the_strong_value_and_whole_at_one(threshold, strong
     np.testing.assert_allclose(evidence, [0.0, 0.25, 0.5, 0.75, 1.0], atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     layout=st.sampled_from(LAYOUTS),
@@ -144,7 +143,6 @@ def test_a_constant_histogram_has_no_ripple(layout, bins):
         assert ripple(with_histogram([1 / reach] * reach), layout).tolist() == [0.0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),
     vector=st.lists(

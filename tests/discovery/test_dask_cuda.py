@@ -12,7 +12,7 @@ from planted import planted
 from published import make_store
 from shared import NOW
 from test_dask_workers import blocked_signals, dies_always, dies_at_first, killing
-from test_resume import RUN_ID, fingerprint_of, killed_at
+from uninterrupted import RUN_ID, fingerprint_of, killed_at
 
 from capture_kernels.errors import RunError
 from discovery.engines.open import open_engine

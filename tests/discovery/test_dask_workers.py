@@ -16,10 +16,8 @@ from typing import NoReturn
 import numpy as np
 import psutil
 import pytest
-from planted import planted
-from published import make_store
 from shared import NOW, REPO
-from test_resume import OPTIONS, RUN_ID, fingerprint_of
+from uninterrupted import OPTIONS, RUN_ID, fingerprint_of
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.engines.gpu_memory import GpuMemoryErrors
@@ -28,7 +26,7 @@ from discovery.execution.executor import AHEAD, DaskExecutor, InlineExecutor
 SHARED = np.arange(1_000.0)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def workers(request) -> Iterator[DaskExecutor]:
     executor = DaskExecutor(None, request.param)
     yield executor
@@ -239,6 +237,7 @@ def kill_all(process: psutil.Process) -> None:
         one.kill()
 
 
+@pytest.mark.slow
 def test_a_cluster_elsewhere_whose_workers_all_restart_finishes_the_work(elsewhere, tmp_path):
     from distributed import Client
 
@@ -317,27 +316,18 @@ def killing(point: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def left_alone(attn, tmp_path_factory) -> tuple[Path, dict[str, object]]:
-    """A store, and what a run of it whose workers live publishes."""
-    base = tmp_path_factory.mktemp("left_alone")
-    db = make_store(base / "fingerprints.db", planted(1_501, 0)[0])
-    done = attn("discover", "--db", db, "--output", base / "out", *COMMAND)
-    assert done.returncode == 0, done.stderr
-    return db, fingerprint_of(base / "out" / RUN_ID)
-
-
 COMMAND = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--engine", "cpu", *OPTIONS]
 
 
 @pytest.mark.parametrize(
-    ("point", "limit"), [("neighbors:2:1", "3"), ("neighbors:3:2", "3"), ("neighbors:2:1", "1.1")],
-    ids=["one of two", "both", "the only one"],
+    ("point", "limit"), [pytest.param("neighbors:2:1", "3", id="one of two"),
+     pytest.param("neighbors:3:2", "3", id="both", marks=pytest.mark.slow),
+     pytest.param("neighbors:2:1", "1.1", id="the only one", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
-    left_alone, tmp_path, point, limit
+    uninterrupted, tmp_path, point, limit
 ):
-    db, expected = left_alone
+    db, output = uninterrupted
     done = killing(
         point, "discover", "--db", str(db), "--output", str(tmp_path), *COMMAND,
         "--long-running", "--max-memory-gb", limit,
@@ -347,4 +337,4 @@ def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
     assert done.stderr.count("Restarting worker") >= int(point[-1])
     assert "Traceback" not in done.stderr
     assert f"{1 if limit == '1.1' else 2} workers on this machine" in done.stderr
-    assert fingerprint_of(tmp_path / RUN_ID) == expected
+    assert fingerprint_of(tmp_path / RUN_ID) == fingerprint_of(output / RUN_ID)

@@ -23,7 +23,7 @@ LETTERS = dict(enumerate(["␣the", "a", "⏎", "1", "␣2", "(", ")", "␣|", "
 
 
 def profiled(vectors, label, layout=Layout.LOG16, **columns):
-    """Profiles of these rows, all output and without tokens unless told."""
+    """Profiles of these rows, all output and without tokens unless given."""
     rows = {
         **rows_of(vectors, label, layout),
         "phase": np.full(len(vectors), 2),
@@ -82,7 +82,8 @@ def test_traits_are_the_documented_ones():
     assert described[0].traits == ["local_attention", "focused", "narrow", "stays_near"]
     assert described[7].traits == ["context_aware", "diffuse", "wide", "reaches_back"]
     assert "periodic" in described[8].traits
-    assert {f"on_{kind}" for kind in KINDS} <= set(TRAITS)
+    named = {f"on_{kind}" for kind in KINDS} | {f"{phase}_phase" for phase in PHASES}
+    assert named <= set(TRAITS)
 
 
 BANDS = {"local_attention", "retrieval_heavy", "context_aware", "mixed_range"}
@@ -188,7 +189,7 @@ def two_alike(rows=2_000, **columns):
     return vectors, label
 
 
-def test_clusters_that_look_alike_are_told_apart_by_what_differs():
+def test_clusters_that_look_alike_are_distinguished_by_what_differs():
     vectors, label = two_alike()
     phase = np.where(label == 1, 1, 2)
     phase[label < 0] = np.arange((label < 0).sum()) % 2 + 1
@@ -353,7 +354,3 @@ def test_depths_of_the_layered_layout_are_named():
     loadings[12:15, 0], loadings[18:20, 0] = 0.5, -0.5
     (axis,) = axes_in_words(loadings, np.array([1.0]), Layout.LAYERED)
     assert axis["high"] == "spread wider in the early layers and spread narrower in the late layers"
-
-
-def test_phases_of_the_traits_are_those_of_the_record():
-    assert {f"{phase}_phase" for phase in PHASES} <= set(TRAITS)

@@ -17,7 +17,7 @@ ZONES = ["a", "b", "c", "d", "e"]
 EVEN = np.array([0.45, 0.25, 0.15, 0.1, 0.05])
 
 
-def night(rng, shares, requests, alike):
+def sample_run(rng, shares, requests, alike):
     """Counts of requests of 1 to 256 rows, each with a mix of its own around the shares: the larger
     `alike`, the fewer categories has a request. int64[requests, k]."""
     sizes = rng.lognormal(3.5, 1.2, requests).astype(int).clip(1, 256)
@@ -26,37 +26,33 @@ def night(rng, shares, requests, alike):
     return np.array([rng.multinomial(n, mix) for n, mix in zip(sizes, mixes, strict=True)])
 
 
-def true_psi(before, after):
-    return float(((after - before) * np.log(after / before)).sum())
-
-
-def many_nights(before, after, requests, alike, trials):
-    """The drift of `trials` pairs of nights, by key: float64[trials] each."""
+def many_runs(before, after, requests, alike, trials):
+    """The drift of `trials` pairs of runs, by key: float64[trials] each."""
     rng = np.random.default_rng(0)
     names = [str(j) for j in range(len(before))]
-    nights = [
+    runs = [
         drift(
-            shares_of(night(rng, before, requests[0], alike)),
-            shares_of(night(rng, after, requests[1], alike)),
+            shares_of(sample_run(rng, before, requests[0], alike)),
+            shares_of(sample_run(rng, after, requests[1], alike)),
             names,
             seed,
         )
         for seed in range(trials)
     ]
-    return {key: np.array([n[key] for n in nights]) for key in ("psi", "low", "high", "by_chance")}
+    return {key: np.array([n[key] for n in runs]) for key in ("psi", "low", "high", "by_chance")}
 
 
-def test_the_covariance_is_what_nights_drawn_anew_show():
+def test_the_covariance_is_that_of_runs_drawn_anew():
     rng = np.random.default_rng(1)
-    nights = [shares_of(night(rng, EVEN, 200, 1.0)) for _ in range(600)]
-    spread = np.cov(np.stack([n.shares for n in nights]).T)
-    told = np.mean([n.covariance for n in nights], axis=0)
-    np.testing.assert_allclose(np.diag(told), np.diag(spread), rtol=0.2)
-    np.testing.assert_allclose(told, spread, atol=0.15 * spread.max())
+    runs = [shares_of(sample_run(rng, EVEN, 200, 1.0)) for _ in range(600)]
+    spread = np.cov(np.stack([n.shares for n in runs]).T)
+    found = np.mean([n.covariance for n in runs], axis=0)
+    np.testing.assert_allclose(np.diag(found), np.diag(spread), rtol=0.2)
+    np.testing.assert_allclose(found, spread, atol=0.15 * spread.max())
     # Rows that were independent would be far more certain than these.
-    rows = np.mean([n.rows for n in nights])
+    rows = np.mean([n.rows for n in runs])
     assert np.all(np.diag(spread) > 10 * EVEN * (1 - EVEN) / rows)
-    assert np.mean([n.effective_rows for n in nights]) < rows / 10
+    assert np.mean([n.effective_rows for n in runs]) < rows / 10
 
 
 def test_rows_that_are_independent_count_each():
@@ -72,11 +68,11 @@ def test_rows_that_are_independent_count_each():
 @pytest.mark.parametrize("alike", [0.2, 5.0])
 @pytest.mark.parametrize("requests", [(250, 250), (1_000, 200)])
 def test_chance_stays_below_its_level_and_its_interval_holds_nothing(requests, alike):
-    found = many_nights(EVEN, EVEN, requests, alike, trials=80)
+    found = many_runs(EVEN, EVEN, requests, alike, trials=80)
     # 1% of 80, and what binomial chance adds to that.
     assert (found["psi"] > found["by_chance"]).sum() <= 4
     assert (found["low"] > 0).mean() <= 0.07
-    # It is no idle bound: plain PSI comes near it.
+    # The bound is not idle: plain PSI comes near it.
     assert np.quantile(found["psi"], 0.99) > np.median(found["by_chance"]) / 4
     assert np.median(found["psi"]) < np.median(found["by_chance"]) / 5
 
@@ -88,42 +84,31 @@ def test_chance_stays_below_its_level_and_its_interval_holds_nothing(requests, a
     ids=["a little", "a lot"],
 )
 def test_the_interval_covers_the_true_change(after, alike):
-    found = many_nights(EVEN, after, (600, 300), alike, trials=80)
-    truth = true_psi(EVEN, after)
+    found = many_runs(EVEN, after, (600, 300), alike, trials=80)
+    truth = psi(EVEN, after)
     covered = (found["low"] <= truth) & (truth <= found["high"])
     assert covered.mean() >= 0.9
     assert np.median(found["psi"]) == pytest.approx(truth, rel=0.2)
     assert np.all((found["low"] <= found["psi"]) & (found["psi"] <= found["high"]))
-    if alike < 1:  # many effective rows: the interval is no excuse
+    if alike < 1:  # many effective rows: the interval must be short
         assert np.median(found["high"] - found["low"]) < 1.5 * truth
         assert (found["psi"] > found["by_chance"]).mean() > 0.8
 
 
 @pytest.mark.parametrize("requests", [(2, 2), (4, 4), (1_000, 4)])
 def test_few_requests_are_not_taken_for_drift(requests):
-    found = many_nights(EVEN, EVEN, requests, 5.0, trials=80)
+    found = many_runs(EVEN, EVEN, requests, 5.0, trials=80)
     assert (found["low"] > 0).mean() <= 0.1
     assert (found["psi"] > found["by_chance"]).sum() <= 4
-    # Nor is the night that has many blamed for the few of the other.
+    # Nor does the run with many make up for the few of the other.
     assert np.median(found["by_chance"]) < 3
 
 
 def test_many_rare_categories_do_not_look_like_drift():
     shares = np.array([16, 14, 11, 10, 10, 8, 7, 7, 6, 5, 4, 2, 1, 0.5, 0.3, 0.1])
-    found = many_nights(shares / shares.sum(), shares / shares.sum(), (250, 150), 5.0, trials=80)
+    found = many_runs(shares / shares.sum(), shares / shares.sum(), (250, 150), 5.0, trials=80)
     assert (found["psi"] > found["by_chance"]).sum() <= 4
     assert (found["low"] > 0).mean() <= 0.08
-
-
-def test_rows_taken_as_independent_would_be_wrong_most_nights():
-    # What the covariance over requests is for: the same nights, each row a request of its own.
-    rng = np.random.default_rng(3)
-    wrong = 0
-    for seed in range(20):
-        counts = [night(rng, EVEN, 250, 5.0).sum(axis=0) for _ in range(2)]
-        rows = [np.repeat(np.eye(5, dtype=int), n, axis=0) for n in counts]
-        wrong += drift(*(shares_of(table) for table in rows), ZONES, seed)["low"] > 0
-    assert wrong > 15
 
 
 def test_a_category_that_vanishes_counts_but_does_not_explode():
@@ -132,25 +117,25 @@ def test_a_category_that_vanishes_counts_but_does_not_explode():
     gone = np.array([0.5, 0.3, 0.2, 0.0])
     for share, most in ((0.01, 0.1), (0.1, 1.0)):
         before = np.array([0.5, 0.3, 0.2 - share, share])
-        nights = [shares_of(rng.multinomial(20, p, 400)) for p in (before, gone)]
-        there, back = (drift(*pair, list("abcd"), 0) for pair in (nights, nights[::-1]))
+        runs = [shares_of(rng.multinomial(20, p, 400)) for p in (before, gone)]
+        there, back = (drift(*pair, list("abcd"), 0) for pair in (runs, runs[::-1]))
         for found in (there, back):
             assert found["by_chance"] < found["psi"] < most
         assert there["psi"] == pytest.approx(back["psi"], rel=0.05)
     assert there["shares"]["d"] == 0.0 and back["parent_shares"]["d"] == 0.0
 
 
-def test_a_category_that_neither_night_has_changes_nothing():
+def test_a_category_that_neither_run_has_changes_nothing():
     rng = np.random.default_rng(5)
-    nights = [rng.multinomial(20, p, 400) for p in (EVEN, EVEN[::-1])]
-    plain = drift(*(shares_of(n) for n in nights), ZONES, 0)
-    wider = [np.concatenate([n, np.zeros((400, 1), int)], axis=1) for n in nights]
+    runs = [rng.multinomial(20, p, 400) for p in (EVEN, EVEN[::-1])]
+    plain = drift(*(shares_of(n) for n in runs), ZONES, 0)
+    wider = [np.concatenate([n, np.zeros((400, 1), int)], axis=1) for n in runs]
     padded = drift(*(shares_of(n) for n in wider), [*ZONES, "none"], 0)
     for key in ("psi", "low", "high"):
         assert padded[key] == pytest.approx(plain[key], rel=0.05)
 
 
-def test_one_request_a_night_tells_nothing_however_many_its_rows():
+def test_one_request_a_run_shows_nothing_however_many_its_rows():
     found = drift(shares_of([[900, 0]]), shares_of([[0, 900]]), ["a", "b"], 0)
     assert found["low"] == 0.0 and found["psi"] <= found["by_chance"]
     # Fifty of them do.
@@ -158,14 +143,14 @@ def test_one_request_a_night_tells_nothing_however_many_its_rows():
     assert found["low"] > 1.0
     # Had both been half and half, requests of one category each would differ by more than this.
     assert found["by_chance"] > 0.1
-    # The same on both nights: no drift, and no certainty that there is none.
+    # The same on both runs: no drift, and no certainty that there is none.
     found = drift(shares_of([[900, 0]]), shares_of([[900, 0]]), ["a", "b"], 0)
     assert found["psi"] == found["low"] == 0.0 and found["high"] > 0.5
 
 
 @pytest.mark.parametrize("before", [[[0, 0]], [[3, 1]] * 40])
 @pytest.mark.parametrize("after", [[[0, 0]], np.zeros((0, 2), int)])
-def test_a_night_without_rows_shows_no_drift_and_excludes_none(before, after):
+def test_a_run_without_rows_shows_no_drift_and_excludes_none(before, after):
     for pair in ((before, after), (after, before)):
         found = drift(*(shares_of(n) for n in pair), ["a", "b"], 0)
         assert found["psi"] == found["low"] == 0.0
@@ -185,15 +170,15 @@ def test_huge_counts_are_exact():
     assert found["psi"] == found["low"] == 0.0 and found["high"] < 0.01
     after = np.array([0.35, 0.25, 0.2, 0.1, 0.1])
     moved = drift(shares_of(counts), shares_of(rng.multinomial(10**12, after, 5_000)), ZONES, 0)
-    assert moved["psi"] == pytest.approx(true_psi(EVEN, after), rel=0.01)
+    assert moved["psi"] == pytest.approx(psi(EVEN, after), rel=0.01)
     assert moved["high"] - moved["low"] < 0.01
 
 
 def test_the_entry_is_plain_numbers_and_the_same_each_time():
     rng = np.random.default_rng(7)
-    nights = [shares_of(night(rng, EVEN, 100, 1.0)) for _ in range(2)]
-    found = drift(*nights, ZONES, 3)
-    assert found == drift(*nights, ZONES, 3)
+    runs = [shares_of(sample_run(rng, EVEN, 100, 1.0)) for _ in range(2)]
+    found = drift(*runs, ZONES, 3)
+    assert found == drift(*runs, ZONES, 3)
     assert set(found) == {
         "psi", "low", "high", "by_chance", "requests", "shares", "parent_shares",
     }  # fmt: skip
@@ -201,12 +186,12 @@ def test_the_entry_is_plain_numbers_and_the_same_each_time():
     assert found["requests"] == 100
     assert list(found["shares"]) == ZONES
     assert sum(found["shares"].values()) == pytest.approx(1.0, abs=1e-5)
-    # A night that was kept in a manifest is as good as the night.
-    kept = Shares.from_dict(json.loads(json.dumps(nights[0].as_dict())))
-    assert drift(kept, nights[1], ZONES, 3) == found
+    # Shares that were kept in a manifest are as good as the run.
+    kept = Shares.from_dict(json.loads(json.dumps(runs[0].as_dict())))
+    assert drift(kept, runs[1], ZONES, 3) == found
 
 
-def test_nights_of_other_categories_are_refused():
+def test_runs_of_other_categories_are_refused():
     a, b = shares_of([[1, 2]]), shares_of([[1, 2, 3]])
     with pytest.raises(ValueError, match="a share for each name"):
         drift(a, b, ["a", "b"], 0)
@@ -229,7 +214,7 @@ def test_psi_is_the_sum_over_categories():
         st.lists(st.integers(0, 300), min_size=3, max_size=3), min_size=1, max_size=12
     ),
 )  # fmt: skip
-def test_any_two_nights_have_an_ordered_interval(table, other):
+def test_any_two_runs_have_an_ordered_interval(table, other):
     before, after = shares_of(table), shares_of(other)
     found = drift(before, after, ["a", "b", "c"], 0)
     assert 0 <= found["low"] <= found["psi"] <= found["high"] < np.inf
@@ -240,7 +225,7 @@ def test_any_two_nights_have_an_ordered_interval(table, other):
         assert np.linalg.eigvalsh(shares.covariance).min() > -1e-12
 
 
-def test_rows_are_counted_in_any_parts_and_order():
+def test_rows_are_counted_in_any_chunks_and_order():
     rng = np.random.default_rng(8)
     request = np.sort(rng.integers(0, 300, 20_000))
     hashes = mix64(request.astype(np.uint64))

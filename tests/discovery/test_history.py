@@ -1,4 +1,4 @@
-"""What is told of clusters over the nights: composed from manifests, in words and in JSON."""
+"""The history of clusters: composed from manifests, in words and in JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from discovery.runs.state import manifests, survey
 
 
 def week(output: Path) -> list[str]:
-    """Seven nights: 4 comes off 3 and 5 off 4, 1 takes in 2, 6 is born and dies, 0 dies."""
+    """Seven runs: 4 comes off 3 and 5 off 4, 1 takes in 2, 6 is born and dies, 0 dies."""
     lineage = Lineage(output)
     return [
         lineage.night({0: 0.1, 1: 0.3, 2: 0.2, 3: 0.4}, zone=0.5),
@@ -65,7 +65,7 @@ def refusal(attn, *arguments: str | Path) -> str:
     return done.stderr
 
 
-def test_diff_composes_the_events_of_all_nights_between(attn, output):
+def test_diff_composes_the_events_of_all_runs_between(attn, output):
     found = asked(attn, "diff", run_id_of(1), "latest", "--output", output)
     assert (found["from"], found["to"]) == (run_id_of(1), run_id_of(7))
     assert {c: one["parents"] for c, one in by_id(found["split"]).items()} == {5: [3]}
@@ -199,7 +199,7 @@ def test_the_story_of_a_living_cluster_names_what_it_took_in_and_what_it_was_cal
     assert len(earlier["nights"]) == 3 and len(earlier["labels"]) == 1
 
 
-def test_a_story_is_told_past_deleted_runs(attn, output):
+def test_a_story_goes_on_past_deleted_runs(attn, output):
     for day in (1, 2, 3, 4, 5):
         shutil.rmtree(output / run_id_of(day))
     found = asked(attn, "lineage", "3", "--output", output)
@@ -242,19 +242,19 @@ def test_a_sparkline_is_as_high_as_the_largest_share_and_shows_gaps():
     assert sparkline([]) == ""
 
 
-def told(run_id: str, event: str, cluster: int, parents=(), children=()) -> dict[str, Any]:
+def event_of(run_id: str, event: str, cluster: int, parents=(), children=()) -> dict[str, Any]:
     return {"run_id": run_id, "event": event, "cluster_id": cluster, "parents": list(parents),
             "children": list(children)}  # fmt: skip
 
 
-def test_the_events_of_a_night_are_of_the_night_before_whatever_their_order():
+def test_the_events_of_a_run_refer_to_the_run_before_whatever_their_order():
     night = [
-        told("r1", "merged", 0, [0, 1]),
-        told("r1", "split", 5, [0]),
-        told("r1", "split", 6, [2, 3]),
-        told("r1", "absorbed", 1, [], [0]),
-        told("r1", "absorbed", 4, [], [7]),
-        told("r1", "born", 7),
+        event_of("r1", "merged", 0, [0, 1]),
+        event_of("r1", "split", 5, [0]),
+        event_of("r1", "split", 6, [2, 3]),
+        event_of("r1", "absorbed", 1, [], [0]),
+        event_of("r1", "absorbed", 4, [], [7]),
+        event_of("r1", "born", 7),
     ]
     for steps in (night, night[::-1]):
         found = descent([0, 1, 2, 3, 4], steps)
@@ -263,9 +263,9 @@ def test_the_events_of_a_night_are_of_the_night_before_whatever_their_order():
         assert {c: ending.into for c, ending in found.ended.items()} == {1: (0,), 4: (7,)}
 
 
-def test_every_id_on_the_way_is_told():
-    steps = [told(f"r{n}", "split", n + 1, [n]) for n in range(4)]
-    found = descent([0], [*steps, told("r5", "born", 9), told("r6", "split", 10, [9])])
+def test_every_id_on_the_way_is_listed():
+    steps = [event_of(f"r{n}", "split", n + 1, [n]) for n in range(4)]
+    found = descent([0], [*steps, event_of("r5", "born", 9), event_of("r6", "split", 10, [9])])
     assert found.through == {1: (), 2: (1,), 3: (1, 2), 4: (1, 2, 3), 9: (), 10: (9,)}
     assert found.origins[4] == (0,) and found.origins[10] == ()
     assert found.since[4] == "r3"
@@ -273,7 +273,7 @@ def test_every_id_on_the_way_is_told():
 
 @st.composite
 def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
-    """The clusters of a first night, and the events of up to six nights after it."""
+    """The clusters of a first run, and the events of up to six runs after it."""
     alive = list(range(draw(st.integers(1, 5))))
     start, fresh = list(alive), len(alive)
     steps: list[dict[str, Any]] = []
@@ -281,7 +281,7 @@ def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
         before, used = list(alive), set()
 
         def tell(kind: str, cluster: int, parents=(), children=(), night=night) -> None:
-            steps.append(told(f"r{night}", kind, cluster, parents, children))
+            steps.append(event_of(f"r{night}", kind, cluster, parents, children))
 
         for kind in draw(
             st.lists(st.sampled_from(["born", "split", "merged", "died"]), max_size=4)
@@ -312,7 +312,7 @@ def chains(draw) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 @given(chains(), st.integers(0, 6))
-def test_events_compose_however_the_nights_are_cut(chain, cut):
+def test_events_compose_however_the_runs_are_cut(chain, cut):
     """Two descents, one after the other, are the descent over both."""
     start, steps = chain
     whole = descent(start, steps)
@@ -325,7 +325,7 @@ def test_events_compose_however_the_nights_are_cut(chain, cut):
 
 
 @given(chains())
-def test_every_cluster_of_the_first_night_lives_on_or_has_an_ending(chain):
+def test_every_cluster_of_the_first_run_lives_on_or_has_an_ending(chain):
     start, steps = chain
     found = descent(start, steps)
     alive = set(found.origins)

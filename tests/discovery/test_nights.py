@@ -18,7 +18,7 @@ from planted import SHARES, planted, planted_batch
 from published import layered, make_store
 from rich.table import Table
 from shared import NOW, REPO
-from test_resume import fingerprint_of, killed_at
+from uninterrupted import fingerprint_of, killed_at
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent
@@ -123,7 +123,17 @@ POISON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("poison", POISON)
+# Rows that contradict one another, and too few of them.
+FAST_POISON = ("random numbers", "half of the rows missing")
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        name if name in FAST_POISON else pytest.param(name, marks=pytest.mark.slow)
+        for name in POISON
+    ],
+)
 def test_a_poisoned_night_never_becomes_latest_and_says_why(
     attn, first_night, runs, tmp_path, poison
 ):
@@ -159,6 +169,7 @@ def test_latest_does_not_change_to_another_model_unless_that_was_asked_for(
     assert not set(identities(runs, at(2).replace(":", "-"))) & set(first_night.ids)
 
 
+@pytest.mark.slow
 def test_a_night_let_through_is_what_the_next_one_follows(attn, first_night, runs, tmp_path):
     db = store_of(tmp_path / "half.db", planted(ROWS, 1)[0][: ROWS // 2], 1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--no-gate")
@@ -201,6 +212,7 @@ def test_a_resumed_night_whose_parent_is_gone_says_so(attn, first_night, runs, t
     assert f"parent run {first_night.run_id} cannot be read" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_layered_layout_has_nights_as_well(attn, tmp_path):
     ids = []
     for night in range(2):
@@ -228,6 +240,7 @@ def test_a_night_from_the_past_does_not_become_latest(attn, first_night, runs, t
     assert (runs / "latest").readlink().name == first_night.run_id
 
 
+@pytest.mark.slow
 def test_parts_that_are_all_or_none_of_the_sample_are_placed_as_well(attn, runs, tmp_path):
     db = store_of(tmp_path / "second.db", planted(1_281, 1)[0], 1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--no-gate",

@@ -94,12 +94,6 @@ def test_the_seed_decides_which_rows_of_a_long_request_are_kept(limit):
     assert first != other
 
 
-def test_the_rows_kept_of_a_request_do_not_depend_on_the_other_requests():
-    alone = keys(["x"] * 500, list(range(500)), [-1] * 500)
-    both = keys(["x", "y"] * 500, [i // 2 for i in range(1_000)], [-1] * 1_000)
-    assert kept_keys(alone, 50, 1) == {row for row in kept_keys(both, 50, 1) if row[0] == "x"}
-
-
 def test_the_rows_kept_of_a_request_are_spread_over_all_of_it():
     batch = keys(["long"] * 10_000, list(range(10_000)), [-1] * 10_000)
     positions = np.array(sorted(row[1] for row in kept_keys(batch, 1_000, 0)))

@@ -15,58 +15,55 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from planted import planted, planted_batch
-from shared import NOW, REPO, START, AttnCommand
-from test_resume import OPTIONS, RUN_ID, fingerprint_of
+from processes import AttnProcess
+from shared import REPO
+from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of
 from watching import SCHEMA, Client, free_port, logged
 
 from discovery.stages.registry import STAGES
-from pipeline.store.open import open_store
 
-FIRST = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", *OPTIONS]
+FIRST = [*AT_NOW, *OPTIONS]
 AGAIN = ["--resume", RUN_ID]
 
 
 @pytest.fixture(scope="module")
-def db(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("steering") / "fingerprints.db"
-    with open_store(str(path), create=True) as store:
-        store.append(planted_batch(planted(1_501, 0)[0], START))
-    return path
+def db(uninterrupted) -> Path:
+    return uninterrupted[0]
 
 
 @pytest.fixture(scope="module")
-def expected(attn: AttnCommand, db: Path) -> dict[str, object]:
-    """What a run that is left alone publishes."""
-    output = db.parent / "left_alone"
-    done = attn("discover", "--db", db, "--output", output, *FIRST)
-    assert done.returncode == 0, done.stderr
-    return fingerprint_of(output / RUN_ID)
+def left_alone(uninterrupted) -> Path:
+    """The folder of a run that nobody steers."""
+    return uninterrupted[1] / RUN_ID
 
 
-class Run(subprocess.Popen):
+@pytest.fixture(scope="module")
+def expected(left_alone: Path) -> dict[str, object]:
+    return fingerprint_of(left_alone)
+
+
+class Run(AttnProcess):
     """`attn discover` as a process that serves its progress."""
 
-    def __init__(self, db: Path, output: Path, *options: str, stderr: int = subprocess.PIPE):
+    def __init__(self, db: Path, output: Path, *options: str) -> None:
         self.port, self.folder = free_port(), output / RUN_ID
-        command = [sys.executable, str(REPO / "cli.py"), "discover", "--db", str(db), "--output"]
-        command += [str(output), "--websocket-port", str(self.port), *options]
-        super().__init__(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+        super().__init__(
+            "discover", "--db", db, "--output", output, "--websocket-port", str(self.port), *options
+        )
 
     def ended(self) -> tuple[int, str]:
         """Exit code and what it said."""
-        _, said = self.communicate(timeout=120)
-        return self.returncode, said
+        done = self.finish(120)
+        return done.returncode, done.stderr
 
 
 @contextmanager
-def started(db: Path, output: Path, *options: str, **more: int) -> Iterator[Run]:
-    run = Run(db, output, *options, **more)
+def started(db: Path, output: Path, *options: str) -> Iterator[Run]:
+    run = Run(db, output, *options)
     try:
         yield run
     finally:
-        run.kill()
-        run.communicate()
+        run.end()
 
 
 def on_disk(folder: Path) -> dict[str, int]:
@@ -78,7 +75,7 @@ def kinds(events: list[dict]) -> list[str]:
     return [event["event"] for event in events]
 
 
-@pytest.mark.parametrize("mode", [[], ["--long-running"]])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--long-running"], marks=pytest.mark.slow)])
 def test_a_paused_run_finishes_nothing_until_it_is_resumed_and_ends_in_the_same_artifacts(
     db, expected, tmp_path, mode
 ):
@@ -96,7 +93,7 @@ def test_a_paused_run_finishes_nothing_until_it_is_resumed_and_ends_in_the_same_
             assert late.ask("pause")["ok"]
             time.sleep(1.5)
             assert on_disk(run.folder) == before
-            assert run.poll() is None
+            assert run.alive_after(0)
             assert late.ask("resume")["ok"]
             late.until("run_resumed")
             assert late.ask("resume")["reason"] == "the run is not paused"
@@ -164,8 +161,8 @@ def test_a_run_that_was_stopped_by_command_goes_on_and_tells_again_what_it_kept(
     assert sent == {message["$ref"] for message in SCHEMA["oneOf"]}
 
 
-def test_what_the_stages_tell_is_what_is_published(db, expected):
-    folder = db.parent / "left_alone" / RUN_ID
+def test_what_the_stages_tell_is_what_is_published(left_alone, expected):
+    folder = left_alone
     seen = logged(folder)
     told = {event["event"]: event for event in seen}
     rows = pq.read_table(folder / "embedding.parquet").to_pydict()
@@ -203,7 +200,7 @@ def test_a_paused_run_can_be_stopped(db, tmp_path, how, code):
         if how == "stop":
             assert client.ask("stop")["ok"]
         elif how != "--max-hours":
-            run.send_signal(signal.Signals[how])
+            run.signal(signal.Signals[how])
         client.until("run_interrupted", timeout=15)
         assert "run_resumed" not in kinds(client.rest())
         ended, said = run.ended()
@@ -223,10 +220,13 @@ def test_a_terminal_shows_a_pause(db, tmp_path):
             return
 
     reading = threading.Thread(target=read)
-    with started(db, tmp_path, *FIRST, stderr=terminal) as run:
+    port = free_port()
+    command = [sys.executable, str(REPO / "cli.py"), "discover", "--db", str(db), "--output"]
+    command += [str(tmp_path), "--websocket-port", str(port), *FIRST]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal) as run:
         os.close(terminal)
         reading.start()
-        with Client(run.port) as client:
+        with Client(port) as client:
             client.until("stage_started", stage="extract")
             client.ask("pause")
             client.until("run_paused")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -119,6 +120,20 @@ def test_both_searches_find_the_same_neighbours(monkeypatch, fit, k):
     exact = np.linalg.norm(queries[:, None].astype(float) - fit[by_tree], axis=2)
     np.testing.assert_allclose(apart_by_tree, exact, atol=1e-5)
     assert (np.diff(apart_by_tree) >= 0).all()
+
+
+def test_one_tree_serves_all_chunks_of_queries_and_is_gone_with_its_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_engine, "prunes", lambda fit, k: asked.append(k) or True)
+    fit, engine = projected(500, 0).copy(), CpuEngine()
+    whole, _ = engine.neighbors(fit, fit, 5)
+    chunks = [engine.neighbors(fit, fit[i : i + 100], 5)[0] for i in range(0, 500, 100)]
+    assert np.array_equal(np.concatenate(chunks), whole) and asked == [5]
+    assert engine.neighbors(fit, fit, 3)[0].shape == (500, 3) and asked == [5, 3]
+    same = pickle.loads(pickle.dumps(engine)).neighbors(fit.copy(), fit, 5)[0]
+    assert np.array_equal(same, whole) and asked == [5, 3, 5]
+    del fit
+    assert engine._last_tree is None
 
 
 EPOCHS = 40

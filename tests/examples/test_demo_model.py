@@ -299,10 +299,11 @@ def test_the_seed_needle_is_answered(demo: Demo) -> None:
     assert continuation(demo, tasks.SEED_NEEDLE.prompt) == "1729"
 
 
-def test_fresh_needles_are_answered(demo: Demo) -> None:
-    needles = evaluate.fresh_needles(100, seed=5)
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_fresh_needles_are_answered(demo: Demo, count: int) -> None:
+    needles = evaluate.fresh_needles(count, seed=5)
     right = sum(continuation(demo, n.prompt) == n.answer.strip() for n in needles)
-    assert right >= 95
+    assert right >= 0.95 * count
 
 
 def test_one_pass_tells_what_greedy_decoding_answers(demo: Demo) -> None:

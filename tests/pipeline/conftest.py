@@ -15,51 +15,45 @@ from pipeline import record
 from pipeline.store.open import open_store
 
 Records = Callable[..., pa.RecordBatch]
+EXPERTS = (None, [-1], [-1, 0], [-1, 0, 1])
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
 
 
 @pytest.fixture(scope="session")
 def records() -> Records:
-    """Make `count` records, the first one numbered `first`: a second apart, 40 to a request, three
-    requests to a session; every third request is another model's."""
+    """Make `count` records, the first one numbered `first`: `every_s` seconds apart, 40 to a
+    request, three requests to a session; every third request is of another model."""
 
-    def make(count: int, first: int = 0, seed: int = 0, **columns: Any) -> pa.RecordBatch:
-        rng = np.random.default_rng((seed, first))
+    def make(
+        count: int, first: int = 0, seed: int = 0, every_s: int = 1, **columns: Any
+    ) -> pa.RecordBatch:
         number = np.arange(first, first + count)
         request = number // 40
-        vectors = rng.random((count, 20), np.float32)
+        vectors = np.random.default_rng((seed, first)).random((count, 20), np.float32)
         made: dict[str, Any] = {
-            "request_id": pa.array([f"request-{r:06d}" for r in request], pa.string()),
-            "session_id": pa.array(
-                [None if r % 5 == 4 else f"session-{r // 3}" for r in request], pa.string()
-            ),
+            "request_id": strings("request-{:06d}", request),
+            "session_id": strings("session-{}", request // 3, null=request % 5 == 4),
             "position": (number % 40 // 2).astype(np.int32),
-            "prompt_len": pa.array([None if r % 7 == 0 else int(r) for r in request], pa.int32()),
+            "prompt_len": pa.array(request, pa.int32(), mask=request % 7 == 0),
             "layer": (number % 2 - 1).astype(np.int16),
             "captured_at": pa.array(
-                number * 1_000_000 + int(START.timestamp()) * 1_000_000,
+                (number * every_s + int(START.timestamp())) * 1_000_000,
                 pa.timestamp("us", tz="UTC"),
             ),
-            "model": pa.array(["big" if r % 3 == 0 else "small" for r in request], pa.string()),
-            "capture_id": pa.array([f"capture-{r % 3 % 2}" for r in request], pa.string()),
+            "model": pa.array(np.where(request % 3 == 0, "big", "small"), pa.string()),
+            "capture_id": strings("capture-{}", request % 3 % 2),
             "layout": pa.array((request % 3 // 2 + 1).astype(np.uint8)),
-            "phase": pa.array([record.PHASES[n % 3] for n in number], pa.string()),
-            "token_id": pa.array([None if n % 11 == 0 else int(n) for n in number], pa.int32()),
-            "sink_mass": pa.array(
-                [
-                    None if n % 13 == 0 else float(v[0])
-                    for n, v in zip(number, vectors, strict=True)
-                ],
-                pa.float32(),
-            ),
-            "top_experts": pa.array(
-                [None if n % 4 == 0 else list(range(-1, n % 4 - 1)) for n in number],
-                pa.list_(pa.int16()),
-            ),
-            "router_entropy": pa.array([None if n % 2 else float(n) for n in number], pa.float32()),
+            "phase": pa.array(np.array(record.PHASES)[number % 3], pa.string()),
+            "token_id": pa.array(number, pa.int32(), mask=number % 11 == 0),
+            "sink_mass": pa.array(vectors[:, 0], pa.float32(), mask=number % 13 == 0),
+            "top_experts": pa.array([EXPERTS[n] for n in number % 4], pa.list_(pa.int16())),
+            "router_entropy": pa.array(number.astype(np.float32), mask=number % 2 == 1),
             "vector": vectors,
         }
         return record.make_batch(made | columns, count)
+
+    def strings(pattern: str, numbers: Any, null: Any = None) -> pa.Array:
+        return pa.array([pattern.format(n) for n in numbers.tolist()], pa.string(), mask=null)
 
     return make
 

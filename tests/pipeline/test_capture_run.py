@@ -134,11 +134,11 @@ def test_a_capture_ends_in_the_store(tmp_path, model):
     options = ("--model", model, "--prompts", prompts, "--db", db, "--device", "cpu")
     result = attn(*options, "--max-new-tokens", 5, "--session-id", "mine", "--json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["session_id"] == "mine" and told["model"] == model
-    assert told["prompts"] == 3 and told["refused"] == [] and not told["interrupted"]
-    assert told["prompt_tokens"] == 30 and told["new_tokens"] == 15
-    assert told["rows"] == {
+    summary = json.loads(result.stdout)
+    assert summary["session_id"] == "mine" and summary["model"] == model
+    assert summary["prompts"] == 3 and summary["refused"] == [] and not summary["interrupted"]
+    assert summary["prompt_tokens"] == 30 and summary["new_tokens"] == 15
+    assert summary["rows"] == {
         "inserted": 39,
         "duplicates": 0,
         "rejected": {},
@@ -148,9 +148,9 @@ def test_a_capture_ends_in_the_store(tmp_path, model):
     assert len(rows) == 39
     assert {row["request_id"] for row in rows} == {"r0", "r1", "r2"}
     assert {row["session_id"] for row in rows} == {"mine"}
-    assert {row["capture_id"] for row in rows} == {told["capture_id"]}
+    assert {row["capture_id"] for row in rows} == {summary["capture_id"]}
     zones = ZoneRules().classify([row["vector"] for row in rows], Layout.LOG16).names
-    for phase, counts in told["zones"].items():
+    for phase, counts in summary["zones"].items():
         assert list(counts) == list(ZONES)
         for zone, count in counts.items():
             hits = [z for z, row in zip(zones, rows, strict=True) if row["phase"] == phase]
@@ -269,17 +269,37 @@ def test_ctrl_c_keeps_the_prompts_that_are_finished(tmp_path, engine):
             raise KeyboardInterrupt
         return NOON
 
-    summary, told = summary_of(engine), []
+    summary, warnings = summary_of(engine), []
     with open_store(tmp_path / "f.db", create=True) as store:
-        run_capture(engine, prompts, store, summary, clock=clock, warn=told.append)
+        run_capture(engine, prompts, store, summary, clock=clock, warn=warnings.append)
         assert summary.interrupted and summary.prompts == 2
         assert store.counts().rows == summary.inserted == 16
         rest = summary_of(engine)
-        run_capture(engine, prompts, store, rest, clock=lambda: NOON, warn=told.append)
+        run_capture(engine, prompts, store, rest, clock=lambda: NOON, warn=warnings.append)
         assert rest.prompts == 5 and rest.inserted == 24 and rest.duplicates == 16
-    assert told == []
+    assert warnings == []
 
 
+def test_ctrl_c_exits_with_130_and_keeps_the_finished_prompts(tmp_path, model, monkeypatch):
+    ticks = iter(range(100))
+
+    def clock():
+        if next(ticks) == 10:
+            signal.raise_signal(signal.SIGINT)
+        return NOON
+
+    monkeypatch.setattr("pipeline.engines.transformers.utc_now", clock)
+    prompts = write(tmp_path / "p.txt", "\n".join(words(6, i) for i in range(5)))
+    options = ("--model", model, "--prompts", prompts, "--db", tmp_path / "f.db", "--device", "cpu")
+    result = attn(*options, "--max-new-tokens", 4, "--json")
+    summary = json.loads(result.stdout)
+    assert result.exit_code == 130
+    assert f"interrupted: {summary['prompts']} of 5 prompts are stored" in result.stderr
+    assert summary["interrupted"] and summary["prompts"] == 3
+    assert len(stored(tmp_path / "f.db")) == summary["rows"]["inserted"] == 3 * 8
+
+
+@pytest.mark.slow
 def test_ctrl_c_in_the_terminal_exits_with_130(tmp_path, model):
     prompts = write(tmp_path / "p.txt", "\n".join(words(60, i) for i in range(3000)))
     program = (
@@ -301,11 +321,13 @@ def test_ctrl_c_in_the_terminal_exits_with_130(tmp_path, model):
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    told = json.loads(out)
+    summary = json.loads(out)
     assert process.returncode == 130
-    assert f"interrupted: {told['prompts']} of 3000 prompts are stored" in err
+    assert f"interrupted: {summary['prompts']} of 3000 prompts are stored" in err
     assert "Traceback" not in err
-    assert told["interrupted"] and len(stored(tmp_path / "f.db")) == told["rows"]["inserted"] > 0
+    assert (
+        summary["interrupted"] and len(stored(tmp_path / "f.db")) == summary["rows"]["inserted"] > 0
+    )
 
 
 def test_plain_progress_is_a_line_for_each_tenth():

@@ -37,7 +37,7 @@ def test_records_come_back_as_they_were(store, records, count):
 
 
 def test_many_rows_over_several_batches_and_days_come_back(store, records):
-    whole = records(200_003)
+    whole = records(70_003)
     for start in range(0, whole.num_rows, 40_009):
         store.append(whole.slice(start, 40_009))
     table = scanned(store)
@@ -45,7 +45,9 @@ def test_many_rows_over_several_batches_and_days_come_back(store, records):
     for name in record.SCHEMA.names:
         if not pa.types.is_dictionary(record.SCHEMA.field(name).type):
             assert table.column(name).combine_chunks().equals(whole.column(name)), name
-    assert table.column("model").to_pylist() == whole.column("model").to_pylist()
+    assert table.column("model").cast(pa.string()).combine_chunks() == whole.column("model").cast(
+        pa.string()
+    )
 
 
 def test_a_store_keeps_its_records_when_it_is_opened_again(store_path, records):
@@ -175,9 +177,9 @@ SELECTIONS = [
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_selection_narrows_scan_and_groups_alike(store, records, selection):
-    whole = records(10_000)
-    for start in range(0, 10_000, 999):
-        store.append(whole.slice(start, 999))
+    whole = records(2_500, every_s=4)
+    for start in range(0, 2_500, 399):
+        store.append(whole.slice(start, 399))
     low = selection.start or datetime.min
     high = selection.end or datetime.max
     expected = [
@@ -245,20 +247,20 @@ def test_counts_say_what_is_there(store, records):
 
 @pytest.mark.parametrize("seconds", [0, 1, 399, 8_000, 200_000])
 def test_prune_deletes_what_was_captured_before(store, records, seconds):
-    whole = records(10_007)
-    for start in range(0, 10_007, 2_003):
-        store.append(whole.slice(start, 2_003))
+    whole = records(2_503, every_s=4)
+    for start in range(0, 2_503, 503):
+        store.append(whole.slice(start, 503))
     limit = START + timedelta(seconds=seconds)
-    gone = min(seconds, 10_007)
+    gone = min(-(-seconds // 4), 2_503)
     assert store.prune(limit) == gone
     assert scanned(store).to_pylist() == whole.slice(gone).to_pylist()
-    assert store.counts().rows == 10_007 - gone
-    assert sum(group.rows for group in store.groups()) == 10_007 - gone
+    assert store.counts().rows == 2_503 - gone
+    assert sum(group.rows for group in store.groups()) == 2_503 - gone
     assert store.append(whole).inserted >= gone
-    assert scanned(store).num_rows == 10_007
+    assert scanned(store).num_rows == 2_503
 
 
-def test_a_run_is_noted_and_noted_again(store):
+def test_a_run_is_recorded_and_replaced(store):
     run = {"run_id": "2026-01-10T04-02-11", "created_at": START, "status": "published",
            "model": "m", "layout": 1, "rows": 10, "noise_share": 0.25,
            "manifest": {"seed": 42}}  # fmt: skip
@@ -267,10 +269,10 @@ def test_a_run_is_noted_and_noted_again(store):
     store.record_run(run, [cluster])
     store.record_run(run | {"rows": 11}, [cluster, cluster | {"cluster_id": 4}])
     store.record_run(run | {"run_id": "2026-01-11T04-02-11"}, [])
-    later, noted = store.runs()
+    later, run = store.runs()
     assert later["run_id"] == "2026-01-11T04-02-11"
-    assert (noted["rows"], noted["noise_share"]) == (11, 0.25)
-    assert noted["created_at"] == START.isoformat()
+    assert (run["rows"], run["noise_share"]) == (11, 0.25)
+    assert run["created_at"] == START.isoformat()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_run_is_noted_and_noted_again(store):
         ),
     ],
 )
-def test_a_run_that_cannot_be_noted_is_refused(store, run, clusters, said):
+def test_a_run_that_cannot_be_recorded_is_refused(store, run, clusters, said):
     with pytest.raises(StoreError, match=said):
         store.record_run(run, clusters)
     assert store.runs() == []
@@ -361,7 +363,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(rows, max_size=5), data=st.data())
 def test_any_batches_with_repeats_make_the_set_of_their_keys(
     store_path, records, tmp_path_factory, batches, data

@@ -1,4 +1,4 @@
-"""The Parquet store: its parts, compaction, snapshots across it, and what goes wrong."""
+"""The Parquet store: its files, compaction, snapshots across it, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def rows(store, **options) -> list[dict]:
     return [row for batch in store.scan(**options) for row in batch.to_pylist()]
 
 
-def parts(root: Path) -> list[str]:
+def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.glob("day=*/*"))
 
 
-def test_parts_are_partitioned_by_day_for_any_reader(store, root, records):
-    batch = records(10_000)
+def test_files_are_partitioned_by_day_for_any_reader(store, root, records):
+    batch = records(1_000, every_s=10)
     store.append(batch)
-    assert parts(root) == [
+    assert files(root) == [
         "day=2026-01-09/part-000000000001.parquet",
         "day=2026-01-10/part-000000000001.parquet",
     ]
     table = pa.dataset.dataset(root, partitioning="hive").to_table()
-    assert table.num_rows == 10_000
-    assert pq.read_schema(root / parts(root)[0]).equals(record.SCHEMA)
+    assert table.num_rows == 1_000
+    assert pq.read_schema(root / files(root)[0]).equals(record.SCHEMA)
     assert set(table.column("day").to_pylist()) == {"2026-01-09", "2026-01-10"}
 
 
-def test_compaction_makes_one_part_a_day_and_changes_no_scan(store, root, records):
-    whole = records(12_000)
-    for start in range(0, 11_000, 1_000):
-        store.append(whole.slice(start, 1_500))  # a third of each comes again
+def test_compaction_makes_one_file_per_day_and_changes_no_scan(store, root, records):
+    whole = records(1_200, every_s=10)
+    for start in range(0, 1_100, 100):
+        store.append(whole.slice(start, 150))  # a third of each comes again
     before, counts, groups = rows(store), store.counts(), store.groups()
-    assert len(before) == 11_500
-    made = len(parts(root))
+    assert len(before) == 1_150
+    made = len(files(root))
     assert store.compact() == made - 2
-    assert len(parts(root)) == 2
+    assert len(files(root)) == 2
     assert rows(store) == before
     assert (store.counts(), store.groups()) == (counts, groups)
-    assert pa.dataset.dataset(root, partitioning="hive").to_table().num_rows == 11_500
+    assert pa.dataset.dataset(root, partitioning="hive").to_table().num_rows == 1_150
     assert store.compact() == 0
     store.append(whole)
     store.compact()
@@ -109,11 +109,11 @@ def test_pruning_the_first_record_of_a_key_does_not_bring_out_a_repeat(store, re
     assert store.counts().rows == 0
 
 
-def test_what_a_crash_leaves_behind_is_passed_over(store, root, records):
+def test_what_a_crash_leaves_behind_is_ignored(store, root, records):
     store.append(records(100))
-    whole = (root / parts(root)[0]).read_bytes()
+    whole = (root / files(root)[0]).read_bytes()
     (root / ".part-99-0.tmp").write_bytes(whole[:1_000])
-    (root / "day=2026-01-09" / "notes.txt").write_text("not a part")
+    (root / "day=2026-01-09" / "notes.txt").write_text("not a data file")
     old = root / ".part-98-0.tmp"
     old.write_bytes(b"")
     os.utime(old, (0, 0))
@@ -125,15 +125,15 @@ def test_what_a_crash_leaves_behind_is_passed_over(store, root, records):
 def test_a_compaction_that_died_before_removing_its_sources_counts_once(store, root, records):
     store.append(records(100))
     store.append(records(100, first=100))
-    saved = {name: (root / name).read_bytes() for name in parts(root)}
+    saved = {name: (root / name).read_bytes() for name in files(root)}
     store.compact()
-    (compacted,) = parts(root)
+    (compacted,) = files(root)
     for name, content in saved.items():
         (root / name).write_bytes(content)
     with open_store(root) as again:
         assert len(rows(again)) == again.counts().rows == 200
         again.compact()
-    assert parts(root) == [compacted]
+    assert files(root) == [compacted]
 
 
 def test_sequence_numbers_go_on_when_the_state_is_lost(store, root, records):
@@ -170,7 +170,7 @@ def test_removing_waits_for_a_scan_and_says_when_it_waited_too_long(root, record
             store.prune(START + timedelta(days=9))
         assert sum(batch.num_rows for batch in scan) == 300
         assert store.prune(START + timedelta(days=9)) == 400
-        assert parts(root) == [] and not list(root.glob("day=*"))
+        assert files(root) == [] and not list(root.glob("day=*"))
 
 
 def test_a_folder_of_another_kind_is_refused_and_kept(root):
@@ -183,7 +183,7 @@ def test_a_folder_of_another_kind_is_refused_and_kept(root):
 
 
 @pytest.mark.parametrize(
-    ("marker", "said"),
+    ("marker", "message"),
     [
         ("{", "damaged"),
         ("[]", "damaged"),
@@ -191,28 +191,28 @@ def test_a_folder_of_another_kind_is_refused_and_kept(root):
         ('{"kind": "attn fingerprint store", "schema_version": 2}', "upgrade attn"),
     ],
 )
-def test_a_marker_that_cannot_be_used_is_said(store, root, marker, said):
+def test_a_marker_that_cannot_be_used_is_named(store, root, marker, message):
     (root / MARKER).write_text(marker)
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=message):
         open_store(root)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 0.5, 0.95])
-def test_a_damaged_part_is_named(store, root, records, keep):
+def test_a_damaged_file_is_named(store, root, records, keep):
     store.append(records(500))
-    part = root / parts(root)[0]
-    content = part.read_bytes()
-    part.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
+    file = root / files(root)[0]
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
     with pytest.raises(StoreError, match=r"part-000000000001.parquet is damaged.*or delete it"):
         rows(store)
 
 
-def test_a_part_with_a_damaged_page_is_named(store, root, records):
+def test_a_file_with_a_damaged_page_is_named(store, root, records):
     store.append(records(5_000))
-    part = root / parts(root)[0]
-    content = bytearray(part.read_bytes())
+    file = root / files(root)[0]
+    content = bytearray(file.read_bytes())
     content[1_000:200_000] = b"\xff" * 199_000
-    part.write_bytes(content)
+    file.write_bytes(content)
     with pytest.raises(StoreError, match="is damaged"):
         rows(store)
 
@@ -232,11 +232,11 @@ def test_a_copy_without_its_locks_can_be_read(store, root, records):
         assert len(rows(copy)) == copy.counts().rows == 20
 
 
-def test_a_run_id_that_is_no_file_name_is_refused(store):
+def test_a_run_id_that_cannot_be_a_file_name_is_refused(store):
     with pytest.raises(StoreError, match="cannot be a file name"):
         store.record_run({"run_id": "../../x", "created_at": "now"}, [])
 
 
 @given(content=st.binary(max_size=200))
-def test_what_base85_packed_is_unpacked(content):
+def test_base85_is_decoded_as_the_standard_library_encodes_it(content):
     assert _b85decode(base64.b85encode(content).decode()) == content

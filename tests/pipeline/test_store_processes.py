@@ -84,13 +84,13 @@ def test_a_killed_writer_leaves_every_acknowledged_batch(store_path):
             writer.send_signal(signal.SIGKILL)
             rest, errors = writer.communicate(timeout=30)
         assert writer.returncode == -signal.SIGKILL, errors
-        # A line that was cut off was not heard: only whole ones are acknowledgements.
+        # Only whole lines are acknowledgements.
         acknowledged += [int(line) for line in rest.splitlines(keepends=True) if line[-1] == "\n"]
     stored = set(numbers(store_path))
     for start in acknowledged:
         assert stored.issuperset(range(start, start + 500))
     if store_path.suffix == ".db":
-        # A batch is stored whole or not at all; at most one per writer was not heard of.
+        # A batch is stored whole or not at all; at most one per writer was not acknowledged.
         assert len(stored) % 500 == 0
         assert len(stored) <= 500 * (len(acknowledged) + 3)
 
@@ -150,10 +150,10 @@ def check_filled(writer: subprocess.Popen[str], path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB, which root may mount."""
+    """A file system of 2 MB, which root may mount."""
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("may not mount a small file system here")
     yield folder

@@ -21,23 +21,8 @@ HOSTILE = (
     "</script ></script><script>hacked=1</script><!--<img src=x onerror=hacked=1>"
     "$data&amp;\u2028'\""
 )
-ADDED = [
-    ("says", pa.string()),
-    ("phases", pa.struct([(phase, pa.float64()) for phase in PHASES])),
-    (
-        "tokens",
-        pa.list_(
-            pa.struct(
-                [
-                    ("token_id", pa.int32()),
-                    ("text", pa.string()),
-                    ("share", pa.float64()),
-                    ("lift", pa.float64()),
-                ]
-            )
-        ),
-    ),
-]
+# Columns that the first published runs did not have.
+ADDED = ("says", "phases", "tokens")
 
 
 class Inputs(NamedTuple):
@@ -105,17 +90,13 @@ def clusters_of(rows: pa.Table, earlier: bool = False) -> pa.Table:
             ],
             "born_in": RUN if cluster % 2 else PARENT,
             "parents": [],
+            "says": f"Cluster {cluster} looks back.",
+            "phases": {"prompt": 0.5, "think": 0.2, "output": 0.3},
+            "tokens": [{"token_id": cluster, "text": "␣the", "share": 0.1, "lift": 4.0}],
         }
-        if not earlier:
-            row["says"] = f"Cluster {cluster} looks back."
-            row["phases"] = {"prompt": 0.5, "think": 0.2, "output": 0.3}
-            row["tokens"] = [{"token_id": cluster, "text": "␣the", "share": 0.1, "lift": 4.0}]
         out.append(row)
-    schema = CLUSTER_COLUMNS
-    for name, kind in [] if earlier else ADDED:
-        if name not in schema.names:
-            schema = schema.append(pa.field(name, kind))
-    return pa.Table.from_pylist(out, schema=schema)
+    table = pa.Table.from_pylist(out, schema=CLUSTER_COLUMNS)
+    return table.drop_columns(list(ADDED)) if earlier else table
 
 
 def first_run(folder: Path, rows: int = 600, count: int = 5, layout: str = "log16") -> Inputs:

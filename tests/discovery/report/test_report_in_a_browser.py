@@ -130,7 +130,14 @@ RUNS: dict[str, Callable[[Path], Inputs]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+# A first run, one with a parent, and one without a row to draw.
+FAST_RUNS = ("first", "later", "no rows")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in FAST_RUNS else pytest.mark.slow) for kind in RUNS],
+)
 def test_every_kind_of_run_opens(show, tmp_path: Path, kind: str):
     inputs = RUNS[kind](tmp_path)
     page = show(inputs)
@@ -185,6 +192,7 @@ def test_a_row_is_drawn_where_it_lies_and_felt_within_nine_pixels(show, tmp_path
         assert max(here) < 250
 
 
+@pytest.mark.slow
 def test_each_way_to_colour_gives_another_picture(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     sums = {pixels(page)["sum"]}
@@ -243,7 +251,7 @@ def test_the_wheel_zooms_once_the_map_was_clicked_and_scrolls_the_page_before(sh
     for _ in range(5):
         page.mouse.wheel(0, -240)
     page.wait_for_function("document.getElementById('map').dataset.zoom > 3")
-    # The place under the pointer, which a wheel tells in whole pixels, stays under it.
+    # The position under the pointer, which a wheel event gives in whole pixels, stays under it.
     assert np.allclose(pixel_of(page, row), at, atol=5)
     in_view = int(page.locator("#map").get_attribute("data-in-view"))
     assert 0 < in_view < drawn(page)
@@ -307,7 +315,7 @@ def test_an_exemplar_shows_its_request_alone(show, tmp_path: Path):
     assert drawn(page) == 50
 
 
-def test_what_changed_since_the_parent_is_drawn_and_told(show, tmp_path: Path):
+def test_what_changed_since_the_parent_is_drawn_and_listed(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
     lead = page.locator(".lead").inner_text()
@@ -316,13 +324,13 @@ def test_what_changed_since_the_parent_is_drawn_and_told(show, tmp_path: Path):
     assert page.locator(".ribbon").count() == len(lineage["links"])
     nodes = len(lineage["parent_clusters"]) + inputs.clusters.num_rows
     assert page.locator(".lineage-node").count() == nodes
-    told = page.locator("#lineage .two-thirds .events").inner_text()
+    listed = page.locator("#lineage .two-thirds .events").inner_text()
     for name in ("split", "merged", "born", "absorbed", "died"):
-        assert f"{name} in words" in told
-    assert "kept in words" not in told
+        assert f"{name} in words" in listed
+    assert "kept in words" not in listed
 
 
-def test_the_gate_and_the_drift_are_told(show, tmp_path: Path):
+def test_the_gate_and_the_drift_are_shown(show, tmp_path: Path):
     inputs = later_run(tmp_path, passed=False)
     page = show(inputs)
     alert = page.get_by_role("alert").inner_text()
@@ -335,7 +343,7 @@ def test_the_gate_and_the_drift_are_told(show, tmp_path: Path):
     assert "50.0%\t60.0%" in drift
 
 
-def test_the_zone_mix_and_the_axes_are_told(show, tmp_path: Path):
+def test_the_zone_mix_and_the_axes_are_shown(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     assert page.locator(".mix .volume").count() == 4
     assert "2026-01-09 06:00 UTC, 25 rows" in page.locator(".mix title").nth(2).text_content()
@@ -363,16 +371,17 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, tmp_p
     path = tmp_path / "report.html"
     path.write_bytes(first_run(tmp_path).html().replace(b"</body>", b"<script>hacked=1</script>"))
     page = browser.new_page()
-    told: list[str] = []
-    page.on("console", lambda m: told.append(m.text))
+    messages: list[str] = []
+    page.on("console", lambda m: messages.append(m.text))
     page.goto(path.as_uri())
     page.wait_for_selector("#map[data-frames]")
     assert page.evaluate("typeof hacked") == "undefined"
-    assert len(told) == 1 and "Content Security Policy" in told[0]
+    assert len(messages) == 1 and "Content Security Policy" in messages[0]
     page.close()
 
 
-def test_sharp_screens_and_dark_ones_are_honoured(show, tmp_path: Path):
+@pytest.mark.slow
+def test_sharp_screens_and_dark_ones_are_supported(show, tmp_path: Path):
     inputs = first_run(tmp_path)
     plain = pixels(show(inputs))
     sharp = pixels(show(inputs, device_scale_factor=2))
@@ -382,6 +391,7 @@ def test_sharp_screens_and_dark_ones_are_honoured(show, tmp_path: Path):
     assert max(map(int, dark["ground"].split(","))) < 40
 
 
+@pytest.mark.slow
 def test_print_is_on_white_and_without_controls(show, tmp_path: Path):
     page = show(later_run(tmp_path, rows=6_000, count=24), color_scheme="dark")
     pdf = page.pdf(format="A4", print_background=True)
@@ -400,6 +410,7 @@ def test_print_is_on_white_and_without_controls(show, tmp_path: Path):
     assert pixels(page)["ground"] != "255,255,255"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_points_are_drawn_panned_and_zoomed(show, tmp_path: Path):
     page = show(later_run(tmp_path, rows=120_000, count=60))
     assert "100,000 of 120,000 rows" in page.locator("#map-says").inner_text()

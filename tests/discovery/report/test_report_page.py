@@ -86,7 +86,7 @@ def test_of_many_rows_an_even_sample_is_drawn(tmp_path: Path):
 
 
 @given(total=st.integers(0, 3_000), most=st.integers(1, 500))
-def test_the_sample_has_one_row_of_each_stretch(total: int, most: int):
+def test_the_sample_has_one_row_of_each_interval(total: int, most: int):
     rows = even_rows(total, most)
     count = min(total, most)
     assert len(rows) == count

@@ -1,0 +1,297 @@
+"""Which keys the rows of a step read, and which program reads them: once a step, on the device.
+
+A row is one query: a request's newest token, or one of the last tokens of its prompt. Its keys are
+numbered by their distance d = t - j from the query at position t, so the newest comes first and
+every quantity of a fingerprint is a sum over a range of distances:
+
+    0 <= d < visible       keys that the fingerprint describes
+    visible <= d < real    sink tokens
+    real <= d < seen       keys that no fingerprint describes (masked prefix, outside the
+                           visibility's window); read for the attention output only
+
+A row's keys are cut into blocks of `block_keys`. The blocks of all rows, in order, are shared out
+evenly over P programs ("stream-K"), whatever the lengths are. A disabled row has no blocks. The
+blocks that program p has of row r are one split of that row. p + r is different for every split,
+so the split's partial result is stored there.
+
+Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
+    block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
+    program_ptr  int32[P + 1]  program p has the blocks program_ptr[p] to program_ptr[p + 1]
+    row_table    int32[8, R]   one line for each field below
+    base         int64[R]      key j of the row is in KV slot kv_slots[base + j]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import Visibility
+from capture_kernels.launch import check
+
+ROW_FIELDS = 8
+# Fields of `row_table`. COUNT is the number of visible keys before the model's own window hides
+# some; FIRST and LAST are the programs of the row's first and last split.
+POSITION, SEEN, REAL, VISIBLE, COUNT, FIRST, LAST, MASKED = (
+    tl.constexpr(field) for field in range(ROW_FIELDS)
+)
+
+
+@triton.jit
+def row_field(row_table, FIELD: tl.constexpr, row, num_rows):
+    return tl.load(row_table + FIELD * num_rows + row)
+
+
+@triton.jit
+def reported_position(row_table, row, num_rows):
+    """The row's position counted from the end of its masked prefix, whose length it thus hides."""
+    position = row_field(row_table, POSITION, row, num_rows)
+    return position - row_field(row_table, MASKED, row, num_rows)
+
+
+@triton.jit
+def program_of(block, share, extra):
+    """The program that has a block: the first `extra` programs have share + 1, the others share."""
+    with_extra = extra * (share + 1)
+    after = extra + (block - with_extra) // tl.maximum(share, 1)
+    return tl.where(block < with_extra, block // (share + 1), after)
+
+
+@triton.jit
+def row_splits(block_ptr, row_table, row, num_rows):
+    """A row's first block and the one after its last; the programs of its first and last split."""
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    first = row_field(row_table, FIRST, row, num_rows)
+    last = row_field(row_table, LAST, row, num_rows)
+    return begin, end, first, last
+
+
+@triton.jit
+def is_split(program_ptr, program, begin, end, last):
+    """Whether programs up to `last` have blocks of the row; one in between may have none at all."""
+    there = program <= last
+    starts = tl.maximum(tl.load(program_ptr + program, mask=there, other=0), begin)
+    stops = tl.minimum(tl.load(program_ptr + program + 1, mask=there, other=0), end)
+    return starts < stops
+
+
+# The number of rows changes from step to step: specialising on it would compile while serving.
+@triton.jit(do_not_specialize=["num_rows"])
+def _schedule_rows(
+    seq_lens, starts, enabled, num_active, masks, block_ptr, program_ptr, row_table, base,
+    table_stride, num_rows, programs, max_length, model_window, visible_window, mask_prefix,
+    sink_tokens, HAS_LENGTHS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    HAS_MASKS: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    here = row < num_rows
+    active = here
+    if HAS_ACTIVE:
+        active = active & (row < tl.load(num_active))
+    # `starts` is kv_indptr, or req_pool_indices beside seq_lens. Padding rows are not read.
+    if HAS_LENGTHS:
+        length = tl.load(seq_lens + row, mask=active, other=0).to(tl.int32)
+        begin = tl.load(starts + row, mask=active, other=0).to(tl.int64) * table_stride
+    else:
+        begin = tl.load(starts + row, mask=active, other=0).to(tl.int64)
+        length = (tl.load(starts + row + 1, mask=active, other=0).to(tl.int64) - begin).to(tl.int32)
+    wanted = active & (length <= max_length)
+    if HAS_ENABLED:
+        wanted = wanted & (tl.load(enabled + row, mask=active, other=0) != 0)
+
+    position = length - 1
+    in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
+    before_window = tl.where(visible_window > 0, length - visible_window, 0)
+    if HAS_MASKS:
+        masked = tl.maximum(tl.load(masks + row, mask=active, other=0), 0)
+    else:
+        masked = tl.full([ROWS], 0, tl.int32) + mask_prefix
+    first_real = tl.maximum(tl.maximum(before_window, masked), 0)
+    count = tl.maximum(length - tl.maximum(first_real, sink_tokens), 0)
+    real = tl.minimum(tl.maximum(length - first_real, 0), in_model)
+    visible = tl.minimum(count, in_model)
+    real = tl.where(wanted, real, 0)
+    seen = real
+    if ALL_KEYS:
+        seen = tl.where(active, in_model, 0)
+    blocks = tl.cdiv(seen, BLOCK_KEYS)
+    after = tl.cumsum(blocks, 0)
+
+    tl.store(block_ptr + row + 1, after, mask=here)
+    tl.store(block_ptr + row, 0, mask=row == 0)
+    tl.store(row_table + POSITION * num_rows + row, tl.where(active, position, -1), mask=here)
+    tl.store(row_table + SEEN * num_rows + row, seen, mask=here)
+    tl.store(row_table + REAL * num_rows + row, real, mask=here)
+    tl.store(row_table + VISIBLE * num_rows + row, tl.where(wanted, visible, 0), mask=here)
+    tl.store(row_table + COUNT * num_rows + row, tl.where(wanted, count, 0), mask=here)
+    tl.store(row_table + MASKED * num_rows + row, masked, mask=here)
+    tl.store(base + row, begin, mask=here)
+
+    total = tl.sum(blocks, 0)
+    share, extra = total // programs, total % programs
+    for p in range(0, programs + 1, 128):
+        program = p + tl.arange(0, 128)
+        start = share * program + tl.minimum(program, extra)
+        tl.store(program_ptr + program, start, mask=program <= programs)
+    first = program_of(after - blocks, share, extra)
+    last = program_of(after - 1, share, extra)
+    tl.store(row_table + FIRST * num_rows + row, first, mask=here)
+    tl.store(row_table + LAST * num_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
+
+
+class PageTable(NamedTuple):
+    """Where the keys of a step's rows lie in a paged cache, in either of two forms of engines.
+
+    `req_to_token` int32[requests, longest] with `req_pool_indices` int32/int64[R] and `seq_lens`
+    int32/int64[R], the query's own key included: key j of row r is in KV slot
+    req_to_token[req_pool_indices[r], j]. Or `kv_indices` int32/int64[n] with `kv_indptr`
+    int32[R + 1]: it is in KV slot kv_indices[kv_indptr[r] + j].
+
+    Several rows may belong to one request, as the last tokens of a prompt do. They repeat its entry
+    of `req_pool_indices`, or of `starts` given with `seq_lens` beside one-dimensional `kv_slots`.
+    """
+
+    kv_slots: Tensor
+    starts: Tensor
+    seq_lens: Tensor | None
+
+    @classmethod
+    def of_requests(
+        cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
+    ) -> PageTable:
+        """Raises OptionError for other shapes, types or strides."""
+        if req_to_token.dim() != 2 or req_to_token.stride(1) != 1:
+            raise OptionError("req_to_token must be [requests, longest], contiguous by request")
+        _check_indices(req_to_token[:0].view(-1), "req_to_token")
+        _check_indices(req_pool_indices, "req_pool_indices")
+        _check_indices(seq_lens, "seq_lens")
+        if len(req_pool_indices) != len(seq_lens):
+            raise OptionError(f"{len(req_pool_indices)} requests have {len(seq_lens)} lengths")
+        return cls(req_to_token, req_pool_indices, seq_lens)
+
+    @classmethod
+    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor) -> PageTable:
+        """Raises OptionError for other shapes, types or strides."""
+        _check_indices(kv_indptr, "kv_indptr")
+        _check_indices(kv_indices, "kv_indices")
+        return cls(kv_indices, kv_indptr, None)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts) - (self.seq_lens is None)
+
+
+def _check_indices(indices: Tensor, name: str) -> None:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise OptionError(f"{name} must be int32 or int64, got {indices.dtype}")
+    if indices.dim() != 1 or not indices.is_contiguous():
+        raise OptionError(f"{name} must have one dimension and be contiguous")
+
+
+class Schedule:
+    """The rows of a step and their blocks; made once, run once a step.
+
+    Args:
+        max_rows: the most rows of a step.
+        block_keys: keys in a block.
+        device: where all tensors are.
+        programs: how many programs share the blocks.
+        max_length: the most keys of a row; a longer row counts as disabled.
+        visibility: which keys a fingerprint describes.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+        all_keys: also read the keys that no fingerprint describes, of every active row.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        block_keys: int,
+        device: torch.device,
+        *,
+        programs: int,
+        max_length: int,
+        visibility: Visibility,
+        window: int = 0,
+        all_keys: bool = False,
+    ) -> None:
+        self.max_rows, self.block_keys, self.programs = max_rows, block_keys, programs
+        self._max_length, self._visibility = max_length, visibility
+        self._window, self._all_keys = window, all_keys
+        self.block_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.program_ptr = torch.zeros(programs + 1, dtype=torch.int32, device=device)
+        self.row_table = torch.zeros(ROW_FIELDS * max_rows, dtype=torch.int32, device=device)
+        self.base = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.num_rows, self.kv_slots = 0, self.row_table
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What kernels that read the rows are launched with, by name."""
+        return {
+            "kv_slots": self.kv_slots,
+            "base": self.base,
+            "row_table": self.row_table,
+            "block_ptr": self.block_ptr,
+            "program_ptr": self.program_ptr,
+            "num_rows": self.num_rows,
+            "programs": self.programs,
+            "max_rows": self.max_rows,
+            "ROWS": triton.next_power_of_2(self.max_rows),
+        }
+
+    def run(
+        self,
+        table: PageTable,
+        *,
+        enabled: Tensor | None = None,
+        num_active: Tensor | None = None,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Read the lengths of a step's rows.
+
+        Args:
+            table: the rows' keys. Its tensors are read here and by the kernels that follow.
+            enabled: bool or uint8[R], the rows to describe; None for all.
+            num_active: int32[1] on the device: the first so many rows are requests, the rest pads
+                the batch of a CUDA graph; None if all are requests.
+            masks: int32[R] on the device, the masked prefix of each row; None for that of the
+                visibility.
+
+        Raises:
+            OptionError: more rows than planned, or flags of another form.
+        """
+        rows = table.num_rows
+        if rows > self.max_rows:
+            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
+        if enabled is not None and (
+            enabled.itemsize != 1 or enabled.shape != (rows,) or not enabled.is_contiguous()
+        ):
+            raise OptionError(f"enabled must be a contiguous bool or uint8[{rows}]")
+        if num_active is not None and (num_active.dtype != torch.int32 or num_active.numel() != 1):
+            raise OptionError("num_active must be int32[1]")
+        if masks is not None:
+            check(masks, "masks", [rows], {torch.int32})
+        self.num_rows, self.kv_slots = rows, table.kv_slots
+        absent, visibility = self.block_ptr, self._visibility
+        _schedule_rows[(1,)](
+            absent if table.seq_lens is None else table.seq_lens,
+            table.starts,
+            absent if enabled is None else enabled.view(torch.uint8),
+            absent if num_active is None else num_active,
+            absent if masks is None else masks,
+            *(self.block_ptr, self.program_ptr, self.row_table, self.base),
+            *(table.kv_slots.stride(0), rows, self.programs, self._max_length, self._window),
+            *(visibility.window, visibility.mask_prefix, visibility.sink_tokens),
+            HAS_LENGTHS=table.seq_lens is not None,
+            HAS_ENABLED=enabled is not None,
+            HAS_ACTIVE=num_active is not None,
+            HAS_MASKS=masks is not None,
+            ALL_KEYS=self._all_keys,
+            BLOCK_KEYS=self.block_keys,
+            ROWS=triton.next_power_of_2(self.max_rows),
+            num_warps=4,
+        )

@@ -1,0 +1,210 @@
+"""The mean over heads of attention probabilities, by position, and its top k.
+
+Mathematics, with the logit x_hd of head h and the key at distance d, and lse_h = logsumexp:
+
+    p_d = (1/H) sum_h exp(x_hd - lse_h)
+
+From the logits that the pass has kept, or, for rows whose logits had no room, from their keys, read
+again. The top k is selected by `tree_select`, which needs the largest p of every block.
+
+Tensors: those of `topk.plan`, which launches this, and
+    hubs  float32[R, longest]  sums of p by position, over layers and steps
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from capture_kernels.constants import LOG2_E, LOGSUMEXP
+from capture_kernels.decode.step.layers import layer_inputs
+from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
+from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+
+from .sort_key import NOTHING, number_of, value_of, write_top
+from .tree_select import first_values, tree_select
+
+
+@triton.jit
+def probability_shifts(per_head, row, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr):
+    """What to subtract from each head's logits, in units of ln 2, before exp2 makes probabilities
+    of them: float32[ALL_HEADS], +inf for a head without mass, whose probabilities are 0."""
+    head = tl.arange(0, ALL_HEADS)
+    at = per_head + (row * HEADS + head) * 32 + LOGSUMEXP
+    logsumexp = tl.load(at, mask=head < HEADS, other=float("-inf"))
+    return tl.where(logsumexp > float("-inf"), logsumexp * LOG2_E, float("inf"))
+
+
+@triton.jit
+def mean_of_tile(
+    row, newest, distance, real, query, keys, head_table, descale, shifts, factor, soft_cap,
+    stride_qr, stride_qh, stride_kh, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """p of a tile of keys, from the keys: float32[TILE], -inf where a key is not real."""
+    lane = tl.arange(0, BLOCK_H)
+    every = tl.arange(0, ALL_HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    slot = tl.load(newest - tl.minimum(distance, real - 1)).to(tl.int64)
+    p = tl.zeros([TILE], tl.float32)
+    for number in range(GROUPS):
+        group = head_table + number * (BLOCK_H + 2)
+        key_head, first = tl.load(group), tl.load(group + 1)
+        head = tl.load(group + 2 + lane)
+        chosen = head >= 0
+        row_query = query + row.to(tl.int64) * stride_qr
+        q = query_dims(row_query, head, tl.minimum(head, 0), stride_qh, 0, BLOCK_D, HEAD_DIM)
+        k = tl.load(
+            keys + key_head.to(tl.int64) * stride_kh + slot[:, None] * STRIDE_KS + dims[None, :],
+            mask=dims[None, :] < HEAD_DIM,
+            other=0.0,
+        )
+        scaled = factor
+        if DESCALE:
+            scaled *= tl.load(descale + key_head)
+        y = tl.zeros([TILE, BLOCK_H], tl.float32)
+        y = products(k, q, y, UPCAST)
+        y = scaled_logits(y, scaled, soft_cap, SOFT_CAP)
+        mine = (first + lane)[:, None] == every[None, :]
+        shift = tl.sum(tl.where(mine, shifts[None, :], 0.0), 1)
+        shift = tl.where(chosen, shift, float("inf"))
+        p += tl.sum(tl.exp2(y - shift[None, :]), 1)
+    return tl.where(distance < real, p / HEADS, float("-inf"))
+
+
+@triton.jit
+def add_tile(
+    p, largest, tile, row, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
+    TILE: tl.constexpr, TILES: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
+):  # fmt: skip
+    """Add a tile's p to the hubs, and write the largest of its block after the block's last tile.
+    Returns the largest of each lane so far."""
+    if HUBS:
+        distance = tile * TILE + lane
+        at = position - distance
+        hub = hubs + row.to(tl.int64) * stride_hubs + at
+        added = (distance < real) & (at < longest)
+        tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
+    if KEEP:
+        largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
+        if tile % TILES == TILES - 1:
+            tl.store(mean_maxima + block, tl.max(largest, 0))
+    return largest
+
+
+@triton.jit(do_not_specialize=["num_rows", "layers", "first_layer"])
+def head_mean(
+    logits, mean_keys, mean_maxima, hubs, per_head, row_table, block_ptr, base, kv_slots, query,
+    keys, addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs,
+    longest, num_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
+    STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
+    RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
+
+    Blocks with logits come first and are shared out evenly, in order, layer after layer. Blocks
+    without cost far more and are taken in turns. With HUBS a program takes a block of all layers:
+    no other program adds to the same hubs, so that the order of the sums never changes.
+    """
+    BLOCK: tl.constexpr = TILE * TILES
+    program, turns = tl.program_id(0), tl.num_programs(0)
+    # Layers of a block that are one program's, and those that are shared out.
+    together = layers if HUBS else 1
+    apart = 1 if HUBS else layers
+    per_head += first_layer.to(tl.int64) * max_rows * (HEADS * 32)
+    row_lane = tl.arange(0, ROWS)
+    row_ends = tl.load(block_ptr + 1 + row_lane, mask=row_lane < num_rows, other=2147483647)
+    kept = tl.max(tl.where(row_ends <= logit_blocks, row_ends, 0), 0).to(tl.int64)
+    lane = tl.arange(0, TILE)
+    head = tl.arange(0, ALL_HEADS)
+    item = kept * apart * program // turns
+    end = kept * apart * (program + 1) // turns
+    while item < end:
+        first = item // kept
+        block = (item - first * kept).to(tl.int32)
+        row = tl.sum((row_ends <= block).to(tl.int32), 0)
+        row_block = tl.load(block_ptr + row)
+        stop = tl.minimum(block + (end - item).to(tl.int32), tl.load(block_ptr + row + 1))
+        position = reported_position(row_table, row, num_rows)
+        real = row_field(row_table, REAL, row, num_rows)
+        for number in range(together):
+            layer = first + number
+            shifts = probability_shifts(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
+            layer_block = layer * logit_blocks
+            layer_maxima = mean_maxima + layer * max_blocks
+            largest = tl.full([TILE], float("-inf"), tl.float32)
+            first_tile, after = (block - row_block) * TILES, (stop - row_block) * TILES
+            for tile in tl.range(first_tile, after, num_stages=3):
+                this = row_block + tile // TILES
+                within = (tile % TILES) * TILE + lane
+                at = ((layer_block + this) * HEADS + head[:, None]) * BLOCK + within[None, :]
+                x = tl.load(logits + at, mask=(head < HEADS)[:, None], other=float("-inf"))
+                p = tl.sum(tl.exp2(x * LOG2_E - shifts[:, None]), 0) / HEADS
+                p = tl.where(tile * TILE + lane < real, p, float("-inf"))
+                if KEEP:
+                    tl.store(mean_keys + (layer_block + this) * BLOCK + within, p)
+                largest = add_tile(
+                    p, largest, tile, row, this, position, real, lane, layer_maxima, hubs,
+                    stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                )  # fmt: skip
+        item += stop - block
+
+    if RECOMPUTE:
+        # There is one layer only: its logits alone overfill the scratch.
+        total = tl.minimum(tl.load(block_ptr + num_rows), max_blocks)
+        block = kept.to(tl.int32) + program
+        while block < total:
+            row = tl.sum((row_ends <= block).to(tl.int32), 0)
+            position = reported_position(row_table, row, num_rows)
+            real = row_field(row_table, REAL, row, num_rows)
+            # A row longer than planned may have pushed this one out of the buffers.
+            if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
+                newest = kv_slots + tl.load(base + row)
+                newest += row_field(row_table, POSITION, row, num_rows)
+                first_tile = (block - tl.load(block_ptr + row)) * TILES
+                layer_query, layer_keys, descale = layer_inputs(addresses, 0, query, keys)
+                shifts = probability_shifts(per_head, row, HEADS, ALL_HEADS)
+                largest = tl.full([TILE], float("-inf"), tl.float32)
+                for tile in range(first_tile, first_tile + TILES):
+                    p = mean_of_tile(
+                        row, newest, tile * TILE + lane, real, layer_query, layer_keys, head_table,
+                        descale, shifts, factor, soft_cap, stride_qr, stride_qh, stride_kh,
+                        STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE,
+                        SOFT_CAP, DESCALE, UPCAST,
+                    )  # fmt: skip
+                    largest = add_tile(
+                        p, largest, tile, row, block, position, real, lane, mean_maxima, hubs,
+                        stride_hubs, longest, TILE, TILES, KEEP, HUBS,
+                    )  # fmt: skip
+            block += turns
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_layer"])
+def top_mean(
+    mean_keys, mean_maxima, chosen_blocks, positions, top_values, row_table, block_ptr, num_rows,
+    logit_blocks, max_blocks, first_layer, max_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, RECOMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The top k of a row's head mean; or, if its p were not kept, the blocks to rescan for it."""
+    row, layer = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+    position = reported_position(row_table, row, num_rows)
+    real = row_field(row_table, REAL, row, num_rows)
+    best = tl.full([SIZE], NOTHING, tl.int64)
+    if (real > 0) & (end <= max_blocks):
+        maxima = mean_maxima + layer.to(tl.int64) * max_blocks + begin
+        best = tree_select(maxima, end - begin, BLOCKS, SPAN, SIZE)
+        if RECOMPUTE:
+            if end > logit_blocks:
+                at = chosen_blocks + (layer * max_rows + row) * SIZE + tl.arange(0, SIZE)
+                there = value_of(best) > float("-inf")
+                tl.store(at, tl.where(there, number_of(best), -1))
+                return
+        values = mean_keys + (layer.to(tl.int64) * logit_blocks + begin) * BLOCK
+        best = first_values(best, values, (end - begin) * BLOCK, BLOCK, SIZE)
+    line = (first_layer + layer) * max_rows + row
+    write_top(best, line, position, 0.0, positions, top_values, top_values, K, SIZE, True)

@@ -1,0 +1,281 @@
+"""Exact top k of the keys: of every query head, and of the mean of the heads' probabilities.
+
+Mathematics, for one row, with the logit x_hd of head h and the key at distance d:
+
+    per head: the k largest x_hd;                              mass = sum of exp(x_hd - lse_h)
+    head mean: the k largest p_d = (1/H) sum_h exp(x_hd - lse_h)
+
+with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
+larger distance, comes first (`sort_key`).
+
+Of a head, the pass keeps two keys of each bucket (`buckets`), `finish` merges them (`merge`), and
+uncertain buckets are read again (`rescan`). For the head mean, the pass writes all logits of a row;
+p is made of them (`head_mean`) and searched (`tree_select`). Rows beyond the scratch have their
+keys read again instead: once for p, and chosen blocks once more for the top k. Of a row, the logits
+of all blocks are kept, or none.
+
+Tensors (L layers, A pending at once, R rows, H chosen query heads, P programs, C buckets, N keys in
+a block; K rounded up to a power of two):
+    candidates         int64[A, P + R, H, 2, C]        the keys kept of each bucket
+    uncertain_tops     int64[A, R, H, K]               the top k so far of heads to rescan
+    uncertain_buckets  int32[A, R, H, K]               their uncertain buckets, then -1
+    rescan_queue       int32[1 + A * R * H]            how many heads to rescan, and which
+    logits             float32[A, logit_blocks, H, N]  -inf where a key is not real
+    mean_keys          float32[A, logit_blocks, N]     p_d, -inf where a key is not real
+    mean_maxima        float32[A, max_blocks]          the largest p_d of each block
+    chosen_blocks      int32[A, R, K]                  a row's best blocks of p, or -1
+    chosen_tops        int64[A, R, programs, K]        the top k of each program's share of them
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from capture_kernels.errors import OptionError
+from capture_kernels.launch import HeadGroups, launch, processors
+
+from .buckets import ABSENT
+from .head_mean import head_mean, top_mean
+from .rescan import merge_mean_tops, rescan_heads, rescan_mean
+from .tree_select import spans
+
+LARGEST_K = 64
+# Programs that share the chosen blocks of one row.
+RESCAN_PROGRAMS_A_ROW = 8
+# `rescan_heads`: programs a processor of the GPU, warps, buckets and keys of each at a time.
+RESCAN_PROGRAMS, RESCAN_WARPS, RESCAN_BUCKETS, RESCAN_KEYS = 4, 4, 2, 64
+# Buckets of a row for each key of its top k: with so many, few buckets hold three of the top k.
+BUCKETS_A_KEY, LEAST_BUCKETS = 6, 16
+# The most keys that a step of the merge reads at a time.
+MERGED_AT_ONCE = 256
+# Programs a processor of the GPU for the head mean.
+MEAN_PROGRAMS = 4
+# What kernels are launched with if no top k is planned.
+NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
+
+
+class TopK(NamedTuple):
+    """The top k of the rows of a step in one layer, best first: views of the plan's buffers, which
+    its next step overwrites. A disabled row has no keys. Positions are counted from the end of the
+    masked prefix, whose length they thus hide."""
+
+    positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
+    logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
+    mass: Tensor  # float32[R, H]: share of a head's probability in its k keys; [R, 0] without k
+    mean_positions: Tensor  # int32[R, mean_k]; -1 where a row has fewer keys
+    mean_masses: Tensor  # float32[R, mean_k]: mean of the heads' probabilities; 0 there
+
+
+class TopKPlan:
+    """Buffers and launches of the top k.
+
+    A run neither allocates, copies nor waits, so that a CUDA graph can hold it.
+
+    Args:
+        layers: how many layers a step has.
+        max_rows: the most rows of a step.
+        max_length: the most keys of a row.
+        groups: the chosen query heads.
+        block_keys: keys in a block, a power of two.
+        tile: keys of a product of matrices, a power of two, block_keys at most.
+        programs: how many programs share the blocks of a group of heads.
+        all_keys: whether disabled rows have blocks as well.
+        k: how many keys of each head, 0..64.
+        mean_k: how many keys of the mean over the heads, 0..64.
+        hubs: whether that mean may be added up by position.
+        partial_bytes: what the pass keeps of a layer without any top k.
+        scratch_bytes: what may be kept of pending layers, logits included. Rows beyond it have
+            their keys read again.
+
+    Attributes:
+        pending_layers: for how many layers the scratch has workspaces: so many may wait to be
+            finished together.
+        arguments: what `finish` is launched with.
+        workspaces: what a pass over a single layer is launched with, by workspace; a pass over
+            several layers takes the first one's.
+
+    Raises:
+        OptionError: a k that is too large, or rows too long for a top k.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        max_rows: int,
+        max_length: int,
+        groups: HeadGroups,
+        block_keys: int,
+        tile: int,
+        programs: int,
+        all_keys: bool,
+        k: int,
+        mean_k: int,
+        hubs: bool,
+        partial_bytes: int,
+        scratch_bytes: int,
+    ) -> None:
+        for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
+            if not 0 <= asked <= LARGEST_K:
+                raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
+        if tile < power(max(k, mean_k)):
+            raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
+        self.k, self.mean_k, self.hubs, self._heads = k, mean_k, hubs, groups.count
+        self._device = groups.table.device
+        self._row_blocks = triton.cdiv(max_length, block_keys)
+        blocks = max_rows * self._row_blocks
+        has_mean = bool(mean_k) or hubs
+        logit_bytes = block_keys * (groups.count + bool(mean_k)) * 4
+        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
+        self._recompute = has_mean and self.logit_blocks < blocks
+        buckets = top_splits = 0
+        if k:
+            splits = 1 + programs / max_rows
+            # A row longer than planned lets others have no larger shares than these.
+            share = self._row_blocks
+            if not all_keys:
+                share = min(share, triton.cdiv(blocks, programs))
+            buckets = _buckets(power(k), splits, tile, share * block_keys, max_length)
+            top_splits = triton.next_power_of_2(math.ceil(splits))
+            top_splits = min(top_splits, MERGED_AT_ONCE // buckets)
+        tops = (max_rows, groups.count, power(k))
+        rescanned = max_rows * power(mean_k) * self._recompute
+        kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "candidates": ((programs + max_rows, groups.count, 2, buckets), torch.int64),
+            "uncertain_tops": (tops, torch.int64),
+            "uncertain_buckets": (tops, torch.int32),
+            "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
+            "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
+            "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
+            "chosen_blocks": ((rescanned,), torch.int32),
+            "chosen_tops": ((rescanned * RESCAN_PROGRAMS_A_ROW,), torch.int64),
+        }
+        layer_bytes = partial_bytes + sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in kept.values()
+        )
+        # Logits that overfill the scratch leave no room for a second layer.
+        self.pending_layers = (
+            1 if self._recompute else max(1, min(layers, scratch_bytes // layer_bytes))
+        )
+        self._kept = {
+            name: self._zeros(self.pending_layers, *shape, dtype=dtype)
+            for name, (shape, dtype) in kept.items()
+        }
+        heads = self.pending_layers * max_rows * groups.count * bool(k)
+        self._kept["rescan_queue"] = self._zeros(1 + heads, dtype=torch.int32)
+        self.answers = TopK(
+            self._zeros(layers, max_rows, groups.count, k, dtype=torch.int32),
+            self._zeros(layers, max_rows, groups.count, k),
+            self._zeros(layers, max_rows, groups.count * bool(k)),
+            self._zeros(layers, max_rows, mean_k, dtype=torch.int32),
+            self._zeros(layers, max_rows, mean_k),
+        )
+        shared = {
+            "logit_blocks": self.logit_blocks,
+            "max_blocks": blocks,
+            "rescan_queue": self._kept["rescan_queue"],
+            "BUCKETS": buckets,
+            "TOP_SPLITS": top_splits,
+            "LOGITS": has_mean,
+            # With all logits kept, no key is read again.
+            "LOGITS_KEPT": has_mean and not self._recompute,
+        }
+        self.workspaces = [
+            {**shared, **{name: self._kept[name][layer] for name in ("candidates", "logits")}}
+            for layer in range(self.pending_layers)
+        ]
+        self.arguments = {**NO_TOP, **self._kept, **shared, **self._outputs(self.answers[:3], k)}
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _outputs(self, answers: tuple[Tensor, ...], k: int) -> dict[str, Any]:
+        """What kernels are launched with that write a top k to these answers."""
+        outputs = {"positions": answers[0], "top_values": answers[1], "top_mass": answers[-1]}
+        if not k:
+            return outputs
+        blocks, span = spans(self._row_blocks, power(k))
+        return {**outputs, "K": k, "SIZE": power(k), "BLOCKS": blocks, "SPAN": span}
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the plan holds."""
+        return sum(each.nbytes for each in (*self._kept.values(), *self.answers))
+
+    def answer(self, layer: int, rows: int) -> TopK | None:
+        """What was found of the first rows in a layer: views; None if nothing was planned."""
+        if not (self.k or self.mean_k or self.hubs):
+            return None
+        return TopK(*(each[layer, :rows] for each in self.answers))
+
+    def launch(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
+        """Launch what follows `finish`: the rescan of queued heads, the head mean and its top k.
+
+        Args:
+            step: what `finish` was launched with.
+            layers: how many layers were finished.
+            hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
+                by position as `TopK` counts it; what lies beyond `longest` is left out. None for
+                none.
+        """
+        rows, most = step["num_rows"], processors(self._device)
+        if self.k:
+            launch(
+                rescan_heads,
+                (min(layers * rows * self._heads, RESCAN_PROGRAMS * most),),
+                step,
+                BUCKETS_AT_ONCE=RESCAN_BUCKETS,
+                KEYS_AT_ONCE=RESCAN_KEYS,
+                num_warps=RESCAN_WARPS,
+            )
+        if not self.mean_k and hubs is None:
+            return
+        step = {**step, **self._outputs(self.answers[3:], self.mean_k)}
+        step["RECOMPUTE"] = self._recompute
+        # With all logits kept, two warps were faster than four for 32 heads.
+        warps = 2 if self._heads <= 32 and not self._recompute else 4 if self._heads <= 64 else 8
+        blocks = step["max_blocks"] * (layers if hubs is None else 1)
+        launch(
+            head_mean,
+            (min(blocks, MEAN_PROGRAMS * most),),
+            step,
+            hubs=step["partial"] if hubs is None else hubs,
+            stride_hubs=0 if hubs is None else hubs.stride(0),
+            longest=0 if hubs is None else hubs.shape[1],
+            layers=layers,
+            KEEP=self.mean_k > 0,
+            HUBS=hubs is not None,
+            num_warps=warps,
+        )
+        if self.mean_k:
+            launch(top_mean, (rows, layers), step, num_warps=1 if step["SIZE"] <= 16 else 4)
+            if self._recompute:
+                step["PROGRAMS_A_ROW"] = RESCAN_PROGRAMS_A_ROW
+                launch(rescan_mean, (rows, RESCAN_PROGRAMS_A_ROW, layers), step, num_warps=4)
+                launch(merge_mean_tops, (rows, layers), step, num_warps=4)
+
+
+def power(k: int) -> int:
+    """To how many the top k is sorted out: a power of two, 2 at least; 0 for none."""
+    return max(2, triton.next_power_of_2(k)) if k else 0
+
+
+def _buckets(size: int, splits: float, tile: int, split_keys: int, max_length: int) -> int:
+    """Into how many buckets the keys of a split are sorted for a top k of `size`.
+
+    Raises:
+        OptionError: a bucket of `split_keys` keys, the most of a split, would have too many for a
+            16-bit index.
+    """
+    wanted = math.ceil(BUCKETS_A_KEY * size / splits)
+    buckets = min(tile, max(LEAST_BUCKETS, size, triton.next_power_of_2(wanted)))
+    while split_keys >= ABSENT.value * buckets:
+        if buckets == tile:
+            raise OptionError(f"max_length {max_length} is too long for a top_k: use a smaller one")
+        buckets *= 2
+    return buckets

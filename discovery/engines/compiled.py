@@ -1,0 +1,67 @@
+"""What numba compiles of umap-learn, kept on disk so that a process loads it.
+
+umap-learn compiles three functions in each process that computes a layout, which takes as long as
+the layout of 20,000 rows. numba keeps compiled functions in NUMBA_CACHE_DIR if that is set,
+otherwise in the `__pycache__` beside umap-learn, otherwise in the user's cache folder. It replaces
+files atomically, and a key has the CPU and a hash of the code, so processes and machines may share
+a folder.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+from numba.core.caching import FunctionCache
+
+
+class OptionalCache(FunctionCache):
+    """numba's cache of one function of umap-learn. Without it a run is slower, never different: a
+    damaged file is replaced, and where nothing can be saved the function is compiled each time."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # numba hashes one function; those that it calls are in other files of umap-learn.
+        return super()._index_key(sig, codegen), version("umap-learn")
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            # Saving reads the index again. If it cannot be emptied, saving fails too.
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.disable()
+
+
+def keep_compiled(*functions: Any) -> None:
+    """Let numba keep these functions of umap-learn on disk and load those that it has kept.
+
+    Args:
+        functions: numba dispatchers that have not been called yet.
+    """
+    for function in functions:
+        # RuntimeError: there is no folder that can be written.
+        with suppress(RuntimeError):
+            function._cache = OptionalCache(function.py_func)
+
+
+def umap_class() -> Any:
+    """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk."""
+    from umap import UMAP, layouts, umap_
+
+    names = {
+        umap_: ("smooth_knn_dist", "compute_membership_strengths"),
+        layouts: ("_nb_optimize_layout_euclidean_single_epoch",),
+    }
+    # Another release may name them otherwise, and then compiles them in each process.
+    found = (getattr(module, name, None) for module in names for name in names[module])
+    keep_compiled(*(f for f in found if f is not None and not f.signatures))
+    return UMAP

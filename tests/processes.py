@@ -1,0 +1,153 @@
+"""The `attn` command in processes of their own that start in a tenth of a second: each is forked
+from a server that has imported the libraries and run none of them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import msgspec
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["cli", "discovery.job", "discovery.events.websocket", "discovery.execution.dask_cluster",
+     "discovery.engines.cpu", "discovery.artifacts.classifier", "pipeline.store.transfer",
+     "hdbscan", "umap", "sklearn.neighbors", "scipy.spatial", "pyarrow.dataset"]
+)  # fmt: skip
+
+
+class AttnProcess:
+    """A running `attn` command.
+
+    Args:
+        arguments: of the command.
+        stdin: what it reads.
+        kill_at: `kind:stage:done`, an event of a discovery run (`done` counts only for progress):
+            there the process kills itself, as kill -9 does.
+        hold_at: an event at which it waits for signals.
+        new_session: in a process group of its own, as a shell starts it.
+    """
+
+    def __init__(
+        self, *arguments: str | Path, stdin: str = "", kill_at: str | None = None,
+        hold_at: str | None = None, new_session: bool = False,
+    ) -> None:  # fmt: skip
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = Path(self._folder.name)
+        (self._files / "0").write_text(stdin)
+        reader, writer = SERVER.Pipe(duplex=False)
+        environment = {**os.environ, "COLUMNS": "160"}
+        self._process = SERVER.Process(
+            target=_command,
+            args=(list(map(str, arguments)), self._files, writer, str(Path.cwd()), environment,
+                  kill_at, hold_at, new_session),
+        )  # fmt: skip
+        self._process.start()
+        writer.close()
+        # Ends when the command and its workers have.
+        self._stderr = os.fdopen(os.dup(reader.fileno()), errors="replace")
+        reader.close()
+        self.said = ""
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        """The lines of stderr as they come; `said` keeps them."""
+        for line in self._stderr:
+            self.said += line
+            yield line
+
+    def alive_after(self, seconds: float) -> bool:
+        self._process.join(seconds)
+        return self._process.is_alive()
+
+    def end(self) -> None:
+        """Kill it where it is not finished."""
+        if not self._stderr.closed:
+            self._process.kill()
+            self.finish()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def finish(self, timeout: float = 300) -> CompletedProcess[str]:
+        """Wait for its end; raises TimeoutError, and kills it, where that does not come."""
+        for _ in self.lines():
+            pass
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            raise TimeoutError(f"attn was at work after {timeout} seconds:\n{self.said}")
+        stdout = (self._files / "1").read_text()
+        code = self._process.exitcode
+        self._stderr.close()
+        self._process.close()
+        self._folder.cleanup()
+        assert code is not None
+        return CompletedProcess(["attn"], code, stdout, self.said)
+
+
+def _command(
+    arguments: list[str], files: Path, stderr: Connection, folder: str, environment: dict[str, str],
+    kill_at: str | None, hold_at: str | None, new_session: bool,
+) -> None:  # fmt: skip
+    """The process: `attn` with these files as its standard streams."""
+    if new_session:
+        os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    stdin = os.open(files / "0", os.O_RDONLY)
+    stdout = os.open(files / "1", os.O_WRONLY | os.O_CREAT)
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    for number, opened in enumerate((stdin, stdout)):
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+    if kill_at is not None:
+        _at_event(kill_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if hold_at is not None:
+        _at_event(hold_at, lambda: time.sleep(60))
+    import cli
+
+    sys.argv = ["attn", *arguments]
+    try:
+        cli.app(arguments, prog_name="attn")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _at_event(point: str, act: Callable[[], None]) -> None:
+    import discovery.commands.discover as command
+
+    kind, stage, done = point.split(":")
+    original = command.listener_for_terminal
+
+    def acting() -> Any:
+        inner = original()
+
+        def listen(event: Any) -> None:
+            inner(event)
+            event = msgspec.to_builtins(event)
+            at = (event["event"], event.get("stage")) == (kind, stage)
+            if at and (kind != "progress" or event["done"] == int(done)):
+                act()
+
+        return listen
+
+    command.listener_for_terminal = acting
