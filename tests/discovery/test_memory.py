@@ -159,7 +159,9 @@ def test_a_limit_without_long_running_is_taken_and_with_a_scheduler_refused():
 
 
 def resident_gb() -> float:
-    return psutil.Process().memory_info().rss / 1e9
+    """Of this process and its children: the fork server of the `attn` fixture is one."""
+    own = psutil.Process()
+    return sum(one.memory_info().rss for one in (own, *own.children(recursive=True))) / 1e9
 
 
 def wait_until(happened, seconds: float = 30.0) -> None:
