@@ -125,10 +125,10 @@ class StageCheckpoint:
     def finish(self, summary: dict[str, Any], says: str, seconds: float) -> None:
         """Mark the stage as finished, with its summary and the hash of every file."""
         names = [n for n in self.names("") if n not in (KEY, STAGE) and not n.startswith(".")]
-        earlier = [self.path(name) for name in names if name not in self._facts]
-        known = dict(zip(earlier, facts_of(earlier), strict=True))
-        files = {name: self._facts.get(name) or known[self.path(name)] for name in names}
+        earlier = [name for name in names if name not in self._facts]
+        known = dict(zip(earlier, facts_of([self.path(name) for name in earlier]), strict=True))
         write_json(
             self.folder / STAGE,
-            {"key": self.key, "summary": summary, "says": says, "seconds": seconds, "parts": files},
-        )
+            {"key": self.key, "summary": summary, "says": says, "seconds": seconds,
+             "parts": known | self._facts},
+        )  # fmt: skip
