@@ -186,7 +186,7 @@ class Measures:
 
 
 class Check(NamedTuple):
-    """One check: its measure, with a 95% interval where there is one, its limit, and a sentence."""
+    """One check: its measure, with a 95% interval if there is one, its limit, and a sentence."""
 
     name: str
     passed: bool

@@ -5,6 +5,7 @@ A new run is compared with the parent's artifacts alone; the parent's rows may h
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,10 +89,9 @@ def before_this_run(
     ]
     usable = (m["run_id"] for m in own if {REFERENCES, SHARES} <= set(m["files"]))
     alike = (m for m in own if m["parameters"]["hours"] == hours)
-    try:
+    served = None
+    with suppress(ArtifactError):
         served = identity_of(read_manifest(output / "latest"))
-    except ArtifactError:
-        served = None
     return {
         "parent": next((one for one in usable if is_undamaged(output / one)), None),
         "volumes": [m["counts"]["rows_in_window"] for m in alike][:VOLUMES_KEPT],
@@ -101,11 +101,10 @@ def before_this_run(
 
 def is_undamaged(folder: Path) -> bool:
     """Whether every file of a run is what was published."""
-    try:
+    with suppress(ArtifactError):
         open_artifacts(folder).verify()
-    except ArtifactError:
-        return False
-    return True
+        return True
+    return False
 
 
 def open_parent(output: Path, run_id: str) -> Parent:

@@ -19,7 +19,7 @@ from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors
-from pipeline.record import PHASES
+from pipeline.record import KEY, PHASES
 from pipeline.token_text import open_tokens
 
 from .cluster import labelled_rows, rows_file
@@ -43,21 +43,19 @@ def embedding_batches(context: RunContext, lookup: NDArray[np.int32]) -> Iterato
     zones = context.checkpoint_of("zones")
     for index, rows in enumerate(labelled_rows(context)):
         zoned = zones.read_arrays(zones_file(index))
+        x, y = rows.coordinates.T
         columns = {
-            **{name: rows.batch.column(name) for name in ("request_id", "position", "layer")},
+            **{name: rows.batch.column(name) for name in (*KEY, "token_id")},
             # Every row group has the whole dictionary, whichever values a chunk has.
             "phase": encoded(phase_codes(rows.batch), PHASES),
-            "token_id": rows.batch.column("token_id"),
-            "x": pa.array(rows.coordinates[:, 0]),
-            "y": pa.array(rows.coordinates[:, 1]),
-            "cluster_id": pa.array(lookup[rows.label]),
-            "probability": pa.array(rows.probability),
+            "x": x,
+            "y": y,
+            "cluster_id": lookup[rows.label],
+            "probability": rows.probability,
             "zone": encoded(zoned["zone"], ZONES),
-            "zone_confidence": pa.array(zoned["confidence"]),
+            "zone_confidence": zoned["confidence"],
         }
-        yield pa.record_batch(
-            [columns[field.name] for field in EMBEDDING_COLUMNS], schema=EMBEDDING_COLUMNS
-        )
+        yield pa.RecordBatch.from_pydict(columns, schema=EMBEDDING_COLUMNS)
 
 
 def encoded(codes: NDArray[Any], names: Sequence[str]) -> pa.DictionaryArray:
