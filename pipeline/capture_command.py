@@ -26,42 +26,29 @@ def capture(
     prompts: Annotated[
         Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one per line.')
     ],
-    db: Annotated[
-        str, typer.Option(help="Store: a .db file or a Parquet folder.")
-    ] = "fingerprints.db",
+    db: Annotated[str, typer.Option(help="Store: a .db file or a folder.")] = "fingerprints.db",
     layers: Annotated[
-        str,
-        typer.Option(help="last, auto (4 spread over the depth), all, or indices such as 2,18,27."),
+        str, typer.Option(help="last, auto (4 over the depth), all, or indices: 2,18,27.")
     ] = "last",
-    layout: Annotated[
-        str, typer.Option(help="Layout of the fingerprint vector: log16 or layered.")
-    ] = ("log16"),
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 64,
+    layout: Annotated[str, typer.Option(help="Layout of the vector: log16 or layered.")] = (
+        "log16"
+    ),
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
     stride: Annotated[int, typer.Option(help="Capture every Nth position.")] = 1,
     max_steps: Annotated[
-        int, typer.Option(help="Maximum number of generated rows captured per prompt; 0 for all.")
+        int, typer.Option(help="Captured generated rows per prompt at most; 0 for all.")
     ] = 0,
-    window: Annotated[
-        int, typer.Option(help="Attention window: only the last N keys count; 0 for all.")
-    ] = 0,
-    mask_prefix: Annotated[
-        int, typer.Option(help="Mask the first N tokens of every prompt (privacy).")
-    ] = 0,
-    sink_tokens: Annotated[
-        int, typer.Option(help="Count attention to the first N tokens as sink mass only.")
-    ] = 1,
+    window: Annotated[int, typer.Option(help="Count only the last N keys; 0 for all.")] = 0,
+    mask_prefix: Annotated[int, typer.Option(help="Mask the first N tokens (privacy).")] = 0,
+    sink_tokens: Annotated[int, typer.Option(help="First N tokens count as sink mass only.")] = 1,
     heads: Annotated[
-        str | None, typer.Option(help="Query heads to average over, such as 0,3. Default: all.")
+        str | None, typer.Option(help="Query heads to average over: 0,3. Default: all.")
     ] = None,
     per_layer: Annotated[
-        bool,
-        typer.Option("--per-layer", help="One record per layer instead of one for their mean."),
+        bool, typer.Option("--per-layer", help="One record per layer, not for their mean.")
     ] = False,
     think_tags: Annotated[
-        bool,
-        typer.Option(
-            "--think-tags", help="Give the rows from <think> to </think> the phase think."
-        ),
+        bool, typer.Option("--think-tags", help="Mark <think> to </think> as phase think.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     session_id: Annotated[

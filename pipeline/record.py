@@ -123,56 +123,31 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
         RecordError: a required column is missing or cannot be cast, so that no row can be read.
     """
     rows = batch.num_rows
-    lists = _one_chunk(batch, "vector")
-    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)
-            or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
-        raise RecordError(f"column 'vector' must hold lists of {DIMENSIONS} numbers")
-    reasons: dict[str, Any] = {}
-    if lists.type == SCHEMA.field("vector").type and not lists.null_count:
-        flat = lists.flatten()
-        # A null among the numbers becomes NaN; without one this is a view.
-        values = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
-        reasons["wrong length"] = np.zeros(rows, bool)
-    else:
-        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-        reasons["wrong length"] = lengths != DIMENSIONS
-        values = np.zeros((rows, DIMENSIONS), np.float32)
-        right = ~reasons["wrong length"]
-        flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
-        values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
-    # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
-    if np.isfinite(values.sum(dtype=np.float64)):
-        reasons["NaN or infinity"] = np.zeros(rows, bool)
-    else:
-        reasons["NaN or infinity"] = ~np.isfinite(values).all(axis=1)
-
+    values, wrong_length = _vectors(_one_chunk(batch, "vector"))
     columns: dict[str, Any] = {"vector": values}
-    for field in SCHEMA:
-        if field.name == "vector":
-            continue
-        if field.name not in batch.schema.names:
-            if field.nullable:
-                continue
-            raise RecordError(f"column {field.name!r} is missing")
-        columns[field.name] = _column(field, _one_chunk(batch, field.name), rows)
     missing = np.zeros(rows, bool)
     for field in SCHEMA:
-        if not field.nullable and field.name != "vector":
-            missing |= columns[field.name].is_null().to_numpy(zero_copy_only=False)
-    reasons["missing value"] = missing
+        if field.name == "vector" or (field.nullable and field.name not in batch.schema.names):
+            continue
+        column = columns[field.name] = _column(field, _one_chunk(batch, field.name), rows)
+        if not field.nullable:
+            missing |= column.is_null().to_numpy(zero_copy_only=False)
 
-    def plain(name: str, fill: Any) -> NDArray[Any]:
-        column = columns[name]
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(pa.string())
-        return pc.fill_null(column, fill).to_numpy(zero_copy_only=False)
+    def integers(name: str) -> NDArray[Any]:
+        return pc.fill_null(columns[name], 0).to_numpy(zero_copy_only=False)
 
+    # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
+    finite = np.isfinite(values.sum(dtype=np.float64)) or np.isfinite(values).all(axis=1)
     known_layouts = [int(layout) for layout in Layout]
-    reasons["unknown layout"] = ~np.isin(plain("layout", 0), known_layouts) & ~missing
-    reasons["unknown phase"] = ~_in_dictionary(columns["phase"], PHASES) & ~missing
-    reasons["negative position"] = (plain("position", 0) < 0) & ~missing
-    reasons["layer below -1"] = (plain("layer", 0) < MEAN_LAYER) & ~missing
-
+    reasons = {
+        "wrong length": wrong_length,
+        "NaN or infinity": ~np.broadcast_to(finite, rows),
+        "missing value": missing,
+        "unknown layout": ~np.isin(integers("layout"), known_layouts),
+        "unknown phase": ~_in_dictionary(columns["phase"], PHASES),
+        "negative position": integers("position") < 0,
+        "layer below -1": integers("layer") < MEAN_LAYER,
+    }
     keep = np.ones(rows, bool)
     rejected: dict[str, int] = {}
     for reason, hit in reasons.items():
@@ -185,6 +160,23 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
     chosen = pa.array(keep)
     kept = {name: col.filter(chosen) for name, col in columns.items() if name != "vector"}
     return Conformed(make_batch({**kept, "vector": values[keep]}, int(keep.sum())), rejected)
+
+
+def _vectors(lists: pa.Array) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Lists as float32[n, 20], and which have another length (their rows are 0): bool[n]."""
+    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)
+            or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
+        raise RecordError(f"column 'vector' must hold lists of {DIMENSIONS} numbers")
+    if lists.type == SCHEMA.field("vector").type and not lists.null_count:
+        # A null among the numbers becomes NaN; without one this is a view.
+        flat = lists.flatten().to_numpy(zero_copy_only=False)
+        return flat.reshape(-1, DIMENSIONS), np.zeros(len(lists), bool)
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    right = lengths == DIMENSIONS
+    flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
+    values = np.zeros((len(lists), DIMENSIONS), np.float32)
+    values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
+    return values, ~right
 
 
 def _one_chunk(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:

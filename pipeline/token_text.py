@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import string
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,17 +59,10 @@ def visible(text: str) -> str:
         )
         for character in text[: MOST_CHARACTERS + 1]
     ]
-    kept = 0
-    length = 0
-    while kept < len(shown) and length + len(shown[kept]) <= MOST_CHARACTERS:
-        length += len(shown[kept])
-        kept += 1
-    if kept == len(text):
+    lengths = list(accumulate(map(len, shown)))
+    if bisect_right(lengths, MOST_CHARACTERS) == len(text):
         return "".join(shown)
-    while kept and length > MOST_CHARACTERS - 1:
-        kept -= 1
-        length -= len(shown[kept])
-    return "".join(shown[:kept]) + "…"
+    return "".join(shown[: bisect_right(lengths, MOST_CHARACTERS - 1)]) + "…"
 
 
 def _unknown(token_id: int) -> str | None:

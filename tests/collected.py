@@ -144,9 +144,9 @@ def options(command: Any) -> dict[tuple[str, ...], Any]:
 
 
 def all_options() -> set[str]:
-    """Every option of any command of the repository: of attn, make's scripts and examples."""
+    """Every option of attn and of the repository's scripts, and those of pytest that pages name."""
     scripts = [p for top in ("benchmarks", "examples") for p in (REPO / top).rglob("*.py")]
     found = {name for c in commands().values() for names in options(c) for name in names}
     for script in scripts:
         found |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', script.read_text(encoding="utf-8")))
-    return found | {"--help", "--durations", "--editable"}
+    return found | {"--help", "--hypothesis-profile"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from hypothesis import settings
 from planted import planted, planted_batch
 from processes import AttnProcess
-from shared import START, AttnCommand
+from shared import REPO, START, AttnCommand
 
 from pipeline.store.open import open_store
 
@@ -22,10 +25,23 @@ settings.load_profile("fast")
 
 @pytest.fixture(scope="session")
 def attn() -> AttnCommand:
-    """Run the `attn` command in a process of its own, as a user does."""
+    """Run the `attn` command in a process of its own, which starts quickly."""
 
     def run(*arguments: str | Path, stdin: str = "", timeout: float = 300):
         return AttnProcess(*arguments, stdin=stdin).finish(timeout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def fresh_attn() -> AttnCommand:
+    """Run `attn` in a Python that has imported nothing: its memory is its own, cli.py is run."""
+
+    def run(*arguments: str | Path, timeout: float = 300):
+        return subprocess.run(
+            [sys.executable, str(REPO / "cli.py"), *map(str, arguments)],
+            capture_output=True, text=True, timeout=timeout, env={**os.environ, "COLUMNS": "160"},
+        )  # fmt: skip
 
     return run
 

@@ -247,6 +247,16 @@ def test_every_results_file_is_quoted_with_its_command_and_date() -> None:
         assert command >= 0 and measured["date"] in page[command:at], path.name
 
 
+def test_every_benchmark_is_listed() -> None:
+    listed = set(re.findall(r"benchmarks/(\w+\.py)", text(REPO / "benchmarks/README.md")))
+    programs = {
+        path.name
+        for path in (REPO / "benchmarks").glob("*.py")
+        if "ArgumentParser(" in path.read_text(encoding="utf-8")
+    }
+    assert programs <= listed
+
+
 # What the pages name exists -----------------------------------------------------------------------
 
 
@@ -270,8 +280,8 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     for name in inline_code(page):
         if not NAME_OF_FILE.fullmatch(name) or name.split("/")[0] in MADE:
             continue
-        found = any(next(folder.glob(name), None) for folder in (REPO, page.parent))
-        assert found, f"{name} does not exist"
+        below = page.parent.rglob(name) if page.parent != REPO else ()
+        assert [*REPO.glob(name), *below], f"{name} does not exist"
 
 
 @pytest.mark.parametrize("row", table(GUIDE, "Where is it?"), ids=lambda row: row[0])

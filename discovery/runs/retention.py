@@ -39,7 +39,7 @@ def collect(
     with nullcontext() if dry_run else runs.output_lock(output):
         if not dry_run:
             sweep(output)
-        found = survey(output)
+        found = [run for run in survey(output) if not (output / run.run_id).is_symlink()]
         kept = keepers(found, runs.latest_id(output), named, keep_last, unfinished)
         deleted = []
         for run in found:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,12 +92,7 @@ class AttentionTap:
             _TAPS[module] = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for module in self.modules:
             _TAPS.pop(module, None)
         self.model.set_attn_implementation(self.base)

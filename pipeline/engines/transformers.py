@@ -1,8 +1,7 @@
 """Capture from a causal language model of `transformers`, on a CPU or a GPU.
 
-Prompts run one at a time, with a key-value cache and greedy decoding. Every token that was fed to
-the model has a row, at its own position, with its own id and phase: all of the prompt, and all of
-the generated tokens but the last, which ends the answer and is never fed.
+Prompts run one at a time, with a key-value cache and greedy decoding. Every token that is fed to
+the model has a row: all of the prompt, and all generated tokens but the last, which is never fed.
 """
 
 from __future__ import annotations

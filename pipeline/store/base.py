@@ -45,6 +45,12 @@ class Selection:
             None if self.end is None else to_micros(self.end),
         )
 
+    @property
+    def exact(self) -> dict[str, Any]:
+        """Those of model, layout and capture_id that are not None."""
+        values = {name: getattr(self, name) for name in ("model", "layout", "capture_id")}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 EVERYTHING = Selection()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,15 +46,7 @@ def info(db: Db, as_json: AsJson = False) -> None:
         counts, groups, runs = store.counts(), store.groups(), store.runs()
     if as_json:
         kinds = [
-            {
-                "model": group.model,
-                "layout": group.layout,
-                "capture_id": group.capture_id,
-                "rows": group.rows,
-                "first": group.first.isoformat(),
-                "last": group.last.isoformat(),
-            }
-            for group in groups
+            asdict(g) | {"first": g.first.isoformat(), "last": g.last.isoformat()} for g in groups
         ]
         print(json.dumps({"db": str(db), **counts.as_dict(), "groups": kinds, "runs": runs}))
         return

@@ -51,7 +51,7 @@ def compiled(capability: int, plans: tuple[str, ...]) -> dict[str, dict[str, dic
 OTHER_PLANS = [
     *("heads, top 3", "one row, top 16", "top 64", "top 16 of a million keys", "scores", "records"),
 ]
-FAST = ("beside, one layer", "heads, top 16")
+FAST = ("beside, one layer",)
 # What a kernel may put aside before its loop and fetch after it, in bytes of a thread; others none.
 PUT_ASIDE = {"key_pass": 16, "finish": 8}
 # Plans that are compiled for GPUs other than Hopper as well; none has float8 keys, which compute

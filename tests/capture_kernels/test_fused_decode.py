@@ -100,7 +100,7 @@ def check(case, *, statistics=True, programs=3, max_length=1000, **options):
 
 # fmt: off
 KINDS_OF_ROWS = cases(
-    ("odd lengths and a masked prefix", [1, 0, 5, 6, 7, 8, 65, 129], (2, 1, 40), {"value_dim": 24,
+    ("odd lengths and a masked prefix", [1, 0, 7, 8, 65], (2, 1, 40), {"value_dim": 24,
      "padding_rows": 2}, {"visibility": Visibility(7, 5)}),
     ("windows", [49, 51, 140], (4, 2, 32), {"value_dim": 32, "seq_dtype": torch.int32},
      {"window": 50, "visibility": Visibility(1, 0, 20)}),
@@ -124,18 +124,19 @@ KINDS_OF_ROWS = cases(
 # fmt: on
 
 
+@pytest.mark.parametrize("statistics", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS_OF_ROWS)
-def test_outputs_and_statistics_agree_with_the_reference(lengths, shape, paged, options):
-    case = paged_case(lengths, *shape, **paged)
-    for statistics in (True, False):
-        check(case, statistics=statistics, **options)
+def test_outputs_and_statistics_agree_with_the_reference(
+    lengths, shape, paged, options, statistics
+):
+    check(paged_case(lengths, *shape, **paged), statistics=statistics, **options)
 
 
 @pytest.mark.parametrize(
     ("programs", "statistics"),
     [
-        (7, True),
-        *(pytest.param(*each, marks=SLOW) for each in ((1, True), (2, False), (50, False))),
+        (7, False),
+        *(pytest.param(*each, marks=SLOW) for each in ((1, True), (2, False), (50, True))),
     ],
 )
 def test_a_row_may_be_cut_at_any_block(programs, statistics):
@@ -214,7 +215,7 @@ def test_a_head_without_a_learned_sink_may_have_minus_infinity():
 
 
 def test_caches_and_outputs_may_lie_as_engines_have_them():
-    case = paged_case([65, 3], 4, 2, 32, value_dim=32, padding_rows=1)
+    case = paged_case([33, 3], 4, 2, 32, value_dim=32, padding_rows=1)
     joint = torch.stack([case.k_cache, case.v_cache], dim=1)
     assert joint.shape[1:] == (2, 2, 32)
     around = torch.full((5, 6, 40), UNTOUCHED, dtype=torch.float16, device=DEVICE)

@@ -33,7 +33,7 @@ from capture_kernels.ring.append import AppendPlan, StepRows  # noqa: E402
 from capture_kernels.ring.ring import Drain, Ring  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
-LENGTHS = [40, 0, 3]
+LENGTHS = [33, 0, 3]
 
 
 def layers_of(count, *, float8=(), sinks=True):
@@ -75,8 +75,8 @@ def assert_layer(found, case, sinks, **asked):
 # fmt: off
 KINDS_OF_LAYERS = cases(
     ("two at once", 2, (), True),
-    ("some are float8", 3, (1,), True),
     slow=[
+        ("some are float8", 3, (1,), True),
         ("one by one", 1, (), True),
         ("all at once", 3, (), True),
         ("keys are read again", 0, (), True),
@@ -90,7 +90,7 @@ KINDS_OF_LAYERS = cases(
 @pytest.mark.parametrize(("pending", "float8", "sinks"), KINDS_OF_LAYERS)
 def test_layers_of_a_step_are_the_references_however_many_wait(pending, float8, sinks):
     layers = layers_of(3, float8=float8, sinks=sinks)
-    case, asked = layers[0][0], {"top_k": 3, "mean_top_k": 2, "hubs": True}
+    case, asked = layers[0][0], {"top_k": 2, "mean_top_k": 2, "hubs": True}
     plan = plan_for(case, layers=3, scratch_bytes=pending * layer_bytes(case, **asked), **asked)
     assert plan.top.pending_layers == max(1, pending)
     poison(plan)
@@ -99,7 +99,7 @@ def test_layers_of_a_step_are_the_references_however_many_wait(pending, float8, 
     run_layers(plan, layers)
     expected = np.zeros((case.rows, 60))
     for number, (layer, learned) in enumerate(layers):
-        assert_layer(plan.answer(number), layer, learned, k=3, mean_k=2)
+        assert_layer(plan.answer(number), layer, learned, k=2, mean_k=2)
         assert plan.per_head[number, case.rows :].isnan().all()
         for row in np.flatnonzero(LENGTHS):
             mean = mean_probabilities(layer, row, sinks=learned)
@@ -122,19 +122,19 @@ def test_there_may_be_more_layers_than_one_launch_notes():
 
 @pytest.mark.parametrize("strided", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_that_are_rescanned_are_finished_together(strided):
-    without = paged_case([30, 500], 1, 1, 16)
+    without = paged_case([30, 300], 1, 1, 16)
     case = other_layer(without, 1)
-    large_keys(case, range(7, 500, 64), row=1)
+    large_keys(case, range(7, 300, 64), row=1)
     if strided:
         # Of another kind than the next layer, and so finished before it.
         wide = torch.cat([case.queries, case.queries * torch.nan], -1)
         case = replace(case, queries=wide[..., :16])
-    plan = plan_for(without, layers=2, top_k=5)
+    plan = plan_for(without, layers=2, top_k=3, programs=1)
     poison(plan)
     schedule(plan, case)
     run_layers(plan, [(case, None), (without, None)])
     for number, layer in enumerate((case, without)):
-        assert_layer(plan.answer(number), layer, None, k=5, mean_k=0)
+        assert_layer(plan.answer(number), layer, None, k=3, mean_k=0)
     assert plan.top._kept["rescan_queue"][0] == (not strided)
 
 
@@ -157,17 +157,19 @@ def test_layers_may_be_asked_for_at_any_time(count, pending, asked):
 def test_fused_decode_has_its_output_at_once():
     layers = layers_of(2)
     case = layers[0][0]
-    plan = plan_for(case, FusedDecodePlan, value_dim=16, layers=2, top_k=2)
+    plan = plan_for(case, FusedDecodePlan, value_dim=16, layers=2)
     schedule(plan, case)
     for layer, sinks in layers:
         output = torch.full_like(case.queries, 7.0)
         plan.decode(layer.queries, layer.k_cache, layer.v_cache, output, sinks=sinks)
         assert_outputs(output, exact_outputs(layer, sinks=sinks))
     for number, (layer, sinks) in enumerate(layers):
-        assert_layer(plan.answer(number), layer, sinks, k=2, mean_k=0)
+        assert_layer(plan.answer(number), layer, sinks)
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(
+    "layout", [Layout.LAYERED, pytest.param(Layout.LOG16, marks=pytest.mark.slow)]
+)
 def test_the_record_of_all_layers_is_the_fingerprint_of_their_attention(layout):
     layers = layers_of(2)
     case = layers[0][0]

@@ -95,7 +95,7 @@ def assert_top(
 DESCRIBED = ("visibility", "soft_cap", "window", "scale", "chosen", "sinks", "enabled", "masks")
 
 
-def check(case, *, k=3, mean_k=3, scratch=64 << 20, **options):
+def check(case, *, k=2, mean_k=2, scratch=64 << 20, **options):
     top = find(case, k=k, mean_k=mean_k, scratch_bytes=scratch, **options)
     described = {name: options[name] for name in DESCRIBED if name in options}
     assert_top(top, case, k=k, mean_k=mean_k, **described)
@@ -174,11 +174,11 @@ def make_keys_equal(case, length):
 def test_of_equal_keys_the_first_positions_are_taken(length, scratch):
     case = paged_case([length], 2, 1, 16)
     make_keys_equal(case, length)
-    top = find(case, k=16, mean_k=9, scratch_bytes=scratch)
-    for positions, count in ((top.positions[0, 0], 16), (top.mean_positions[0], 9)):
+    top = find(case, k=4, mean_k=3, scratch_bytes=scratch)
+    for positions, count in ((top.positions[0, 0], 4), (top.mean_positions[0], 3)):
         expected = list(range(min(length, count)))
         assert positions.tolist() == expected + [-1] * (count - len(expected))
-    assert top.mass[0].tolist() == pytest.approx([min(1.0, 16 / length)] * 2, rel=1e-5)
+    assert top.mass[0].tolist() == pytest.approx([min(1.0, 4 / length)] * 2, rel=1e-5)
 
 
 @SLOW

@@ -65,8 +65,8 @@ def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
 @pytest.mark.parametrize(
     ("limit", "says"), [("0.7", "no room for Dask"), ("1.1", "Dask, 1 workers on this machine")]
 )
-def test_a_small_memory_limit_takes_fewer_workers(attn, planted_store, tmp_path, limit, says):
-    done = attn(
+def test_a_small_memory_limit_takes_fewer_workers(fresh_attn, planted_store, tmp_path, limit, says):
+    done = fresh_attn(
         "discover", "--db", planted_store(300), "--output", tmp_path / "out", *OPTIONS,
         "--max-memory-gb", limit,
     )  # fmt: skip
@@ -81,5 +81,5 @@ def test_a_latest_that_is_no_link_is_refused_before_a_run_begins(
     (output / "latest").mkdir(parents=True)
     done = attn("discover", "--db", planted_store(300), "--output", output, "--hours", "0")
     assert done.returncode == 2
-    assert "latest is no link" in done.stderr
+    assert "latest is not a symlink to a run" in done.stderr
     assert sorted(p.name for p in output.iterdir()) == [".lock", "latest"]

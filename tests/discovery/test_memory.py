@@ -59,16 +59,16 @@ def published(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def without_limit(attn, tmp_path_factory) -> tuple[Path, Path]:
+def without_limit(fresh_attn, tmp_path_factory) -> tuple[Path, Path]:
     """A store of 1,501 rows, and the folder of a run of it that has all the memory there is."""
     base = tmp_path_factory.mktemp("without_limit")
     db = make_store(base / "fingerprints.db", planted(1_501, 0)[0])
-    done = attn("discover", "--db", db, "--output", base / "out", *OPTIONS)
+    done = fresh_attn("discover", "--db", db, "--output", base / "out", *OPTIONS)
     assert done.returncode == 0, done.stderr
     return db, base / "out" / RUN_ID
 
 
-def test_any_limit_gives_the_same_artifacts(attn, without_limit, tmp_path):
+def test_any_limit_gives_the_same_artifacts(fresh_attn, without_limit, tmp_path):
     db, folder = without_limit
     found = {}
     for name, extra in {
@@ -76,7 +76,7 @@ def test_any_limit_gives_the_same_artifacts(attn, without_limit, tmp_path):
         "no room for Dask": ["--max-memory-gb", "0.7", "--long-running"],
         "Dask": ["--max-memory-gb", "3", "--long-running"],
     }.items():
-        done = attn("discover", "--db", db, "--output", tmp_path / name, *OPTIONS, *extra)
+        done = fresh_attn("discover", "--db", db, "--output", tmp_path / name, *OPTIONS, *extra)
         assert done.returncode == 0, done.stderr
         found[name] = published(tmp_path / name / RUN_ID)
     expected = published(folder)
@@ -86,16 +86,16 @@ def test_any_limit_gives_the_same_artifacts(attn, without_limit, tmp_path):
 
 
 def test_a_limit_that_is_too_small_is_refused_and_the_one_it_names_is_enough(
-    attn, planted_store, tmp_path
+    fresh_attn, planted_store, tmp_path
 ):
     db, output = planted_store(300), tmp_path / "out"
     command = ["discover", "--db", db, "--output", output, *OPTIONS]
-    refused = attn(*command, "--max-memory-gb", "0.05")
+    refused = fresh_attn(*command, "--max-memory-gb", "0.05")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1 and "--umap-sample-size" in refused.stderr
     assert not any(path.is_dir() for path in output.glob("*"))
     enough = refused.stderr.split("must be ")[1].split()[0]
-    done = attn(*command, "--max-memory-gb", enough)
+    done = fresh_attn(*command, "--max-memory-gb", enough)
     assert done.returncode == 0, done.stderr
 
 
@@ -250,7 +250,7 @@ OPTIMIST = textwrap.dedent(
 
 
 def test_a_run_that_takes_more_than_its_limit_stops_at_a_checkpoint_and_can_be_finished(
-    attn, without_limit, tmp_path
+    fresh_attn, without_limit, tmp_path
 ):
     (db, alone), output = without_limit, tmp_path / "out"
     command = ["discover", "--db", str(db), "--output", str(output), *OPTIONS]
@@ -261,7 +261,7 @@ def test_a_run_that_takes_more_than_its_limit_stops_at_a_checkpoint_and_can_be_f
     assert stopped.returncode == 2, stopped.stderr
     assert "--max-memory-gb 0.1 was passed" in stopped.stderr
     assert "Traceback" not in stopped.stderr and f"--resume {RUN_ID}" in stopped.stderr
-    done = attn(
+    done = fresh_attn(
         "discover", "--db", db, "--output", output, "--resume", RUN_ID, "--max-memory-gb", "2"
     )
     assert done.returncode == 0, done.stderr

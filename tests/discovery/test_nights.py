@@ -212,7 +212,6 @@ def test_a_resumed_night_whose_parent_is_gone_says_so(attn, first_night, runs, t
     assert f"parent run {first_night.run_id} cannot be read" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_layered_layout_has_nights_as_well(attn, tmp_path):
     ids = []
     for night in range(2):
@@ -240,7 +239,6 @@ def test_a_night_from_the_past_does_not_become_latest(attn, first_night, runs, t
     assert (runs / "latest").readlink().name == first_night.run_id
 
 
-@pytest.mark.slow
 def test_parts_that_are_all_or_none_of_the_sample_are_placed_as_well(attn, runs, tmp_path):
     db = store_of(tmp_path / "second.db", planted(1_281, 1)[0], 1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--no-gate",

@@ -29,6 +29,9 @@ CAPTURABLE = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2"),
     *("deepseek_v3", "llama4"),
 ]
+# Of tests that are made of every model, `make test` runs these.
+DAILY = ("llama", "gemma2")
+MASKS = [*DAILY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "gpt_oss"))]
 needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available"),
@@ -64,8 +67,14 @@ def assert_records_are(captured, truth, positions, atol=2e-5):
         assert masses[i] == pytest.approx(sink_mass, abs=atol)
 
 
-@pytest.mark.parametrize("kind", CAPTURABLE)
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, Layout.LOG16) for kind in CAPTURABLE]
+    + [
+        pytest.param(kind, Layout.LAYERED, marks=[] if kind in DAILY else pytest.mark.slow)
+        for kind in CAPTURABLE
+    ],
+)
 def test_every_row_is_the_models_own_attention(kind, layout):
     model = make_model(kind)
     engine = make_engine(model, layers="all", layout=layout, max_new_tokens=12)
@@ -81,7 +90,7 @@ def test_every_row_is_the_models_own_attention(kind, layout):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -129,7 +138,9 @@ def test_per_layer_gives_one_record_for_each_layer(kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", CAPTURABLE)
 def test_watching_does_not_change_a_single_bit_of_the_output(kind, dtype, device):
     model = make_model(kind, device).to(dtype)

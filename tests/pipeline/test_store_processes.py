@@ -74,7 +74,7 @@ def numbers(path: Path) -> list[int]:
 
 def test_a_killed_writer_leaves_every_acknowledged_batch(store_path):
     acknowledged: list[int] = []
-    for patience in (1, 4, 9):
+    for patience in (1, 7):
         first = 100_000 * patience
         writer = child(WRITER, store_path, first, 100_000)
         try:
@@ -92,14 +92,14 @@ def test_a_killed_writer_leaves_every_acknowledged_batch(store_path):
     if store_path.suffix == ".db":
         # A batch is stored whole or not at all; at most one per writer was not acknowledged.
         assert len(stored) % 500 == 0
-        assert len(stored) <= 500 * (len(acknowledged) + 3)
+        assert len(stored) <= 500 * (len(acknowledged) + 2)
 
 
 def test_two_writers_and_a_reader_work_together(store_path):
     open_store(store_path, create=True).close()
-    # The writers' last five batches are the same ones.
-    writers = [child(WRITER.replace("assert ", ""), store_path, 0, 25),
-               child(WRITER.replace("assert ", ""), store_path, 10_000, 25)]  # fmt: skip
+    # The batches from 5,000 to 7,500 come from both.
+    writers = [child(WRITER.replace("assert ", ""), store_path, 0, 15),
+               child(WRITER.replace("assert ", ""), store_path, 5_000, 15)]  # fmt: skip
     with open_store(store_path) as store:
         seen = 0
         while any(writer.poll() is None for writer in writers):
@@ -113,7 +113,7 @@ def test_two_writers_and_a_reader_work_together(store_path):
         assert writer.returncode == 0, errors
     stored = numbers(store_path)
     assert len(stored) == len(set(stored))
-    assert set(stored) == set(range(22_500))
+    assert set(stored) == set(range(12_500))
 
 
 def test_two_processes_may_make_the_same_store(store_path):
@@ -130,8 +130,8 @@ if len(sys.argv) > 2:
 store = open_store(path, create=True)
 try:
     for step in range(10_000):
-        store.append(batch(500 * step, 500))
-        print(500 * step, flush=True)
+        store.append(batch(2_500 * step, 2_500))
+        print(2_500 * step, flush=True)
 except StoreError as error:
     print("error:", error)
 """
@@ -144,8 +144,10 @@ def check_filled(writer: subprocess.Popen[str], path: Path) -> None:
     assert error.startswith("error: ") and "nothing of this batch was stored" in error
     assert acknowledged
     stored = numbers(path)
-    assert set(stored) >= {n for first in acknowledged for n in range(int(first), int(first) + 500)}
-    assert len(stored) == 500 * len(acknowledged)
+    assert set(stored) >= {
+        n for first in acknowledged for n in range(int(first), int(first) + 2_500)
+    }
+    assert len(stored) == 2_500 * len(acknowledged)
 
 
 @pytest.fixture
@@ -172,7 +174,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(small_disk, store_path,
     copy = tmp_path / "copy" / path.name
     shutil.copytree(small_disk, copy.parent)
     stored = numbers(copy)
-    assert acknowledged and len(stored) == 500 * len(acknowledged)
+    assert acknowledged and len(stored) == 2_500 * len(acknowledged)
 
 
 def test_a_file_size_limit_loses_nothing_that_was_acknowledged(tmp_path):

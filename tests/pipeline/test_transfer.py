@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError, RecordError, StoreError, WriteError
 from pipeline import record
-from pipeline.store.base import Selection, transfer
+from pipeline.store import transfer
+from pipeline.store.base import Selection
 from pipeline.store.open import open_store
 from pipeline.store.transfer import export_file, import_file
 

@@ -216,11 +216,7 @@ class ParquetStore:
     ) -> pa.RecordBatch:
         inside = file.summary.is_within(selection)
         # With one group in the file, its summary has already decided.
-        exact = {
-            name: value
-            for name in ("model", "layout", "capture_id")
-            if (value := getattr(selection, name)) is not None and len(file.summary.groups) > 1
-        }
+        exact = selection.exact if len(file.summary.groups) > 1 else {}
         needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
         table = read_rows(self._folder.root, file, row_group, list(needed))
         mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import Layout
@@ -51,12 +53,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     db.run("UPDATE totals SET value = ? WHERE name = 'next_seq'", (first + count,))
     seq = np.arange(first, first + count)
     times = integers(rows.column("captured_at"))
-    phases = rows.column("phase")
-    # The dictionary may have unused values.
-    phase_codes = np.array(
-        [record.PHASES.index(phase) if phase in record.PHASES else -1
-         for phase in phases.dictionary.to_pylist()]
-    )  # fmt: skip
+    phases = rows.column("phase").cast(pa.string())
     arrays = {
         "seq": seq,
         "key": keys,
@@ -64,7 +61,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         "capture": captures,
         "captured_at": times,
         "session": session_refs[sessions.code],
-        "phase": phase_codes[phases.indices.to_numpy(zero_copy_only=False)],
+        "phase": pc.index_in(phases, value_set=pa.array(record.PHASES)),
         "prompt_len": rows.column("prompt_len"),
         "token_id": rows.column("token_id"),
         "sink_mass": rows.column("sink_mass"),
@@ -98,7 +95,7 @@ def _keys(db: Database, rows: pa.RecordBatch) -> Ints:
     return rows_.pack(refs[codes], positions, layers)
 
 
-def _unseen(db: Database, keys: Ints, newest: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _unseen(db: Database, keys: Ints, newest: int) -> NDArray[np.bool_]:
     """Which rows are the first of their key in the batch and not stored: bool[n].
 
     Args:
@@ -156,18 +153,14 @@ def _add_to_blocks(db: Database, seq: Ints, captures: Ints, times: Ints) -> None
     blocks = seq >> BLOCK_BITS
     found = distinct(blocks, captures)
     low, high = extremes(found, times)
-    db.run(
-        _ADD_TO_BLOCK,
-        pa.record_batch(
-            {
-                "block": blocks[found.first],
-                "capture": captures[found.first],
-                "fingerprints": np.bincount(found.code),
-                "first_at": low,
-                "last_at": high,
-            }
-        ),
-    )
+    columns = {
+        "block": blocks[found.first],
+        "capture": captures[found.first],
+        "fingerprints": np.bincount(found.code),
+        "first_at": low,
+        "last_at": high,
+    }
+    db.run(_ADD_TO_BLOCK, pa.record_batch(columns))
 
 
 def _zones(rows: pa.RecordBatch) -> Ints:
@@ -180,13 +173,7 @@ def _zones(rows: pa.RecordBatch) -> Ints:
 
 
 def _add_to_sessions(
-    db: Database,
-    zones: Ints,
-    keys: Ints,
-    found: Distinct,
-    refs: Ints,
-    times: Ints,
-    newest: int,
+    db: Database, zones: Ints, keys: Ints, found: Distinct, refs: Ints, times: Ints, newest: int
 ) -> None:
     count, code = len(refs), found.code
     shares = np.bincount(code * len(ZONES) + zones, minlength=count * len(ZONES))

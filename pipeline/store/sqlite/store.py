@@ -183,10 +183,12 @@ class SqliteStore:
     ) -> Iterator[pa.RecordBatch]:
         stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
         with Database(self.path, self._db.mode, self._db.busy_timeout_s) as db:
-            where, values = _conditions(db, selection)
+            window = zip((">=", "<"), selection.window, strict=True)
+            limits = {sign: micros for sign, micros in window if micros is not None}
+            where = "".join(f" AND captured_at {sign} ?" for sign in limits)
             query = (
                 f"SELECT {', '.join(stored)} FROM fingerprints"
-                f" WHERE seq >= ? AND seq < ?{where} ORDER BY seq"
+                f" WHERE seq >= ? AND seq < ?{where}{_in_captures(db, selection)} ORDER BY seq"
             )
 
             def look_up(table: str, refs: Ints) -> pa.RecordBatch:
@@ -202,7 +204,7 @@ class SqliteStore:
                     stop = min(start + batch_rows, high)
                     # One read transaction, so that a prune cannot delete a name in between.
                     db.run("BEGIN")
-                    table = db.table(query, (start, stop, *values), batch_rows)
+                    table = db.table(query, (start, stop, *limits.values()), batch_rows)
                     batch = rows_.decode(table, names, look_up) if table.num_rows else None
                     db.run("COMMIT")
                     if batch is not None:
@@ -212,12 +214,11 @@ class SqliteStore:
         """See `Store.groups`: from block summaries; rows are read only at the window's edges."""
         start, end = _bounds(selection)
         with self._lock, self._db.transaction(write=False):
-            where, values = _conditions(self._db, Selection(None, None, selection.model,
-                                        selection.layout, selection.capture_id))  # fmt: skip
+            where = _in_captures(self._db, selection)
             found = self._db.rows(
                 "SELECT capture, sum(fingerprints), min(first_at), max(last_at) FROM blocks"
                 f" WHERE first_at >= ? AND last_at < ?{where} GROUP BY capture",
-                (start, end, *values),
+                (start, end),
             )
             # The + keeps SQLite from building an index of every row for this query.
             found += self._db.rows(
@@ -228,7 +229,7 @@ class SqliteStore:
                 f" ON f.seq >= b.block << {BLOCK_BITS} AND f.seq < b.block + 1 << {BLOCK_BITS}"
                 " WHERE +f.capture = b.capture AND captured_at >= ?1 AND captured_at < ?2"
                 " GROUP BY b.block, b.capture",  # the order of reading: no sort needed
-                (start, end, *values),
+                (start, end),
             )
             names = {
                 ref: (model, layout, capture_id)
@@ -290,33 +291,22 @@ def _bounds(selection: Selection) -> tuple[int, int]:
     return -(2**63) if start is None else start, 2**63 - 1 if end is None else end
 
 
-def _conditions(db: Database, selection: Selection) -> tuple[str, tuple[int, ...]]:
-    """SQL (starting with AND, or empty) for the rows of a selection, and its values."""
-    where = ""
-    values: list[int] = []
-    start, end = selection.window
-    if start is not None:
-        where, values = where + " AND captured_at >= ?", [*values, start]
-    if end is not None:
-        where, values = where + " AND captured_at < ?", [*values, end]
-    wanted = {name: value for name in ("model", "layout", "capture_id")
-              if (value := getattr(selection, name)) is not None}  # fmt: skip
-    if wanted:
-        match = " AND ".join(f"{name} = ?" for name in wanted)
-        refs = db.rows(f"SELECT capture_ref FROM captures WHERE {match}", tuple(wanted.values()))
-        # Literals: these are our integers, and their number varies.
-        where += f" AND capture IN ({', '.join(str(ref) for (ref,) in refs)})"
-    return where, tuple(values)
+def _in_captures(db: Database, selection: Selection) -> str:
+    """SQL (starting with AND, or empty) for the model, layout and capture_id of a selection."""
+    if not selection.exact:
+        return ""
+    match = " AND ".join(f"{name} = ?" for name in selection.exact)
+    values = tuple(selection.exact.values())
+    refs = db.rows(f"SELECT capture_ref FROM captures WHERE {match}", values)
+    # Literals: these are our integers, and their number varies.
+    return f" AND capture IN ({', '.join(str(ref) for (ref,) in refs)})"
 
 
 def _ranges(db: Database, selection: Selection, last_seq: int) -> list[tuple[int, int]]:
     """Ranges [low, high) of sequence numbers outside of which no row of the selection lies."""
-    captures, _ = _conditions(
-        db, Selection(None, None, selection.model, selection.layout, selection.capture_id)
-    )
     blocks = db.rows(
-        f"SELECT DISTINCT block FROM blocks WHERE last_at >= ? AND first_at < ?{captures}"
-        " ORDER BY block",
+        "SELECT DISTINCT block FROM blocks WHERE last_at >= ? AND first_at < ?"
+        f"{_in_captures(db, selection)} ORDER BY block",
         _bounds(selection),
     )
     ranges: list[tuple[int, int]] = []
