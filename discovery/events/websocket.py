@@ -60,15 +60,11 @@ LOG = logging.getLogger("attn.live")
 LOG.addHandler(logging.NullHandler())
 
 
-def stop_run(stop: StopRequest) -> None:
-    stop.ask("a client's stop command, at a checkpoint")
-
-
 # What a command does; it returns None, or the reason why it cannot.
 STEERING: dict[str, Callable[[StopRequest], str | None]] = {
     "pause": StopRequest.pause,
     "resume": StopRequest.resume,
-    "stop": stop_run,
+    "stop": lambda stop: stop.ask("a client's stop command, at a checkpoint"),
 }
 # Events that a late client does not need any more after an event of the first kind. A pause that
 # has ended is of no interest, and there may be any number of them.

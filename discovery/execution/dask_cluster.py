@@ -35,26 +35,21 @@ def start_cluster(workers: int, worker_bytes: int | None, *, gpus: bool) -> Loca
         MissingExtraError: Dask-CUDA is needed and not installed.
     """
     import dask
+    from distributed import LocalCluster
 
     # It reports the shared data of a dead worker as lost for good; a Flight sends them again.
     logging.getLogger("distributed.scheduler").setLevel(logging.CRITICAL)
     # Read whenever a worker dies, so it is set for good.
     dask.config.set({"distributed.deploy.lost-worker-timeout": f"{REPLACED_WITHIN} s"})
-    common = {
+    common: dict[str, Any] = {
         "n_workers": workers, "threads_per_worker": 1, "memory_limit": worker_bytes or "auto",
         "dashboard_address": None, "host": "127.0.0.1",
     }  # fmt: skip
     with signals_held():
-        return cuda_cluster(common) if gpus else cpu_cluster(common)
+        return cuda_cluster(**common) if gpus else LocalCluster(**common)
 
 
-def cpu_cluster(common: dict[str, Any]) -> LocalCluster:
-    from distributed import LocalCluster
-
-    return LocalCluster(**common)
-
-
-def cuda_cluster(common: dict[str, Any]) -> LocalCluster:
+def cuda_cluster(n_workers: int, **common: Any) -> LocalCluster:
     try:
         from dask_cuda import LocalCUDACluster
     except ImportError as error:
@@ -63,9 +58,9 @@ def cuda_cluster(common: dict[str, Any]) -> LocalCluster:
             "--long-running out"
         ) from None
     # Between GPUs UCX is faster than TCP.
-    ucx = common["n_workers"] > 1 and find_spec("distributed_ucxx") is not None
+    ucx = n_workers > 1 and find_spec("distributed_ucxx") is not None
     return LocalCUDACluster(
-        **common, protocol="ucx" if ucx else "tcp", rmm_async=True,
+        n_workers=n_workers, **common, protocol="ucx" if ucx else "tcp", rmm_async=True,
         rmm_release_threshold=POOL_KEPT, rmm_allocator_external_lib_list=["cupy"],
     )  # fmt: skip
 
