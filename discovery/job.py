@@ -30,8 +30,8 @@ from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
 from discovery.runs import folder as runs
 from discovery.runs.checkpoint import chained_key, clear_checkpoint
-from discovery.runs.deletion import sweep
 from discovery.runs.parent import before_this_run
+from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window

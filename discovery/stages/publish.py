@@ -21,7 +21,7 @@ from discovery.artifacts.schema import (
 )
 from discovery.artifacts.tables import landmarks_table, projection_table
 from discovery.artifacts.write import write_parquet
-from discovery.describe.lineage_words import event_in_words
+from discovery.describe.clusters import event_in_words
 from discovery.options import FREE_ON_RESUME, RULES
 from discovery.report.page import report_html
 from discovery.runs import folder as runs
