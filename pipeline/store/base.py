@@ -124,7 +124,7 @@ class Store(AbstractContextManager["Store"], ABC):
 
     @abstractmethod
     def _append(self, rows: pa.RecordBatch, rejected: dict[str, int]) -> int:
-        """Store the rows that are not duplicates, and count the others; returns how many are new."""
+        """Store the rows that are not duplicates and count the others; returns how many are new."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pipeline.store.columns import Ints, integers, one_chunk
 
 from . import compaction
 from .duplicates import duplicate_rows, first_rows
-from .files import DAY_US, DataFile, damaged, file_name, read_rows, write_file
+from .files import DAY_US, DataFile, damaged, file_name, write_file
 from .folder import APPEND_LOCK, FILES_LOCK, RUNS, Folder
 from .summary import Summary, merge, summarize
 
@@ -146,45 +146,14 @@ class ParquetStore(Store):
                 keep = _rows_to_keep(file, duplicates.get(file.name), sequence)
                 if not file.summary.matching(selection) or (keep is not None and not keep.any()):
                     continue
-                start = 0
-                for row_group in range(file.metadata.num_row_groups):
-                    rows = file.metadata.row_group(row_group).num_rows
-                    mask = None if keep is None else keep[start : start + rows]
-                    start += rows
-                    pending.append(
-                        readers.submit(self._read, file, row_group, mask, selection, names)
-                    )
+                for row_group, span in file.row_groups:
+                    mask = None if keep is None else keep[span]
+                    pending.append(readers.submit(_read, file, row_group, mask, selection, names))
                     if len(pending) > READERS + 1 and (batch := pending.popleft().result()):
                         yield batch
             while pending:
                 if batch := pending.popleft().result():
                     yield batch
-
-    def _read(
-        self,
-        file: DataFile,
-        row_group: int,
-        keep: NDArray[np.bool_] | None,
-        selection: Selection,
-        names: list[str],
-    ) -> pa.RecordBatch:
-        inside = file.summary.is_within(selection)
-        # With one group in the file, its summary has already decided.
-        exact = selection.exact if len(file.summary.groups) > 1 else {}
-        needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
-        table = read_rows(self.path, file, row_group, list(needed))
-        mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
-        if not inside:
-            start, end = selection.window
-            times = integers(table.column("captured_at"))
-            mask &= (start is None or times >= start) & (end is None or times < end)
-        for name, value in exact.items():
-            column = one_chunk(table.column(name))
-            mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
-        fields = [record.SCHEMA.field(name) for name in names]
-        arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-        return batch if mask.all() else batch.filter(pa.array(mask))
 
     def _groups(self, selection: Selection) -> Iterator[tuple[str, int, str, int, int, int]]:
         """From footers; rows are read only at the window's edges."""
@@ -238,9 +207,35 @@ class ParquetStore(Store):
         names = [file.name for file in files]
         known, duplicates = self._duplicates
         if names != known:
-            duplicates = duplicate_rows(self.path, files)
+            duplicates = duplicate_rows(files)
             self._duplicates = names, duplicates
         return duplicates
+
+
+def _read(
+    file: DataFile,
+    row_group: int,
+    keep: NDArray[np.bool_] | None,
+    selection: Selection,
+    names: list[str],
+) -> pa.RecordBatch:
+    inside = file.summary.is_within(selection)
+    # With one group in the file, its summary has already decided.
+    exact = selection.exact if len(file.summary.groups) > 1 else {}
+    needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
+    table = file.read(row_group, list(needed))
+    mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
+    if not inside:
+        start, end = selection.window
+        times = integers(table.column("captured_at"))
+        mask &= (start is None or times >= start) & (end is None or times < end)
+    for name, value in exact.items():
+        column = one_chunk(table.column(name))
+        mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
+    fields = [record.SCHEMA.field(name) for name in names]
+    arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    return batch if mask.all() else batch.filter(pa.array(mask))
 
 
 def _rows_to_keep(
