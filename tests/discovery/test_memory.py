@@ -68,6 +68,7 @@ def without_limit(fresh_attn, tmp_path_factory) -> tuple[Path, Path]:
     return db, base / "out" / RUN_ID
 
 
+@pytest.mark.slow
 def test_any_limit_gives_the_same_artifacts(fresh_attn, without_limit, tmp_path):
     db, folder = without_limit
     found = {}
