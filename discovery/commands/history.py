@@ -118,10 +118,8 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]
         ArtifactError: the table is missing or damaged.
     """
     artifacts = Artifacts(output / manifest["run_id"], manifest)
-    table = artifacts.table("clusters", ["cluster_id", "label", "share"])
-    return {
-        row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in table.to_pylist()
-    }
+    rows = artifacts.table("clusters", ["cluster_id", "label", "share"]).to_pylist()
+    return {row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in rows}
 
 
 def elsewhere(
@@ -132,8 +130,7 @@ def elsewhere(
         changed = {event["cluster_id"] for event in history.history(readable[run_id])}
         if cluster in changed or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
-    ids = ", ".join(map(str, sorted(there))) or "none"
-    return f": its clusters are {ids}"
+    return f": its clusters are {', '.join(map(str, sorted(there))) or 'none'}"
 
 
 def percent(share: float | None) -> str:

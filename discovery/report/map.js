@@ -86,7 +86,7 @@ function draw() {
   pending = 0;
   if (!view.width) return;
   const { width, height } = canvas;
-  if (!image || image.width !== width || image.height !== height) {
+  if (image?.width !== width || image.height !== height) {
     image = pen.createImageData(width, height);
     pixels = new Uint32Array(image.data.buffer);
   }
