@@ -44,13 +44,15 @@ def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.T
         quantiles: float64[q], of the distances to the nearest prototype.
     """
     projection = codebook.projection
-    single = {name: getattr(projection, name) for name in ("mean", "scale", "components")}
-    double = {"explained": projection.explained, "distance_quantiles": quantiles}
+    floats, doubles = pa.list_(pa.float32()), pa.list_(pa.float64())
     return pa.table(
         {
             "transform": pa.array(["sqrt"]),
-            **{k: pa.array([v.reshape(-1)], pa.list_(pa.float32())) for k, v in single.items()},
-            **{k: pa.array([v], pa.list_(pa.float64())) for k, v in double.items()},
+            "mean": pa.array([projection.mean.reshape(-1)], floats),
+            "scale": pa.array([projection.scale], floats),
+            "components": pa.array([projection.components.reshape(-1)], floats),
+            "explained": pa.array([projection.explained], doubles),
+            "distance_quantiles": pa.array([quantiles], doubles),
             "reach": pa.array([codebook.reach]),
             "noise_factor": pa.array([codebook.noise_factor]),
         }
