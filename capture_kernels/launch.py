@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from .errors import OptionError
+from .fingerprint.vector import chosen_heads
 
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
@@ -20,16 +21,6 @@ LARGEST_HEAD_DIM = 256
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
-
-
-def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
-    """The chosen query heads in ascending order, all if None; OptionError if there are no such."""
-    if key_heads < 1 or heads < 1 or heads % key_heads:
-        raise OptionError(f"{heads} query heads over {key_heads} key heads")
-    order = list(range(heads)) if chosen is None else sorted(chosen)
-    if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
-        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
-    return order
 
 
 @dataclass(kw_only=True, eq=False)

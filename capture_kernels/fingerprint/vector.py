@@ -86,6 +86,16 @@ class Visibility:
         return max(self.first_real(position), self.sink_tokens)
 
 
+def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
+    """The chosen query heads in ascending order, all if None; OptionError if there are no such."""
+    if key_heads < 1 or heads < 1 or heads % key_heads:
+        raise OptionError(f"{heads} query heads over {key_heads} key heads")
+    order = list(range(heads)) if chosen is None else sorted(chosen)
+    if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
+        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+    return order
+
+
 class Fingerprint(NamedTuple):
     """One fingerprint: float32[20], and the share of the real keys' mass that sink tokens took."""
 
@@ -170,15 +180,10 @@ def fingerprint(
     count = renormalised.shape[2]
 
     if layout is Layout.LOG16:
-        mean = renormalised.mean(axis=(0, 1))
-        bins = log2_bins(np.arange(count)[::-1])
-        shape = np.bincount(bins, weights=mean, minlength=HIST_BINS)
-        edges = LOG16_BAND_EDGES
+        bins, size, edges = log2_bins(np.arange(count)[::-1]), HIST_BINS, LOG16_BAND_EDGES
     else:
-        edges = LAYERED_BAND_EDGES
-        shape = np.bincount(
-            place_bins(count), weights=renormalised.mean(axis=(0, 1)), minlength=PLACE_BINS
-        )
+        bins, size, edges = place_bins(count), PLACE_BINS, LAYERED_BAND_EDGES
+    shape = np.bincount(bins, weights=renormalised.mean(axis=(0, 1)), minlength=size)
     bands = np.mean([band_masses(layer, edges) for layer in renormalised], axis=0)
     entropies = np.array([normalised_entropy(layer) for layer in renormalised])
     parts = [bands, [entropies.mean()], shape]

@@ -98,25 +98,17 @@ class Ring:
         Raises:
             MissingExtraError: the ring is on a GPU and CuPy is not installed.
         """
-        if self.slots.is_cuda:
-            cupy = _import_cupy()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            with (
-                cupy.cuda.Device(self.device.index),
-                cupy.cuda.ExternalStream(stream, self.device.index),
-            ):
-                return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
-        return _record_views(self.slots.numpy(), self.state.numpy())
-
-
-def _import_cupy() -> Any:
-    try:
-        import cupy
-    except ImportError:
-        raise MissingExtraError(
-            "views of the ring need CuPy, which is not installed: pip install 'attn[gpu]'"
-        ) from None
-    return cupy
+        if not self.slots.is_cuda:
+            return _record_views(self.slots.numpy(), self.state.numpy())
+        try:
+            import cupy
+        except ImportError:
+            raise MissingExtraError(
+                "views of the ring need CuPy, which is not installed: pip install 'attn[gpu]'"
+            ) from None
+        stream, index = torch.cuda.current_stream(self.device).cuda_stream, self.device.index
+        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
+            return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
 
 
 def _record_views(slots: Any, state: Any) -> RecordViews:
@@ -161,10 +153,8 @@ class Drain:
         self.ring = ring
         self.received = self.dropped = self.torn = 0
         # The number of the next record to be read, and how many are being copied.
-        self._number = 0
-        self._count = 0
-        self._stage = _Stage.IDLE
-        self._marked = False
+        self._number = self._count = 0
+        self._stage, self._marked = _Stage.IDLE, False
         self._side: torch.cuda.Stream | None = None
         on_gpu = ring.slots.is_cuda
         self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -190,14 +180,17 @@ class Drain:
     def poll(self) -> NDArray[np.void]:
         """The records that have arrived: `RECORD_DTYPE`[n], a copy, oldest first."""
         parts: list[NDArray[np.void]] = []
-        while self._ready():
+        # Until a copy is on its way, or there is nothing to copy.
+        while self._side is None or self._stage is _Stage.IDLE or self._arrived.query():
             if self._stage is _Stage.COPYING:
                 parts.append(self._take())
             elif self._stage is _Stage.COUNTING:
                 self._start_copying()
             elif self._marked:
-                self._marked = False
-                self._start_counting()
+                self._marked, self._stage = False, _Stage.COUNTING
+                if self._side is not None:
+                    self._side.wait_event(self._step)
+                self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
             else:
                 break
         return _joined(parts)
@@ -211,23 +204,11 @@ class Drain:
             parts.append(self.poll())
         return _joined(parts)
 
-    def _ready(self) -> bool:
-        """Whether no copy is on its way."""
-        return self._side is None or self._stage is _Stage.IDLE or bool(self._arrived.query())
-
-    def _start_counting(self) -> None:
-        if self._side is not None:
-            self._side.wait_event(self._step)
-        self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
-        self._stage = _Stage.COUNTING
-        self._record_arrival()
-
     def _start_copying(self) -> None:
         capacity, committed = self.ring.capacity, int(self._counters[0])
-        overwritten = committed - capacity - self._number
-        if overwritten > 0:
-            self.dropped += overwritten
-            self._number += overwritten
+        overwritten = max(0, committed - capacity - self._number)
+        self.dropped += overwritten
+        self._number += overwritten
         self._count = committed - self._number
         if not self._count:
             self._stage = _Stage.IDLE
@@ -239,7 +220,6 @@ class Drain:
         self._copy(self._slots[to_end : self._count], self.ring.slots[:rest])
         self._copy(self._counters[1:], self.ring.state[CLAIMED : CLAIMED + 1])
         self._stage = _Stage.COPYING
-        self._record_arrival()
 
     def _take(self) -> NDArray[np.void]:
         copied = self._records[: self._count]
@@ -261,9 +241,6 @@ class Drain:
         elif len(host):
             with torch.cuda.stream(self._side):
                 host.copy_(device, non_blocking=True)
-
-    def _record_arrival(self) -> None:
-        if self._side is not None:
             self._arrived.record(self._side)
 
 

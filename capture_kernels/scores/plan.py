@@ -16,13 +16,13 @@ from torch import Tensor
 
 from capture_kernels.constants import LOG2_E
 from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
     QUERY_TYPES,
     LayerPlan,
     check,
-    chosen_heads,
     interpreted,
     processors,
 )
