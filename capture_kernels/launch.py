@@ -106,17 +106,16 @@ class HeadGroups:
     def joined(self, most: int) -> tuple[int, Tensor]:
         """How many neighbouring key heads, a power of two and `most` at most, can share a group
         everywhere; and `table` of such groups, each with the first of its key heads."""
-        together, groups = 1, self._groups
+        together, per_key = 1, self.queries_a_key
+        groups = joined = self._groups
         while 2 * together <= most and len(self._groups) % (2 * together) == 0:
             pairs = list(zip(groups[::2], groups[1::2], strict=True))
-            if not all(self._are_neighbours(*pair, together) for pair in pairs):
+            groups = [one + other for one, other in pairs]
+            apart = {other[0] // per_key - one[0] // per_key for one, other in pairs}
+            if max(map(len, groups)) > self.block or apart != {together}:
                 break
-            together, groups = 2 * together, [one + other for one, other in pairs]
-        return together, self._table(groups)
-
-    def _are_neighbours(self, one: list[int], other: list[int], together: int) -> bool:
-        fits = len(one) + len(other) <= self.block
-        return fits and other[0] // self.queries_a_key == one[0] // self.queries_a_key + together
+            together, joined = 2 * together, groups
+        return together, self._table(joined)
 
     def _table(self, groups: list[list[int]]) -> Tensor:
         lines, before = [], 0

@@ -24,8 +24,8 @@ from capture_kernels.constants import LOG2_E, LOWEST
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import FLOAT32, check, launch
 
+from .key_pass import PARTIAL
 from .plan import StatisticsPlan
-from .ranges import PARTIAL
 from .step.schedule import is_split, row_splits
 from .tuning import Tuning
 

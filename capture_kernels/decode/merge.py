@@ -31,21 +31,7 @@ from capture_kernels.decode.step.schedule import (
 from capture_kernels.decode.topk.merge import merge_top_k
 from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
 
-from .ranges import PARTIAL
-
-
-@triton.jit
-def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr):
-    """Of one head, from m in units of ln 2 and the sum over all real keys, learned sink included;
-    -inf if the sum is 0."""
-    logsumexp = (m + tl.log2(all_keys)) * LN_2
-    if HAS_SINKS:
-        learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
-        larger = tl.maximum(logsumexp, learned)
-        smaller = tl.minimum(logsumexp, learned)
-        with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
-        logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
-    return logsumexp
+from .key_pass import PARTIAL
 
 
 @triton.jit
@@ -53,7 +39,8 @@ def merge_splits(
     partial, row_table, block_ptr, program_ptr, heads, sinks, per_head, row, number, num_rows,
     HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row and head. Returns its logsumexp: float32[1]."""
+    """Write the statistics of one row and head. Returns its logsumexp, float32[1]: -inf if no key
+    is real."""
     c = tl.arange(0, 32)
     begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     m = tl.full([1], LOWEST, tl.float32)
@@ -78,7 +65,14 @@ def merge_splits(
         m = m_new
 
     sink = tl.sum(tl.where(c == 26, masses, 0.0), 0)
-    logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, number, HAS_SINKS)
+    all_keys = visible + sink
+    logsumexp = (m + tl.log2(all_keys)) * LN_2
+    if HAS_SINKS:
+        learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
+        larger = tl.maximum(logsumexp, learned)
+        smaller = tl.minimum(logsumexp, learned)
+        with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
+        logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
     count = row_field(row_table, COUNT, row, num_rows)
     # The largest key that was read weighs 1 or more; beside it, 1e-30 has lost its digits, or all.

@@ -36,9 +36,8 @@ from capture_kernels.launch import (
     processors,
 )
 
-from .key_pass import key_pass
+from .key_pass import PARTIAL, key_pass
 from .merge import finish
-from .ranges import PARTIAL
 from .step.layers import PendingLayers
 from .step.logits import split_dims
 from .step.schedule import PageTable, Schedule

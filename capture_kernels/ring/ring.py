@@ -11,10 +11,9 @@ Tensors:
                                      written; done: programs of this launch that have ended
 
 A launch of `append_records` writes in this order: seq = 0 in the slots it takes; `claimed`; the
-records; their seq, n + 1; `committed`. So a reader that reads `committed`, copies slots, and then
-reads `claimed` knows which of its copies are whole, however long the copy took: those of the
-records claimed - capacity <= n < committed. Their seq is n + 1; any other seq is a record that was
-overwritten. Reading seq twice would not be enough: a copy engine reads a slot's words in any order.
+records; their seq, n + 1; `committed`. A reader reads `committed`, copies slots, and then reads
+`claimed`. The copies that are whole are those of the records claimed - capacity <= n < committed,
+if their seq is n + 1. Reading seq twice would not do: a copy engine reads words in any order.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class RecordViews(NamedTuple):
     """A ring's memory, field by field, in slot order; nothing is copied.
 
     On a GPU these are CuPy arrays, on a CPU NumPy's. To read them while steps run, copy what is
-    wanted, then read `claimed`: records numbered below claimed - capacity may have been overwritten
-    during the copy, and a record whose seq is not its number + 1 has been.
+    wanted, then read `claimed`: this module says which copies are whole.
     """
 
     seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
@@ -92,8 +90,7 @@ class Ring:
 
         On a GPU, CuPy takes it by DLPack under torch's current stream: what CuPy does under that
         stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it.
-        cuDF takes a field as well (`cudf.Series(views.position)`), with a copy on the device: its
-        columns are contiguous, and a record's fields lie together.
+        cuDF takes a field with a copy on the device (`cudf.Series(views.position)`).
 
         Raises:
             MissingExtraError: the ring is on a GPU and CuPy is not installed.

@@ -153,7 +153,33 @@ class ScoresPlan(LayerPlan):
             if last < 0:
                 raise OptionError(f"last must be 0 or more, got {last}")
             query, start, rows = query[rows - last :], start + rows - last, last
-        self._check(query, keys, table, start, out, descale, sinks)
+        end = start + rows
+        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
+        shape = [keys.shape[0], self.key_heads, self.head_dim]
+        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
+        if rows > self.max_rows:
+            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
+        if start < 0 or end > self.max_length:
+            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
+        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
+            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
+        columns = out.shape[2] if out.dim() == 3 else end
+        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
+            shape = [rows, len(self.order), end]
+            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
+        if out.dtype != torch.float16:
+            raise OptionError(f"out is {out.dtype}, not torch.float16")
+        named = {"query": query, "keys": keys, "table": table, "out": out}
+        if descale is not None:
+            shape = [1] if descale.numel() == 1 else [self.key_heads]
+            check(descale.reshape(-1), "descale", shape, FLOAT32)
+            named["descale"] = descale
+        if sinks is not None:
+            check(sinks, "sinks", [self.heads], QUERY_TYPES)
+            named["sinks"] = sinks
+        for name, tensor in named.items():
+            if tensor.device != self._heads.device:
+                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")
         if rows == 0:
             return
         tuning = self._wide_tuning if query.dtype == torch.float32 else self._narrow_tuning
@@ -192,42 +218,3 @@ class ScoresPlan(LayerPlan):
                     num_warps=tuning.warps,
                     num_stages=tuning.stages,
                 )
-
-    def _check(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        table: Tensor,
-        start: int,
-        out: Tensor,
-        descale: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None:
-        """Raise OptionError for what does not fit the plan."""
-        rows, end = query.shape[0], start + query.shape[0]
-        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
-        shape = [keys.shape[0], self.key_heads, self.head_dim]
-        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
-        if start < 0 or end > self.max_length:
-            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
-        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
-            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
-        columns = out.shape[2] if out.dim() == 3 else end
-        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
-            shape = [rows, len(self.order), end]
-            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
-        if out.dtype != torch.float16:
-            raise OptionError(f"out is {out.dtype}, not torch.float16")
-        named = {"query": query, "keys": keys, "table": table, "out": out}
-        if descale is not None:
-            shape = [1] if descale.numel() == 1 else [self.key_heads]
-            check(descale.reshape(-1), "descale", shape, FLOAT32)
-            named["descale"] = descale
-        if sinks is not None:
-            check(sinks, "sinks", [self.heads], QUERY_TYPES)
-            named["sinks"] = sinks
-        for name, tensor in named.items():
-            if tensor.device != self._heads.device:
-                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")

@@ -15,8 +15,8 @@ import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, SLOW, assert_close, cases, paged_case, without_waiting  # noqa: E402
 
 from capture_kernels.constants import LOGSUMEXP  # noqa: E402
+from capture_kernels.decode.key_pass import column_ranges, next_flush  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
-from capture_kernels.decode.ranges import column_ranges, next_flush  # noqa: E402
 from capture_kernels.decode.step.schedule import PageTable  # noqa: E402
 from capture_kernels.decode.tuning import PAIRS, Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402

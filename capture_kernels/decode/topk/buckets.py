@@ -94,11 +94,6 @@ def halves(upper, lower):
 
 
 @triton.jit
-def upper_half(word):
-    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def lower_half(word):
     return (word & 0xFFFFFFFF).to(tl.int32)
 
@@ -171,6 +166,7 @@ def kept_key(
     if SECOND:
         word = tl.load(at + BUCKETS, mask=there, other=0)
     block = first_block(program_ptr, program, there, begin)
-    packed = pack(upper_half(word), distance_of(block, index, bucket, TILE, TILES, BUCKETS))
+    value = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    packed = pack(value, distance_of(block, index, bucket, TILE, TILES, BUCKETS))
     rest = lower_half(word).to(tl.float32, bitcast=True)
     return tl.where(index != ABSENT, packed, NOTHING), rest
