@@ -93,10 +93,9 @@ class StatisticsPlan(LayerPlan):
     """Buffers and launches for the captured layers of one kind; a step is `schedule`, then `run`
     for each layer in turn.
 
-    `run` only records a layer. Layers are finished together, as many as the scratch has room for
-    and at the latest with the last one: one launch passes over the keys of all of them, and a few
-    more finish them. A step neither allocates, copies nor waits, so that a CUDA graph can hold it;
-    the same step must have run before, because kernels are compiled at their first launch.
+    `run` only records a layer. As many layers as the scratch has room for are finished together, by
+    one launch that passes over their keys and a few more. A step neither allocates, copies nor
+    waits, so that a CUDA graph can hold it, after a first step that compiles the kernels.
 
     Attributes:
         per_head: float32[layers, max_rows, H, 32], and
@@ -205,7 +204,7 @@ class StatisticsPlan(LayerPlan):
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(table, enabled=enabled, num_active=num_active, masks=masks)
         self._hubs, self._ran = hubs, 0
-        self.pending.clear()
+        self.pending.take()
 
     def run(
         self,
@@ -225,8 +224,7 @@ class StatisticsPlan(LayerPlan):
             keys: of the query's type or float8 (e4m3fn, e5m2), [KV slots, key_heads, head_dim], the
                 last axis contiguous: the layer's paged cache.
             descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
-            sinks: float32[heads], a learned logit of each query head that is in the denominator
-                only.
+            sinks: float32[heads], a learned logit of each query head, in the denominator only.
 
         Raises:
             OptionError: shapes or types that do not fit the plan, or more layers than it has.

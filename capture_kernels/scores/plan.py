@@ -130,8 +130,8 @@ class ScoresPlan(LayerPlan):
         """Write the probabilities of some queries of one request to the whole of `out`.
 
         Args:
-            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous: the
-                queries at positions start..start + R - 1, such as one chunk of a prompt.
+            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous, at
+                positions start..start + R - 1, such as one chunk of a prompt.
             keys: [slots, key_heads, head_dim] of the queries' type or float8, the last axis
                 contiguous: the layer's paged cache, which holds the keys 0..start + R - 1.
             table: int32/int64[start + R or more], the slot of each position. Slots of keys that no
@@ -142,8 +142,7 @@ class ScoresPlan(LayerPlan):
             last: write only the last `last` queries: `out` is float16[min(last, R), H, columns].
             descale: float32[key_heads] or float32 of one element, above 0, what keys are
                 multiplied by; None for 1.
-            sinks: float[heads], a learned logit of every query head (chosen or not) that adds to
-                the denominator only, so that a row may sum to less than 1.
+            sinks: float[heads], a learned logit of every query head, in the denominator only.
 
         Raises:
             OptionError: shapes, types or devices that do not fit the plan.
@@ -169,16 +168,13 @@ class ScoresPlan(LayerPlan):
             raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
         if out.dtype != torch.float16:
             raise OptionError(f"out is {out.dtype}, not torch.float16")
-        named = {"query": query, "keys": keys, "table": table, "out": out}
         if descale is not None:
             shape = [1] if descale.numel() == 1 else [self.key_heads]
             check(descale.reshape(-1), "descale", shape, FLOAT32)
-            named["descale"] = descale
-        if sinks is not None:
-            check(sinks, "sinks", [self.heads], QUERY_TYPES)
-            named["sinks"] = sinks
-        for name, tensor in named.items():
-            if tensor.device != self._heads.device:
+        check(sinks, "sinks", [self.heads], QUERY_TYPES)
+        named = {"query": query, "keys": keys, "table": table, "out": out}
+        for name, tensor in (named | {"descale": descale, "sinks": sinks}).items():
+            if tensor is not None and tensor.device != self._heads.device:
                 raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")
         if rows == 0:
             return

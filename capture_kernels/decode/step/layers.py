@@ -81,9 +81,6 @@ class PendingLayers:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def clear(self) -> None:
-        self._layers.clear()
-
     def accepts(self, arguments: dict[str, Any]) -> bool:
         """Whether a layer with these launch arguments is like those that wait."""
         return not self._layers or _kind(self._layers[-1]) == _kind(arguments)

@@ -218,17 +218,9 @@ class Schedule:
     @property
     def arguments(self) -> dict[str, Any]:
         """What kernels that read the rows are launched with, by name."""
-        return {
-            "kv_slots": self.kv_slots,
-            "base": self.base,
-            "row_table": self.row_table,
-            "block_ptr": self.block_ptr,
-            "program_ptr": self.program_ptr,
-            "num_rows": self.num_rows,
-            "programs": self.programs,
-            "max_rows": self.max_rows,
-            "ROWS": triton.next_power_of_2(self.max_rows),
-        }
+        names = ("kv_slots", "base", "row_table", "block_ptr", "program_ptr", "num_rows")
+        step = {name: getattr(self, name) for name in (*names, "programs", "max_rows")}
+        return {**step, "ROWS": triton.next_power_of_2(self.max_rows)}
 
     def run(
         self,

@@ -8,11 +8,8 @@ Mathematics, for one row, with the logit x_hd of head h and the key at distance 
 with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
 larger distance, comes first (`sort_key`).
 
-Of a head, the pass keeps two keys of each bucket (`buckets`), `finish` merges them (`merge`), and
-uncertain buckets are read again (`rescan`). For the head mean, the pass writes all logits of a row;
-p is made of them (`head_mean`) and searched (`tree_select`). Rows beyond the scratch have their
-keys read again instead: once for p, and chosen blocks once more for the top k. Of a row, the logits
-of all blocks are kept, or none.
+For the head mean, the pass writes all logits of a row, or none if they have no room. A row without
+logits has its keys read again: once for p, and chosen blocks once more for the top k.
 
 Tensors (L layers, A pending at once, R rows, H chosen query heads, P programs, C buckets, N keys in
 a block; K rounded up to a power of two):
@@ -42,9 +39,8 @@ from capture_kernels.errors import OptionError
 from capture_kernels.launch import HeadGroups, launch, processors
 
 from .buckets import ABSENT
-from .head_mean import head_mean, top_mean
+from .head_mean import head_mean, spans, top_mean
 from .rescan import merge_mean_tops, rescan_heads, rescan_mean
-from .tree_select import spans
 
 LARGEST_K = 64
 # Programs that share the chosen blocks of one row.
