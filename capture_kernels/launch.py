@@ -1,4 +1,4 @@
-"""What launchers share: the layers of a plan, groups of heads, checks of arguments, the device."""
+"""What kernels and launchers share: constants, the layers of a plan, groups of heads, checks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .errors import OptionError
 from .fingerprint.vector import chosen_heads
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
+LOWEST = tl.constexpr(-1.0e30)
+# Columns of a row's statistics, per head or as the mean over heads (`decode.plan`).
+COLUMNS = 32
+LOGSUMEXP = tl.constexpr(29)
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32

@@ -36,7 +36,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOWEST
 from capture_kernels.decode.step.layers import layer_inputs, note_layer
 from capture_kernels.decode.step.logits import key_dims, products, query_dims, scaled_logits
 from capture_kernels.decode.step.schedule import COUNT, POSITION, REAL, SEEN, VISIBLE, row_field
@@ -46,6 +45,7 @@ from capture_kernels.decode.topk.buckets import (
     keep_two,
     write_two,
 )
+from capture_kernels.launch import LN_2, LOWEST
 
 # A split's partial result for a head: 28 range masses in 32 columns, then m, L and S; one is spare.
 PARTIAL = tl.constexpr(36)

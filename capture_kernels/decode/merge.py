@@ -6,8 +6,7 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its splits (`k
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
 Heads with uncertain buckets are queued for `topk.rescan`; the top k of the others is final. One
-launch takes the rows and heads of all pending layers, in small programs: there are so many of them
-that none has to be fast.
+launch takes the rows and heads of all pending layers, in many small programs.
 
 Tensors (A layers, R rows, H chosen query heads): those of `plan` and `topk.plan`, and
     heads    int32[2, H]  the query head, and the key head that it reads
@@ -19,7 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOGSUMEXP, LOWEST
 from capture_kernels.decode.step.layers import layer_sinks
 from capture_kernels.decode.step.schedule import (
     COUNT,
@@ -30,6 +28,7 @@ from capture_kernels.decode.step.schedule import (
 )
 from capture_kernels.decode.topk.merge import merge_top_k
 from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
+from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST
 
 from .key_pass import PARTIAL
 

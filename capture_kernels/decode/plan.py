@@ -20,13 +20,15 @@ import torch
 import triton
 from torch import Tensor
 
-from capture_kernels.constants import COLUMNS, LOG2_E, LOGSUMEXP
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
 from capture_kernels.launch import (
+    COLUMNS,
     FLOAT8_TYPES,
     FLOAT32,
     LARGEST_HEAD_DIM,
+    LOG2_E,
+    LOGSUMEXP,
     QUERY_TYPES,
     HeadGroups,
     LayerPlan,
@@ -113,10 +115,9 @@ class StatisticsPlan(LayerPlan):
     top_k: int = 0  # how many keys of each chosen head to name, the largest first, 0..64
     mean_top_k: int = 0  # how many keys of the mean of the chosen heads' probabilities, 0..64
     hubs: bool = False  # whether steps may add up that mean by position
-    # What may be kept of pending layers; one layer's sums and candidates are kept in any case. With
-    # less, fewer layers are finished together, and rows whose logits have no room have their keys
-    # read again for the head mean (`topk`). With 0, a plan for one row of a million keys takes less
-    # than a megabyte.
+    # What may be kept of pending layers beyond one layer's sums and candidates. With less, fewer
+    # layers are finished together, and keys are read again for the head mean (`topk.plan`). With 0,
+    # a plan for one row of a million keys takes less than a megabyte.
     scratch_bytes: int = SCRATCH_BYTES
     programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
     tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits

@@ -8,11 +8,10 @@ Mathematics. With the logits x_j of one head in float32, and V the visible keys 
 
     lse = logsumexp over V of x;   p_j = exp(x_j - lse);   entropy = -sum p ln p / ln n,
 
-so a row is renormalised over its visible keys in log space and never divides 0 by 0. A row whose
-visible mass underflows in a softmax, which `vector.fingerprint` cannot describe, still has exact
-statistics here. Learned sinks are in the denominator of every p_j alike, so they cancel, in the
-sink mass as well, and are not an argument. Bands and bins are masses of contiguous ranges of keys:
-differences of one cumulative sum of the mean over heads, taken at a few edges per row.
+so a row is renormalised over its visible keys in log space: one whose visible mass underflows in a
+softmax, which `vector.fingerprint` cannot describe, still has exact statistics here. Learned sinks
+cancel, in the sink mass as well, and are not an argument. Bands and bins are masses of contiguous
+ranges of keys: differences of one cumulative sum of the mean over heads, at a few edges per row.
 """
 
 from __future__ import annotations
@@ -202,8 +201,8 @@ def layer_statistics(
         scale: what q . k is multiplied by.
         heads: the query heads to average over; None for all.
         soft_cap: the bound that tanh puts on the logits; None for none.
-        scratch_bytes: a bound on the temporary memory; None for 8 MiB on a CPU and 256 MiB on a
-            GPU. One row always runs: it needs about 12 * H * T bytes.
+        scratch_bytes: a bound on the temporary memory; None for what suits the device. One row
+            always runs: it needs about 12 * H * T bytes.
 
     Raises:
         OptionError: shapes, heads or positions that do not fit together.

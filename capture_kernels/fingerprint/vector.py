@@ -2,10 +2,8 @@
 
 A row is the exact softmax of one query at logical position t over the keys j = 0..t. With the
 offset d = t - j, a fingerprint holds how far back the row attends (`hist` and three bands) and how
-widely (`entropy`). Statistics are taken per head and then averaged over the heads.
-
-The visible keys of a row are always the contiguous range [start, t]: the masked prefix and the sink
-tokens lie before it, and a window cuts it from below. `Visibility` computes `start` for all.
+widely (`entropy`). Statistics are taken per head and then averaged over the heads. The visible keys
+of a row are the contiguous range [start, t] of `Visibility`.
 """
 
 from __future__ import annotations

@@ -97,15 +97,20 @@ class Ring:
         """
         if not self.slots.is_cuda:
             return _record_views(self.slots.numpy(), self.state.numpy())
-        try:
-            import cupy
-        except ImportError:
-            raise MissingExtraError(
-                "views of the ring need CuPy, which is not installed: pip install 'attn[gpu]'"
-            ) from None
+        cupy = _import_cupy()
         stream, index = torch.cuda.current_stream(self.device).cuda_stream, self.device.index
         with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
             return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise MissingExtraError(
+            "views of the ring need CuPy, which is not installed: pip install 'attn[gpu]'"
+        ) from None
+    return cupy
 
 
 def _record_views(slots: Any, state: Any) -> RecordViews:
@@ -133,12 +138,9 @@ class Drain:
 
     The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
     inside it). `poll`, from that thread or one other, returns what has arrived since. On a GPU both
-    only enqueue and query: a side stream waits for the marked step, copies the ring's counter, then
-    the new slots, then the counter again into pinned memory. The steps' stream never waits, and no
-    call but `flush` waits for the GPU. On a CPU the same copies are made at once.
-
-    CUDA forbids queries in any thread while a graph is captured in the default mode: do not poll
-    meanwhile.
+    only enqueue and query: a side stream waits for the marked step and copies to pinned memory. The
+    steps' stream never waits, and no call but `flush` waits for the GPU. On a CPU the same copies
+    are made at once. CUDA forbids queries while a graph is captured: do not poll meanwhile.
 
     Attributes:
         received: records that were returned to the caller.

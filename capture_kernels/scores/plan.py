@@ -14,12 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from capture_kernels.constants import LOG2_E
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
+    LOG2_E,
     QUERY_TYPES,
     LayerPlan,
     check,

@@ -9,10 +9,9 @@ every quantity of a fingerprint is a sum over a range of distances:
     real <= d < seen       keys that no fingerprint describes (masked prefix, outside the
                            visibility's window); read for the attention output only
 
-A row's keys are cut into blocks of `block_keys`. The blocks of all rows, in order, are shared out
-evenly over P programs ("stream-K"), whatever the lengths are. A disabled row has no blocks. The
-blocks that program p has of row r are one split of that row. p + r is different for every split,
-so the split's partial result is stored there.
+A row's keys are cut into blocks of `block_keys`; a disabled row has none. The blocks of all rows,
+in order, are shared out evenly over P programs ("stream-K"). Those that program p has of row r are
+one split of that row; its partial result is stored at p + r, different for every split.
 
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
@@ -165,7 +164,7 @@ class PageTable(NamedTuple):
     def of_requests(
         cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
     ) -> PageTable:
-        """Raises OptionError for other shapes, types or strides."""
+        """OptionError for other shapes, types or strides."""
         if req_to_token.dim() != 2 or req_to_token.stride(1) != 1:
             raise OptionError("req_to_token must be [requests, longest], contiguous by request")
         _check_indices(req_to_token[:0].view(-1), "req_to_token")

@@ -5,5 +5,5 @@ the pass over the keys keeps, and `rescan` reads a bucket again that may hold mo
 makes and searches the head mean. `sort_key` is the order of all: value first, then age. `plan` owns
 the buffers and the launches.
 
-May import `capture_kernels.decode.step`, `launch`, `constants` and `errors`.
+May import `capture_kernels.decode.step`, `launch` and `errors`.
 """

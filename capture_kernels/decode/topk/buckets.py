@@ -2,11 +2,9 @@
 
 Mathematics. The pass goes over a split in tiles of `TILE` keys. Each lane of the tile sees every
 TILE-th key, and these keys are a bucket; where a row has many splits, several lanes share a bucket.
-Of a bucket the pass keeps the two largest logits, ordered by value and then by age, with the keys'
-indices in the bucket, and the largest of the rest. The top k is then searched in what was kept.
-A bucket is uncertain if both kept keys are in that top k and the rest reaches its last value: more
-than two of the true top k may lie in it. Uncertain buckets are read again (`rescan`); a head has
-k / 2 of them at most.
+Of a bucket the pass keeps the two largest logits, with the keys' indices in the bucket, and the
+largest of the rest. A bucket is uncertain if both kept keys are in the top k of what was kept and
+the rest reaches its last value. Uncertain buckets, k / 2 of a head at most, are read again.
 
 Tensors (P programs, R rows, H chosen query heads, C buckets):
     candidates  int64[P + R, H, 2, C]  of split p + r (`schedule`). Line 0: the first logit in the
@@ -21,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOWEST
+from capture_kernels.launch import LN_2, LOWEST
 
 from .sort_key import NOTHING, number_of, pack, value_of
 

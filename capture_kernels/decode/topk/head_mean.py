@@ -22,10 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LOG2_E, LOGSUMEXP
 from capture_kernels.decode.step.layers import layer_inputs
 from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
 from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+from capture_kernels.launch import LOG2_E, LOGSUMEXP
 
 from .sort_key import NOTHING, largest_of, number_of, pack, value_of, write_top
 
