@@ -64,13 +64,11 @@ class LayerPlan:
 
 
 class HeadGroups:
-    """Chosen query heads, in ascending order, grouped by the key head that they read.
-
-    A key head with more query heads than a group holds has several groups.
+    """Chosen query heads, in ascending order, grouped by the key head that they read; a key head
+    with more of them than a group holds has several groups.
 
     Attributes:
-        count: how many heads are chosen.
-        block: how many heads a group has room for.
+        count, block: how many heads are chosen; how many a group has room for.
         queries_a_key: how many of the layer's query heads read one key head.
         table: int32[groups, 2 + block] on the device: key head, how many chosen heads lie in the
             groups before, and the query heads, then -1.

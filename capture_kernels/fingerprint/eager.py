@@ -47,10 +47,8 @@ _LN_2 = math.log(2.0)
 
 
 class LayerStatistics(NamedTuple):
-    """Statistics of R rows of one layer, means over the chosen heads, on the queries' device.
-
-    A row that sees no key holds finite numbers without meaning; `combine` drops it.
-    """
+    """Statistics of R rows of one layer, means over the chosen heads, on the queries' device. A row
+    that sees no key holds finite numbers without meaning, which `combine` drops."""
 
     bands: Tensor  # float32[R, 3]: local, mid and long mass, by the layout's own edges
     entropy: Tensor  # float32[R], in [0, 1]
@@ -147,8 +145,7 @@ def plan_rows(
     """The keys and edges of some rows, for `layer_statistics`.
 
     Args:
-        positions: int64[R], the logical position of each query. On the host, nothing waits for the
-            device.
+        positions: int64[R], best on the host: the logical position of each query.
         device: where the queries and keys are.
         layout: which bands and which shape histogram to take.
         visibility: which keys a fingerprint describes.

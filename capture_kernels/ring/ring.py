@@ -1,8 +1,7 @@
 """The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
 
-Record number n lies in ring slot n mod capacity. `SLOT_BYTES` = 128 is one cache line of the GPU: a
-slot is one full write, its address a shift, and slots in a row are one contiguous copy, which the
-host reads as `RECORD_DTYPE`. (112 bytes would do, but then most records would share a line.)
+Record number n lies in ring slot n mod capacity. A slot is one cache line of the GPU, 128 bytes, so
+that writing it is one full write; the host reads slots as `RECORD_DTYPE`.
 
 Tensors:
     slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,

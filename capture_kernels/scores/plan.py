@@ -83,8 +83,7 @@ class ScoresPlan(LayerPlan):
         self.packs = len(order) // self.group
         suited = self._suited_tuning()
         # float32 does not use tensor cores, and larger tiles would not fit the registers.
-        wide = WIDE_TUNING._replace(splits=suited.splits)
-        self._wide_tuning = self.tuning or wide
+        self._wide_tuning = self.tuning or WIDE_TUNING._replace(splits=suited.splits)
         self.tuning = self._narrow_tuning = self.tuning or suited
         self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
         shape = (self.tuning.splits, 2, self.packs, self.max_rows * self.group)
@@ -97,10 +96,9 @@ class ScoresPlan(LayerPlan):
         wanted = triton.cdiv(PROGRAMS_A_PROCESSOR * processors(self.device), programs)
         useful = triton.cdiv(self.max_length, TILES_A_SPLIT * BLOCK_KEYS)
         splits = max(1, triton.next_power_of_2(min(wanted, useful) + 1) // 2)
-        if block_m == 128:
-            return ScoresTuning(block_m, BLOCK_KEYS, warps=8, stages=3, splits=splits)
         # Few queries only wait for keys: more stages load more of them ahead.
-        return ScoresTuning(block_m, BLOCK_KEYS, warps=4, stages=4, splits=splits)
+        warps, stages = (8, 3) if block_m == 128 else (4, 4)
+        return ScoresTuning(block_m, BLOCK_KEYS, warps, stages, splits)
 
     @property
     def scratch_bytes(self) -> int:

@@ -234,10 +234,9 @@ class Schedule:
         Args:
             table: the rows' keys. Its tensors are read here and by the kernels that follow.
             enabled: bool or uint8[R], the rows to describe; None for all.
-            num_active: int32[1] on the device: the first so many rows are requests, the rest pads
-                the batch of a CUDA graph; None if all are requests.
-            masks: int32[R] on the device, the masked prefix of each row; None for that of the
-                visibility.
+            num_active: int32[1] on the device: how many first rows are requests, the rest pads the
+                batch of a CUDA graph; None for all.
+            masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
 
         Raises:
             OptionError: more rows than planned, or flags of another form.

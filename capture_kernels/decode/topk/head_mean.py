@@ -114,9 +114,9 @@ def head_mean(
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
-    Blocks with logits come first and are shared out evenly, in order, layer after layer. Blocks
-    without cost far more and are taken in turns. With HUBS a program takes a block of all layers:
-    no other program adds to the same hubs, so that the order of the sums never changes.
+    Blocks with logits come first and are shared out evenly; the others, which cost far more, are
+    taken in turns. With HUBS a program takes a block of all layers, so that the order of the sums
+    never changes.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
