@@ -102,7 +102,7 @@ def main() -> int:
             for problem in figures["problems"]:
                 print(f"wrong answer: {problem}", file=sys.stderr)
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        asked.json.write_text(json.dumps({"cases": found}) + "\n", encoding="utf-8")
     return 1 if any(figures["problems"] for figures in found) else 0
 
 

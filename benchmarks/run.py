@@ -46,6 +46,7 @@ ON_GPU["sample"] = [*ON_GPU["discovery"], "--rows", "100000", "--sample"]
 ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sampling"]
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
+ON_GPU["layers"] = ["kernel_layers"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
@@ -69,7 +70,7 @@ def gpu_memory_gib() -> float:
 
 def cannot_run(name: str) -> str | None:
     """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
-    if name not in ("capture", "capture-8b", "kernels"):
+    if name not in ("capture", "capture-8b", "kernels", "layers"):
         return why_not()
     free = gpu_memory_gib()
     if not free:
@@ -279,6 +280,12 @@ def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"a plan for 1,048,576 keys: {name}", f"{plan['bytes'] / 1e6:.2f} MB"
 
 
+def of_kernel_layers(found: dict[str, Any]) -> Iterator[Figure]:
+    for case in found["cases"]:
+        us = ", ".join(f"{name} {took:.1f}" for name, took in case["us"].items())
+        yield f"4 layers, B={case['shape']['batch']}, {case['variant']}, us a step", us
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "store": of_store,
     "capture": of_capture,
@@ -292,6 +299,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_discovery": of_gpu_discovery,
     "gpu_clustering": of_gpu_clustering,
     "gpu_kernels": of_gpu_kernels,
+    "kernel_layers": of_kernel_layers,
     "gpu_kills": of_gpu_kills,
 }
 

@@ -1,13 +1,15 @@
-"""The interface of every fingerprint store, and its argument and result types (DESIGN.md 4)."""
+"""What every fingerprint store does, and its argument and result types (DESIGN.md 4)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +42,14 @@ class Selection:
     @property
     def window(self) -> tuple[int | None, int | None]:
         """`start` and `end` in microseconds since 1970, UTC."""
-        return (
-            None if self.start is None else to_micros(self.start),
-            None if self.end is None else to_micros(self.end),
-        )
+        start, end = (None if t is None else to_micros(t) for t in (self.start, self.end))
+        return start, end
+
+    @property
+    def exact(self) -> dict[str, Any]:
+        """Those of model, layout and capture_id that are not None."""
+        values = {name: getattr(self, name) for name in ("model", "layout", "capture_id")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 EVERYTHING = Selection()
@@ -88,7 +94,7 @@ class Counts:
         return asdict(self) | {k: v.isoformat() if v else None for k, v in times.items()}
 
 
-class Store(AbstractContextManager["Store"], Protocol):
+class Store(AbstractContextManager["Store"], ABC):
     """Fingerprint records, kept once per (request_id, position, layer).
 
     Every method may be called from several threads. All raise StoreError if the store cannot be
@@ -96,7 +102,10 @@ class Store(AbstractContextManager["Store"], Protocol):
     days in one batch) the rows of some days; a second append of the same batch adds the rest.
     """
 
-    url: str
+    kind: ClassVar[str]
+
+    def __init__(self, path: Path, read_only: bool) -> None:
+        self.path, self.url, self.read_only = path, str(path), read_only
 
     def append(self, batch: pa.RecordBatch | pa.Table) -> Appended:
         """Store the rows that are records and not duplicates. Once this returns, they survive the
@@ -108,11 +117,18 @@ class Store(AbstractContextManager["Store"], Protocol):
         Raises:
             RecordError: the batch lacks a required column.
         """
-        ...
+        self._check_writable()
+        rows, rejected = record.conform(batch)
+        inserted = self._append(rows, rejected) if rows.num_rows or rejected else 0
+        return Appended(inserted, rows.num_rows - inserted, rejected)
 
+    @abstractmethod
+    def _append(self, rows: pa.RecordBatch, rejected: dict[str, int]) -> int:
+        """Store the rows that are not duplicates and count the others; returns how many are new."""
+
+    @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """JSON values; a scan with them sees no row that is appended later."""
-        ...
 
     def scan(
         self,
@@ -133,17 +149,50 @@ class Store(AbstractContextManager["Store"], Protocol):
             Batches with these columns, in their `record.SCHEMA` types, whose vectors
             `record.vectors` views without a copy.
         """
-        ...
+        names = columns_to_scan(columns)
+        mark = self.snapshot() if snapshot is None else snapshot
+        if mark.get("kind") != self.kind:
+            raise StoreError(f"the snapshot {mark} was not taken of a {self.kind} store")
+        return self._scan(selection, mark, names, batch_rows)
+
+    @abstractmethod
+    def _scan(
+        self, selection: Selection, snapshot: dict[str, Any], names: list[str], batch_rows: int
+    ) -> Iterator[pa.RecordBatch]: ...
 
     def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
         """The groups among the selected rows, largest first."""
-        ...
+        groups = [
+            Group(model, layout, capture_id, rows, from_micros(first), from_micros(last))
+            for model, layout, capture_id, rows, first, last in self._groups(selection)
+        ]
+        return sorted(groups, key=lambda g: (-g.rows, g.model, g.layout, g.capture_id))
 
+    @abstractmethod
+    def _groups(self, selection: Selection) -> Iterable[tuple[str, int, str, int, int, int]]:
+        """Values of each `Group`, the times in microseconds."""
+
+    @abstractmethod
     def counts(self) -> Counts: ...
 
     def prune(self, before: datetime) -> int:
         """Delete the rows with captured_at < `before`; returns how many."""
-        ...
+        self._check_writable()
+        return self._prune(to_micros(before))
+
+    @abstractmethod
+    def _prune(self, limit: int) -> int: ...
+
+    def compact(self) -> int:
+        """Merge small files and drop duplicates, if the store has several files.
+
+        Changes no scan's result.
+
+        Returns:
+            By how many files the store became smaller.
+        """
+        self._check_writable()
+        return 0
 
     def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         """Record one discovery run and its clusters, replacing an earlier record of its run_id.
@@ -155,13 +204,26 @@ class Store(AbstractContextManager["Store"], Protocol):
             clusters: of each, cluster_id; label, zone, size, share, persistence and centroid
                 (float32[20], a list or 80 bytes) if known; other keys are kept as JSON.
         """
-        ...
+        self._check_writable()
+        self._record_run(*run_values(run, clusters))
 
+    @abstractmethod
+    def _record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
+        """Store what `run_values` returns."""
+
+    @abstractmethod
     def runs(self) -> list[dict[str, Any]]:
         """The recorded discovery runs, newest first, without manifests and clusters."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(f"{self.path} was opened read-only: open it for writing")
 
 
 def to_micros(time: datetime) -> int:

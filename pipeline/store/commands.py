@@ -19,7 +19,6 @@ from capture_kernels.fingerprint.vector import Layout
 from pipeline.progress import ProgressDisplay, shown_progress
 from pipeline.store.base import Selection
 from pipeline.store.open import open_store
-from pipeline.store.parquet.store import ParquetStore
 
 from .transfer import Imported, export_file, import_file
 
@@ -83,8 +82,7 @@ def import_command(
         for path in files:
             with shown_progress(f"importing {path.name}", PROGRESS_ROWS) as display:
                 results[str(path)] = import_file(store, path, _show_rows(display))
-        if isinstance(store, ParquetStore):
-            store.compact()
+        store.compact()
     if as_json:
         print(json.dumps({name: vars(imported) for name, imported in results.items()}))
         return
@@ -143,8 +141,7 @@ def prune(
                 raise OptionError("nothing was deleted: add --yes, or --dry-run to see how much")
             typer.confirm(f"Delete {what} from {db}?", abort=True)
         deleted = store.prune(limit)
-        if isinstance(store, ParquetStore):
-            store.compact()
+        store.compact()
     print(f"deleted {deleted:,} fingerprints from {db}")
 
 

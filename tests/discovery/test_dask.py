@@ -54,7 +54,7 @@ def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
     for extra, said in (
         (["--scheduler", empty], f"{empty} has no workers"),
         (["--max-memory-gb", "0.1"], "--max-memory-gb must be 0."),
-        (["--scheduler", empty, "--max-memory-gb", "4"], "of the job's own"),
+        (["--scheduler", empty, "--max-memory-gb", "4"], "that the job starts"),
     ):
         done = attn("discover", "--db", db, "--output", output, *OPTIONS, *extra)
         assert done.returncode == 2
@@ -81,5 +81,5 @@ def test_a_latest_that_is_no_link_is_refused_before_a_run_begins(
     (output / "latest").mkdir(parents=True)
     done = attn("discover", "--db", planted_store(300), "--output", output, "--hours", "0")
     assert done.returncode == 2
-    assert "latest is no link" in done.stderr
+    assert "latest is not a symlink to a run" in done.stderr
     assert sorted(p.name for p in output.iterdir()) == [".lock", "latest"]

@@ -66,7 +66,7 @@ def assert_same(found, wanted) -> None:
 def small_blocks(monkeypatch):
     """Blocks that the rows of these tests need several of."""
     monkeypatch.setattr("capture_kernels.arrays.DEVICE_BLOCK_ROWS", 400)
-    monkeypatch.setattr("discovery.artifacts.classifier.DEVICE_SCORES", 400 * 30)
+    monkeypatch.setattr("discovery.artifacts.prototypes.DEVICE_SCORES", 400 * 30)
     monkeypatch.setattr("discovery.algorithms.metrics.DEVICE_BLOCK_DISTANCES", 400 * ROWS)
     monkeypatch.setattr("discovery.describe.profiles.ONE_HOT", 400 * 64)
     monkeypatch.setattr("discovery.algorithms.sampling.DEVICE_DRAW_ROWS", 400)
@@ -250,6 +250,7 @@ def test_a_part_is_loaded_to_the_device_with_the_rows_asked_for():
     assert on_host(part.load(DeviceEngine())).dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_night_and_the_next_publish_the_same_clusters_from_a_device(
     planted_store, tmp_path, monkeypatch
 ):

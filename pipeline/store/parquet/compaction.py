@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -16,14 +15,7 @@ from pipeline.store.base import BATCH_ROWS
 from pipeline.store.columns import Ints, integers
 
 from .duplicates import duplicate_rows
-from .files import (
-    TEMPORARY_PREFIX,
-    TEMPORARY_SUFFIX,
-    DataFile,
-    file_name,
-    read_rows,
-    write_file,
-)
+from .files import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, DataFile, file_name, write_file
 from .folder import APPEND_LOCK, FILES_LOCK, Folder
 
 FILE_ROWS = 1 << 20
@@ -31,12 +23,8 @@ FILE_ROWS = 1 << 20
 TEMPORARY_AGE_S = 86_400
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A file and which of its rows stay: bool[rows]."""
-
-    file: DataFile
-    rows: NDArray[np.bool_]
+# A file and which of its rows stay: bool[rows].
+Kept = tuple[DataFile, NDArray[np.bool_]]
 
 
 def compact(folder: Folder) -> int:
@@ -58,7 +46,7 @@ def compact(folder: Folder) -> int:
         # Day by day, so that readers and writers get their turn.
         with folder.locked(FILES_LOCK, exclusive=True):
             files = folder.files()
-            duplicates = duplicate_rows(folder.root, files)
+            duplicates = duplicate_rows(files)
             for group in _merge_groups([file for file in files if file.day == day]):
                 if len(group) > 1 or group[0].name in duplicates:
                     _rewrite(folder, [_without(file, duplicates) for file in group])
@@ -70,29 +58,27 @@ def prune(folder: Folder, limit: int) -> int:
     deleted = 0
     with folder.locked(FILES_LOCK, exclusive=True):
         files = folder.files()
-        duplicates = duplicate_rows(folder.root, files)
+        duplicates = duplicate_rows(files)
         # Files with duplicates first: once the row that they repeat is gone, they would show.
         for file in sorted(files, key=lambda file: file.name not in duplicates):
             if file.summary.first >= limit and file.name not in duplicates:
                 continue
-            kept = _without(file, duplicates)
-            visible = int(kept.rows.sum())
+            _, keep = _without(file, duplicates)
+            visible = int(keep.sum())
             if file.summary.last < limit:
-                kept.rows[:] = False
-            elif file.summary.first < limit:
-                groups = range(file.metadata.num_row_groups)
-                tables = (read_rows(folder.root, file, g, ["captured_at"]) for g in groups)
-                times = np.concatenate([integers(table.column(0)) for table in tables])
-                kept.rows[times < limit] = False
-            deleted += visible - int(kept.rows.sum())
-            _rewrite(folder, [kept])
+                keep[:] = False
+            for row_group, span in file.row_groups if keep.any() else ():
+                times = integers(file.read(row_group, ["captured_at"]).column(0))
+                keep[span] &= times >= limit
+            deleted += visible - int(keep.sum())
+            _rewrite(folder, [(file, keep)])
     return deleted
 
 
 def _without(file: DataFile, duplicates: dict[str, Ints]) -> Kept:
     rows = np.ones(file.rows, bool)
     rows[duplicates.get(file.name, [])] = False
-    return Kept(file, rows)
+    return file, rows
 
 
 def _merge_groups(files: list[DataFile]) -> Iterator[list[DataFile]]:
@@ -109,20 +95,19 @@ def _merge_groups(files: list[DataFile]) -> Iterator[list[DataFile]]:
 
 def _rewrite(folder: Folder, sources: list[Kept]) -> None:
     """Replace `sources` by one file with their kept rows."""
-    first, last = sources[0].file, sources[-1].file
-    appends: dict[int, int] = {}
-    for source in sources:
-        numbers, rows = np.unique(source.file.sequences()[source.rows], return_counts=True)
-        appends |= dict(zip(numbers.tolist(), rows.tolist(), strict=True))
-    old = [source.file.name for source in sources]
+    first, last = sources[0][0], sources[-1][0]
+    sequences = np.concatenate([file.sequences()[rows] for file, rows in sources])
+    numbers, counts = np.unique(sequences, return_counts=True)
+    old = [file.name for file, _ in sources]
     # A file that is rewritten alone keeps its name, and so replaces the old one in one step.
     name = (
         old[0] if len(old) == 1 else file_name(first.day, first.appends[0][0], last.appends[-1][0])
     )
     written = None
-    if appends:
-        footer = {"runs": sorted(appends.items()), "replaces": sorted(set(old) - {name})}
-        written = write_file(folder.root, _kept_rows(folder, sources), footer)
+    if len(numbers):
+        runs = np.column_stack([numbers, counts]).tolist()
+        footer = {"runs": runs, "replaces": sorted(set(old) - {name})}
+        written = write_file(folder.root, _kept_rows(sources), footer)
     with folder.locked(APPEND_LOCK, exclusive=True):
         if written is not None:
             folder.publish(written, name)
@@ -131,23 +116,15 @@ def _rewrite(folder: Folder, sources: list[Kept]) -> None:
                 folder.remove(gone)
 
 
-def _kept_rows(folder: Folder, sources: list[Kept]) -> Iterator[pa.RecordBatch]:
+def _kept_rows(sources: list[Kept]) -> Iterator[pa.RecordBatch]:
     """The kept rows in batches of at least `BATCH_ROWS`, but for the last."""
     waiting: list[pa.Table] = []
-    for source in sources:
-        start = 0
-        for row_group in range(source.file.metadata.num_row_groups):
-            table = read_rows(folder.root, source.file, row_group, record.SCHEMA.names)
-            waiting.append(table.filter(pa.array(source.rows[start : start + table.num_rows])))
-            start += table.num_rows
-            if sum(one.num_rows for one in waiting) >= BATCH_ROWS:
-                yield from _joined(waiting)
+    for file, rows in sources:
+        for row_group, span in file.row_groups:
+            table = file.read(row_group, record.SCHEMA.names)
+            waiting.append(table.filter(pa.array(rows[span])))
+            last = file is sources[-1][0] and span.stop == file.rows
+            if last or sum(one.num_rows for one in waiting) >= BATCH_ROWS:
+                whole = pa.concat_tables(waiting).unify_dictionaries().combine_chunks()
+                yield from whole.cast(record.SCHEMA).to_batches()
                 waiting = []
-    if any(one.num_rows for one in waiting):
-        yield from _joined(waiting)
-
-
-def _joined(tables: list[pa.Table]) -> list[pa.RecordBatch]:
-    whole = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
-    batches: list[pa.RecordBatch] = whole.cast(record.SCHEMA).to_batches()
-    return batches

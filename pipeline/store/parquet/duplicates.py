@@ -6,21 +6,18 @@ which requests are in two files at overlapping positions; only rows of those are
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline import record
 from pipeline.hashing import Hashes
 from pipeline.store.columns import Ints, encoded
 
-from .files import DataFile, key_hashes, read_rows
-
-KEY_COLUMNS = ["request_id", "position", "layer"]
+from .files import DataFile, key_hashes
 
 
-def duplicate_rows(root: Path, files: list[DataFile]) -> dict[str, Ints]:
+def duplicate_rows(files: list[DataFile]) -> dict[str, Ints]:
     """Row numbers, ascending, of each file's rows whose key was appended before.
 
     Memory: 24 bytes per request of every file, and about 40 per row that has to be compared.
@@ -32,14 +29,12 @@ def duplicate_rows(root: Path, files: list[DataFile]) -> dict[str, Ints]:
     for number, file in enumerate(files):
         if not np.isin(file.summary.requests["hash"], suspects).any():
             continue
-        sequences, base = file.sequences(), 0
-        for row_group in range(file.metadata.num_row_groups):
-            table = read_rows(root, file, row_group, KEY_COLUMNS)
-            requests, hashes = key_hashes(table)
+        sequences = file.sequences()
+        for row_group, span in file.row_groups:
+            requests, hashes = key_hashes(file.read(row_group, record.KEY))
             rows = np.flatnonzero(np.isin(requests, suspects))
-            at = rows + base
+            at = rows + span.start
             found.append((hashes[rows], sequences[at], at, np.full(len(rows), number)))
-            base += table.num_rows
     key, sequence, row, owner = (np.concatenate(column) for column in zip(*found, strict=True))
     by_key = np.lexsort((sequence, key))
     duplicates = by_key[1:][key[by_key][1:] == key[by_key][:-1]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -43,21 +43,49 @@ class DataFile:
     """One file: rows of one day, in order of arrival.
 
     Args:
-        name: path within the store, `day=2026-01-10/part-000000000007.parquet`.
+        root: the store's folder.
+        name: path within it, `day=2026-01-10/part-000000000007.parquet`.
         appends: (sequence number, rows) of each append that the rows come from, ascending.
         replaces: names of the files that this one was made from; they are to be ignored.
     """
 
+    root: Path
     name: str
-    day: str
     appends: tuple[tuple[int, int], ...]
     replaces: frozenset[str]
     summary: Summary
     metadata: pq.FileMetaData
 
     @property
+    def day(self) -> str:
+        return self.name.partition("/")[0].removeprefix("day=")
+
+    @property
     def rows(self) -> int:
         return int(self.metadata.num_rows)
+
+    @property
+    def row_groups(self) -> Iterator[tuple[int, slice]]:
+        """The number of each row group, and which of the file's rows it holds."""
+        start = 0
+        for number in range(self.metadata.num_row_groups):
+            stop = start + self.metadata.row_group(number).num_rows
+            yield number, slice(start, stop)
+            start = stop
+
+    def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
+        """Some columns of one row group.
+
+        Raises:
+            StoreError: the file is damaged or gone.
+        """
+        path = self.root / self.name
+        try:
+            with pq.ParquetFile(path, metadata=self.metadata) as opened:
+                # One thread: a scan reads several row groups at once instead.
+                return opened.read_row_group(row_group, columns=columns, use_threads=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise damaged(path, error) from None
 
     def rows_until(self, sequence: int) -> int:
         """How many rows were appended up to `sequence`: they are the first ones of the file."""
@@ -106,11 +134,12 @@ def write_file(
     """
     number = next(_temporary_numbers)
     temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{number}{TEMPORARY_SUFFIX}"
-    made = False
     summaries = []
     try:
         temporary.touch(exist_ok=False)
-        made = True
+    except OSError as error:
+        raise write_error(folder, error) from None
+    try:
         with pq.ParquetWriter(
             temporary,
             record.SCHEMA,
@@ -126,8 +155,7 @@ def write_file(
             writer.add_key_value_metadata({FOOTER_KEY: json.dumps(about)})
         sync(temporary)
     except BaseException as error:
-        if made:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise write_error(folder, error) from None
         raise
@@ -154,27 +182,13 @@ def read_file(root: Path, name: str) -> DataFile:
     about = json.loads(packed)
     appends = about.get("runs") or [[sequences[0], metadata.num_rows]]
     return DataFile(
-        name=name,
-        day=Path(name).parent.name.removeprefix("day="),
+        root,
+        name,
         appends=tuple((int(sequence), int(rows)) for sequence, rows in appends),
         replaces=frozenset(about.get("replaces", ())),
         summary=unpack(about),
         metadata=metadata,
     )
-
-
-def read_rows(root: Path, file: DataFile, row_group: int, columns: list[str]) -> pa.Table:
-    """Some columns of one row group.
-
-    Raises:
-        StoreError: the file is damaged or gone.
-    """
-    try:
-        with pq.ParquetFile(root / file.name, metadata=file.metadata) as opened:
-            # One thread: a scan reads several row groups at once instead.
-            return opened.read_row_group(row_group, columns=columns, use_threads=False)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(root / file.name, error) from None
 
 
 def write_error(path: Path, error: OSError) -> StoreError:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,7 +50,6 @@ class Folder:
         self.read_only = read_only
         self.busy_timeout_s = busy_timeout_s
         self._known: dict[str, tuple[tuple[int, int, int], DataFile]] = {}
-        self._known_lock = threading.Lock()
         self._check_marker(create and not read_only)
         # What power loss took from the state, the file names still say.
         spans = [span for name in self.names() if (span := sequences_in_name(name))]
@@ -191,14 +189,11 @@ class Folder:
     def _file(self, name: str) -> DataFile:
         status = (self.root / name).stat()
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        with self._known_lock:
-            known = self._known.get(name)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        file = read_file(self.root, name)
-        with self._known_lock:
-            self._known[name] = (stamp, file)
-        return file
+        # Two threads may both read a new file, and either result may stay.
+        known = self._known.get(name)
+        if known is None or known[0] != stamp:
+            known = self._known[name] = (stamp, read_file(self.root, name))
+        return known[1]
 
     def publish(self, temporary: Path, name: str) -> None:
         """Give a written file its name, durably. Hold the append lock."""

@@ -7,10 +7,10 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import date, datetime, timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,12 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import (
-    BATCH_ROWS,
-    BUSY_TIMEOUT_S,
-    EVERYTHING,
-    Appended,
-    Counts,
-    Group,
-    Selection,
-    columns_to_scan,
-    from_micros,
-    run_values,
-    to_micros,
-)
+from pipeline.store.base import EVERYTHING, Counts, Selection, Store, from_micros
 from pipeline.store.columns import Ints, integers, one_chunk
 
 from . import compaction
 from .duplicates import duplicate_rows, first_rows
-from .files import DAY_US, DataFile, damaged, file_name, read_rows, write_file
+from .files import DAY_US, DataFile, damaged, file_name, write_file
 from .folder import APPEND_LOCK, FILES_LOCK, RUNS, Folder
 from .summary import Summary, merge, summarize
 
@@ -47,58 +35,43 @@ _EPOCH = date(1970, 1, 1)
 _FIRST_DAY, _LAST_DAY = (date.min - _EPOCH).days, (date.max - _EPOCH).days
 
 
-class ParquetStore:
+class ParquetStore(Store):
     """A store in a folder. Several processes of one host may append and read at once.
 
     `Appended.duplicates` counts the duplicates within the batch. A key that another file holds
     already is left out by every scan, and removed by `compact`.
 
     Args:
-        root, create, read_only, busy_timeout_s: as for `open_store`.
+        path, create, read_only, busy_timeout_s: as for `open_store`.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        create: bool = False,
-        read_only: bool = False,
-        busy_timeout_s: float = BUSY_TIMEOUT_S,
-    ) -> None:
-        self.url = str(root)
+    kind = "parquet"
+
+    def __init__(self, path: Path, *, create: bool, read_only: bool, busy_timeout_s: float) -> None:
+        super().__init__(path, read_only)
         self._folder = Folder(
-            root, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s
+            path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s
         )
         self._duplicates: tuple[list[str], dict[str, Ints]] = ([], {})
 
     def close(self) -> None:
         """Nothing is held open between calls."""
 
-    def __enter__(self) -> ParquetStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- writing
 
-    def append(self, batch: pa.RecordBatch | pa.Table) -> Appended:
-        """See `Store.append`. One file for each day; it survives power loss."""
-        self._check_writable()
-        rows, rejected = record.conform(batch)
+    def _append(self, rows: pa.RecordBatch, rejected: dict[str, int]) -> int:
+        """One file for each day; it survives power loss."""
         keep = first_rows(rows)
         duplicates = len(keep) - int(keep.sum())
         if duplicates:
             rows = rows.filter(pa.array(keep))
-        if rows.num_rows == 0 and not rejected:
-            return Appended(0, 0, {})
         written = []
         days = np.clip(integers(rows.column("captured_at")) // DAY_US, _FIRST_DAY, _LAST_DAY)
         for number in np.unique(days):
             day = (_EPOCH + timedelta(days=int(number))).isoformat()
             of_day = days == number
             chosen = rows if of_day.all() else rows.filter(pa.array(of_day))
-            written.append((day, write_file(self._folder.root, [chosen])))
+            written.append((day, write_file(self.path, [chosen])))
         with self._folder.locked(APPEND_LOCK, exclusive=True):
             state = self._folder.state()
             sequence = state["sequence"] + 1
@@ -109,33 +82,27 @@ class ParquetStore:
             self._folder.write_state(state)
             for day, temporary in written:
                 self._folder.publish(temporary, file_name(day, sequence, sequence))
-        return Appended(rows.num_rows, duplicates, rejected)
+        return rows.num_rows
 
-    def prune(self, before: datetime) -> int:
-        """See `Store.prune`. Waits for running scans."""
-        self._check_writable()
-        return compaction.prune(self._folder, to_micros(before))
+    def _prune(self, limit: int) -> int:
+        """Waits for running scans."""
+        return compaction.prune(self._folder, limit)
 
     def compact(self) -> int:
-        """Merge small files and drop duplicates; by how many files the folder became smaller.
-
-        Changes no scan's result. Waits for running scans.
-        """
+        """See `Store.compact`. Waits for running scans."""
         self._check_writable()
         return compaction.compact(self._folder)
 
-    def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
-        """See `Store.record_run`: `_runs/<run_id>.json`, a centroid in base64."""
-        self._check_writable()
-        recorded, recorded_clusters = run_values(run, clusters)
-        if not re.fullmatch(r"[\w.:-]+", recorded["run_id"]):
-            raise StoreError(f"run_id {recorded['run_id']!r} cannot be a file name")
-        for cluster in recorded_clusters:
+    def _record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
+        """`_runs/<run_id>.json`, a centroid in base64."""
+        if not re.fullmatch(r"[\w.:-]+", run["run_id"]):
+            raise StoreError(f"run_id {run['run_id']!r} cannot be a file name")
+        for cluster in clusters:
             if cluster["centroid"] is not None:
                 cluster["centroid"] = base64.b64encode(cluster["centroid"]).decode()
-        (self._folder.root / RUNS).mkdir(exist_ok=True)
-        name = f"{RUNS}/{recorded['run_id']}.json"
-        self._folder.write_json(name, {"run": recorded, "clusters": recorded_clusters})
+        (self.path / RUNS).mkdir(exist_ok=True)
+        name = f"{RUNS}/{run['run_id']}.json"
+        self._folder.write_json(name, {"run": run, "clusters": clusters})
 
     # -- reading
 
@@ -143,30 +110,17 @@ class ParquetStore:
         """See `Store.snapshot`: the number of the last append."""
         # Under the lock, so that an append of several days is in it whole or not at all.
         with self._folder.locked(APPEND_LOCK, exclusive=False):
-            return {"kind": "parquet", "sequence": self._folder.state()["sequence"]}
+            return {"kind": self.kind, "sequence": self._folder.state()["sequence"]}
 
-    def scan(
-        self,
-        selection: Selection = EVERYTHING,
-        *,
-        snapshot: dict[str, Any] | None = None,
-        columns: Sequence[str] | None = None,
-        batch_rows: int = BATCH_ROWS,
+    def _scan(
+        self, selection: Selection, snapshot: dict[str, Any], names: list[str], batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """See `Store.scan`: rows by day, and within a day in order of arrival.
+        """Rows by day, and within a day in order of arrival.
 
         Memory: a few row groups of 65,536 rows, and what `duplicate_rows` says. No file
         is removed while it runs.
         """
-        names = columns_to_scan(columns)
-        mark = self.snapshot() if snapshot is None else snapshot
-        if mark.get("kind") != "parquet":
-            raise StoreError(f"the snapshot {mark} was not taken of a Parquet store")
-        return self._scan(selection, int(mark["sequence"]), names, batch_rows)
-
-    def _scan(
-        self, selection: Selection, sequence: int, names: list[str], batch_rows: int
-    ) -> Iterator[pa.RecordBatch]:
+        sequence = int(snapshot["sequence"])
         with self._folder.locked(FILES_LOCK, exclusive=False):
             files = self._folder.files()
             for batch in self._rows(files, self._repeated(files), selection, sequence, names):
@@ -192,58 +146,19 @@ class ParquetStore:
                 keep = _rows_to_keep(file, duplicates.get(file.name), sequence)
                 if not file.summary.matching(selection) or (keep is not None and not keep.any()):
                     continue
-                start = 0
-                for row_group in range(file.metadata.num_row_groups):
-                    rows = file.metadata.row_group(row_group).num_rows
-                    mask = None if keep is None else keep[start : start + rows]
-                    start += rows
-                    pending.append(
-                        readers.submit(self._read, file, row_group, mask, selection, names)
-                    )
+                for row_group, span in file.row_groups:
+                    mask = None if keep is None else keep[span]
+                    pending.append(readers.submit(_read, file, row_group, mask, selection, names))
                     if len(pending) > READERS + 1 and (batch := pending.popleft().result()):
                         yield batch
             while pending:
                 if batch := pending.popleft().result():
                     yield batch
 
-    def _read(
-        self,
-        file: DataFile,
-        row_group: int,
-        keep: NDArray[np.bool_] | None,
-        selection: Selection,
-        names: list[str],
-    ) -> pa.RecordBatch:
-        inside = file.summary.is_within(selection)
-        # With one group in the file, its summary has already decided.
-        exact = {
-            name: value
-            for name in ("model", "layout", "capture_id")
-            if (value := getattr(selection, name)) is not None and len(file.summary.groups) > 1
-        }
-        needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
-        table = read_rows(self._folder.root, file, row_group, list(needed))
-        mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
-        if not inside:
-            start, end = selection.window
-            times = integers(table.column("captured_at"))
-            mask &= (start is None or times >= start) & (end is None or times < end)
-        for name, value in exact.items():
-            column = one_chunk(table.column(name))
-            mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
-        fields = [record.SCHEMA.field(name) for name in names]
-        arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-        return batch if mask.all() else batch.filter(pa.array(mask))
-
-    def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
-        """See `Store.groups`: from footers; rows are read only at the window's edges."""
-        summary = self._summary(selection)
-        groups = [
-            Group(*group, rows, from_micros(first), from_micros(last))
-            for group, (rows, first, last) in summary.groups.items()
-        ]
-        return sorted(groups, key=lambda g: (-g.rows, g.model, g.layout, g.capture_id))
+    def _groups(self, selection: Selection) -> Iterator[tuple[str, int, str, int, int, int]]:
+        """From footers; rows are read only at the window's edges."""
+        for group, values in self._summary(selection).groups.items():
+            yield *group, *values
 
     def _summary(self, selection: Selection) -> Summary:
         with self._folder.locked(FILES_LOCK, exclusive=False):
@@ -279,7 +194,7 @@ class ParquetStore:
     def runs(self) -> list[dict[str, Any]]:
         """See `Store.runs`."""
         runs = []
-        for path in sorted((self._folder.root / RUNS).glob("*.json"), reverse=True):
+        for path in sorted((self.path / RUNS).glob("*.json"), reverse=True):
             try:
                 run = json.loads(path.read_text(encoding="utf-8"))["run"]
             except (OSError, ValueError, KeyError) as error:
@@ -292,13 +207,35 @@ class ParquetStore:
         names = [file.name for file in files]
         known, duplicates = self._duplicates
         if names != known:
-            duplicates = duplicate_rows(self._folder.root, files)
+            duplicates = duplicate_rows(files)
             self._duplicates = names, duplicates
         return duplicates
 
-    def _check_writable(self) -> None:
-        if self._folder.read_only:
-            raise StoreError(f"{self.url} was opened read-only: open it for writing")
+
+def _read(
+    file: DataFile,
+    row_group: int,
+    keep: NDArray[np.bool_] | None,
+    selection: Selection,
+    names: list[str],
+) -> pa.RecordBatch:
+    inside = file.summary.is_within(selection)
+    # With one group in the file, its summary has already decided.
+    exact = selection.exact if len(file.summary.groups) > 1 else {}
+    needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
+    table = file.read(row_group, list(needed))
+    mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
+    if not inside:
+        start, end = selection.window
+        times = integers(table.column("captured_at"))
+        mask &= (start is None or times >= start) & (end is None or times < end)
+    for name, value in exact.items():
+        column = one_chunk(table.column(name))
+        mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
+    fields = [record.SCHEMA.field(name) for name in names]
+    arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    return batch if mask.all() else batch.filter(pa.array(mask))
 
 
 def _rows_to_keep(

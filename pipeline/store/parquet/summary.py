@@ -61,12 +61,10 @@ class Summary:
         return [
             group
             for group, (_, first, last) in self.groups.items()
-            if all(wanted in (None, value) for wanted, value in
-                   zip((selection.model, selection.layout, selection.capture_id), group,
-                       strict=True))
+            if selection.exact.items() <= dict(zip(_GROUP, group, strict=True)).items()
             and (start is None or last >= start)
             and (end is None or first < end)
-        ]  # fmt: skip
+        ]
 
 
 def summarize(batch: pa.RecordBatch) -> Summary:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import resources
 from pathlib import Path
@@ -130,6 +130,12 @@ class Database(AbstractContextManager["Database"]):
                     cursor.execute(sql, parameters)
         except dbapi.Error as error:
             raise store_error(self.path, error) from None
+
+    def insert(self, table: str, columns: Mapping[str, Any], conflict: str = "") -> None:
+        """Insert rows from Arrow or NumPy columns or lists; `conflict` is "OR IGNORE", say."""
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        sql = f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})"
+        self.run(sql, pa.record_batch(dict(columns)))
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:

@@ -21,10 +21,6 @@ from .file import Database
 
 BLOCK_BITS = 16
 
-_INSERT = (
-    "INSERT INTO fingerprints (seq, key, vector, capture, captured_at, session, phase, prompt_len,"
-    " token_id, sink_mass, router_entropy, top_experts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
 _ADD_TO_BLOCK = """
 INSERT INTO blocks (block, capture, fingerprints, first_at, last_at) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT DO UPDATE SET fingerprints = fingerprints + excluded.fingerprints,
@@ -71,7 +67,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.
         zones = helper.submit(_zones, rows)
-        db.run(_INSERT, pa.record_batch(arrays))
+        db.insert("fingerprints", arrays)
     _add_to_blocks(db, seq, captures, times)
     _add_to_sessions(db, zones.result(), keys, sessions, session_refs, times, newest)
     return count
@@ -140,13 +136,10 @@ def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Disti
 
 def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
     """References of the rows of `table` with these values, inserted if they are new: int64[m]."""
+    db.insert(table, values, "OR IGNORE")
     batch = pa.record_batch(values)
-    names, marks = ", ".join(values), ", ".join("?" * len(values))
-    db.run(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", batch)
-    match = " AND ".join(f"{name} IS ?" for name in values)
-    return integers(
-        db.table(f"SELECT {ref} FROM {table} WHERE {match}", batch, len(batch)).column(0)
-    )
+    sql = f"SELECT {ref} FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in values)}"
+    return integers(db.table(sql, batch, len(batch)).column(0))
 
 
 def _add_to_blocks(db: Database, seq: Ints, captures: Ints, times: Ints) -> None:
