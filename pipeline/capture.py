@@ -128,11 +128,9 @@ class CaptureSummary:
             out.append(f"{count} rows rejected: {reason}")
         if self.refused:
             out.append(f"{len(self.refused)} prompts refused: {', '.join(self.refused[:10])}")
-        if self.zones:
-            out.append("".join([f"{'phase':<8}", *(f"{zone:>18}" for zone in ZONES)]))
-        for phase in PHASES:
-            if counts := self.zones.get(phase):
-                out.append("".join([f"{phase:<8}", *(f"{counts[zone]:>18}" for zone in ZONES)]))
+        table = {p: [self.zones[p][z] for z in ZONES] for p in PHASES if p in self.zones}
+        for name, cells in {"phase": ZONES, **table}.items() if table else ():
+            out.append(f"{name:<8}" + "".join(f"{cell:>18}" for cell in cells))
         return out
 
 
@@ -224,9 +222,8 @@ def run_capture(
     rules = rules or ZoneRules()
     began = stopwatch()
     with first_interrupt_deferred() as interrupts, suppress(KeyboardInterrupt):
-        for prompt, request_id in zip(
-            prompts, request_ids(prompts, engine.capture_id), strict=True
-        ):
+        ids = request_ids(prompts, engine.capture_id)
+        for prompt, request_id in zip(prompts, ids, strict=True):
             summary.interrupted = True  # unless this prompt gets to its end
             if interrupts:
                 break

@@ -24,8 +24,6 @@ from capture_kernels.errors import OptionError
 # The implementations whose scores are known: softmax(scale q.k + mask), modified by kwargs only.
 _BASES: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
 _TAPS: WeakKeyDictionary[torch.nn.Module, AttentionTap] = WeakKeyDictionary()
-
-
 # Arguments that sdpa ignores: some models pass them, and some releases drop them silently.
 _EAGER_ONLY = ("softcap", "s_aux")
 
@@ -132,11 +130,8 @@ def _tapped(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         result = _original(module, base)(module, query, key, value, attention_mask, **options)
         if tap is not None:
             layer: Any = module.layer_idx
-            tap.observe(
-                AttentionCall(
-                    layer, base, module, query, key, value, attention_mask, options, result[0]
-                )
-            )
+            tensors = query, key, value, attention_mask
+            tap.observe(AttentionCall(layer, base, module, *tensors, options, result[0]))
         return result
 
     return attention

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.base import EVERYTHING, Counts, Selection, Store, from_micros
-from pipeline.store.columns import Ints, integers, one_chunk
+from pipeline.store.columns import Ints, integers
 
 from . import compaction
 from .duplicates import duplicate_rows, first_rows
@@ -230,10 +230,10 @@ def _read(
         times = integers(table.column("captured_at"))
         mask &= (start is None or times >= start) & (end is None or times < end)
     for name, value in exact.items():
-        column = one_chunk(table.column(name))
+        column = record.one_chunk(table.column(name))
         mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
     fields = [record.SCHEMA.field(name) for name in names]
-    arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
+    arrays = [record.one_chunk(table.column(field.name)).cast(field.type) for field in fields]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     return batch if mask.all() else batch.filter(pa.array(mask))
 

@@ -259,15 +259,11 @@ def _create(database: Database) -> None:
     with database.transaction():
         if not database.is_empty():  # another process was faster
             return
-        for statement in statements(script):
-            if not _sets_up_file(statement):
-                database.run(statement)
-
-
-def _sets_up_file(statement: str) -> bool:
-    """Whether a statement of schema.sql must run outside a transaction, or begins or ends one."""
-    bare = " ".join(line for line in statement.splitlines() if not line.startswith("--")).strip()
-    return bare.startswith(("PRAGMA page_size", "PRAGMA journal_mode", "BEGIN", "COMMIT"))
+        # What stands before BEGIN was done above: it must run outside a transaction.
+        for statement in statements(
+            script.partition("BEGIN IMMEDIATE;")[2].partition("COMMIT;")[0]
+        ):
+            database.run(statement)
 
 
 def _migrate(database: Database, migrations: Sequence[str]) -> None:
