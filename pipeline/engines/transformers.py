@@ -296,12 +296,8 @@ class TransformersEngine:
         """Vectors, sink masses and which rows see a key, of all steps, with one device transfer."""
         if not steps:
             return np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.float32), np.empty(0, bool)
-        layers = [
-            eager.LayerStatistics(
-                *(torch.cat(c) for c in zip(*(s.statistics[i] for s in steps), strict=True))
-            )
-            for i in group
-        ]
+        of_layers = [zip(*(step.statistics[i] for step in steps), strict=True) for i in group]
+        layers = [eager.LayerStatistics(*map(torch.cat, columns)) for columns in of_layers]
         plan = eager.plan_rows(
             torch.from_numpy(positions),
             layers[0].entropy.device,

@@ -246,6 +246,16 @@ def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=min(max(micros, _EARLIEST), _LATEST))
 
 
+def check_parent(path: Path) -> None:
+    """StoreError if the folder that a store is to be in does not exist."""
+    if not path.parent.is_dir():
+        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+
+
+def locked_error(path: Path) -> StoreError:
+    return StoreError(f"{path} is locked by another process: wait until it is done, or stop it")
+
+
 def columns_to_scan(columns: Sequence[str] | None) -> list[str]:
     """The columns to scan; StoreError for a name that is not a record field."""
     names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))

@@ -27,7 +27,7 @@ from pipeline import record
 from pipeline.durable import write_atomically
 from pipeline.store.parquet.files import damaged
 
-from .base import BATCH_ROWS, EVERYTHING, Selection, Store, as_utc
+from .base import BATCH_ROWS, EVERYTHING, Selection, Store, as_utc, check_parent
 
 # Lines in one batch; a line takes about a hundred times the memory of its record.
 BATCH_LINES = 8_192
@@ -106,8 +106,7 @@ def export_file(
         WriteError: the file cannot be written.
     """
     kind = file_kind(path)
-    if not path.parent.is_dir():
-        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+    check_parent(path)
     rows = 0
 
     def write(file: IO[bytes]) -> None:

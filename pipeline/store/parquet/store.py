@@ -181,15 +181,11 @@ class ParquetStore(Store):
         """See `Store.counts`: from footers; rows are read only of files with duplicates."""
         summary = self._summary(EVERYTHING)
         state = self._folder.state()
-        return Counts(
-            rows=summary.rows,
-            requests=len(summary.requests),
-            sessions=len(summary.sessions),
-            first=from_micros(summary.first) if summary.rows else None,
-            last=from_micros(summary.last) if summary.rows else None,
-            duplicates=state["duplicates"],
-            rejected=state["rejected"],
-        )
+        first = from_micros(summary.first) if summary.rows else None
+        last = from_micros(summary.last) if summary.rows else None
+        requests, sessions = len(summary.requests), len(summary.sessions)
+        totals = state["duplicates"], state["rejected"]
+        return Counts(summary.rows, requests, sessions, first, last, *totals)
 
     def runs(self) -> list[dict[str, Any]]:
         """See `Store.runs`."""

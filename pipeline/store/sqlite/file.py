@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pyarrow as pa
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S
+from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S, check_parent, locked_error
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
@@ -33,7 +33,7 @@ _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 
 # SQLite's messages, and what they mean to the user. ADBC passes on messages, not result codes.
 _MEANINGS = (
-    ("is locked", "{path} is locked by another process: wait until it is done, or stop it"),
+    ("is locked", str(locked_error(Path("{path}")))),
     ("not a database", "{path} is not a SQLite file: give another path"),
     ("malformed", "{path} is damaged: restore it from a backup, or save what `sqlite3 {path} "
                   ".recover` still reads"),
@@ -58,7 +58,7 @@ def store_error(path: Path, error: dbapi.Error) -> StoreError:
     return StoreError(f"{path}: {text.splitlines()[0]}")
 
 
-class Database(AbstractContextManager["Database"]):
+class Database:
     """One connection. Not thread-safe.
 
     Args:
@@ -93,9 +93,6 @@ class Database(AbstractContextManager["Database"]):
     def close(self) -> None:
         self._connection.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def table(
         self,
         sql: str,
@@ -124,10 +121,8 @@ class Database(AbstractContextManager["Database"]):
         """Run one statement, once for each row if `parameters` is a batch."""
         try:
             with self._connection.cursor() as cursor:
-                if isinstance(parameters, pa.RecordBatch):
-                    cursor.executemany(sql, parameters)
-                else:
-                    cursor.execute(sql, parameters)
+                many = isinstance(parameters, pa.RecordBatch)
+                (cursor.executemany if many else cursor.execute)(sql, parameters)
         except dbapi.Error as error:
             raise store_error(self.path, error) from None
 
@@ -191,11 +186,11 @@ def open_database(
         StoreError: missing, not ours, of a newer version, locked, or not permitted.
     """
     target = len(migrations) + 1
-    if not path.parent.is_dir():
-        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+    check_parent(path)
     if path.is_dir():
         raise StoreError(f"{path} is a folder: give a file, or a folder that holds a Parquet store")
-    if not path.exists() and (read_only or not create):
+    create = create and not read_only
+    if not path.exists() and not create:
         raise StoreError(f"{path} does not exist: make it with `attn db init --db {path}`")
     database = (
         _read_only(path, busy_timeout_s) if read_only else Database(path, "rwc", busy_timeout_s)
@@ -207,7 +202,7 @@ def open_database(
                     f"{path} is a SQLite file of another program, and was not touched:"
                     " give another path"
                 )
-            if read_only or not create:
+            if not create:
                 raise StoreError(
                     f"{path} is an empty file: make it a store with `attn db init --db {path}`"
                 )

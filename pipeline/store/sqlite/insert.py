@@ -50,6 +50,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     seq = np.arange(first, first + count)
     times = integers(rows.column("captured_at"))
     phases = rows.column("phase").cast(pa.string())
+    as_they_are = ("prompt_len", "token_id", "sink_mass", "router_entropy")
     arrays = {
         "seq": seq,
         "key": keys,
@@ -58,11 +59,8 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         "captured_at": times,
         "session": session_refs[sessions.code],
         "phase": pc.index_in(phases, value_set=pa.array(record.PHASES)),
-        "prompt_len": rows.column("prompt_len"),
-        "token_id": rows.column("token_id"),
-        "sink_mass": rows.column("sink_mass"),
-        "router_entropy": rows.column("router_entropy"),
         "top_experts": rows_.experts_to_blobs(rows.column("top_experts")),
+        **{name: rows.column(name) for name in as_they_are},
     }
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.

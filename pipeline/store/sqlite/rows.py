@@ -111,9 +111,9 @@ def decode(
     """
     stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
-    if any(SOURCES.get(name) == "key" for name in columns):
+    if "key" in stored:
         made |= _from_keys(integers(stored["key"]), columns, look_up)
-    if any(SOURCES.get(name) == "capture" for name in columns):
+    if "capture" in stored:
         captures = distinct(refs := integers(stored["capture"]))
         known = look_up("captures", refs[captures.first])
         made["model"] = dictionary_column(captures.code, known.column("model"))
@@ -130,13 +130,10 @@ def decode(
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:
         made["top_experts"] = experts_from_blobs(stored["top_experts"])
+    if "captured_at" in columns:
+        made["captured_at"] = stored["captured_at"].cast(pa.int64())
     fields = [record.SCHEMA.field(name) for name in columns]
-    arrays = []
-    for field in fields:
-        array = made[field.name] if field.name in made else stored[field.name]
-        if field.name == "captured_at":
-            array = array.cast(pa.int64())
-        arrays.append(array if array.type == field.type else array.cast(field.type))
+    arrays = [{**stored, **made}[field.name].cast(field.type) for field in fields]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class SqliteStore(Store):
         """Rows in order of arrival, read through a separate connection."""
         last_seq = int(snapshot["seq"])
         stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
-        with Database(self.path, self._db.mode, self._db.busy_timeout_s) as db:
+        with closing(Database(self.path, self._db.mode, self._db.busy_timeout_s)) as db:
             window = zip((">=", "<"), selection.window, strict=True)
             limits = {sign: micros for sign, micros in window if micros is not None}
             where = "".join(f" AND captured_at {sign} ?" for sign in limits)
