@@ -151,7 +151,7 @@ def measure_peer(data: Planted) -> dict[str, Any]:
 def projected(vectors: NDArray[np.float32], space: str, layout: Layout) -> NDArray[np.float32]:
     """The rows in one of `SPACES` after the job's PCA: float32[n, d]."""
     if space == "square roots by octave":
-        moments = Moments.empty().add(vectors, layout)
+        moments = Moments.of(vectors, layout)
         fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
         return fitted(vectors, layout)
     values = vectors.astype(np.float64)

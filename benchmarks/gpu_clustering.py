@@ -70,7 +70,7 @@ Clusterer = Callable[[NDArray[np.float32], int], Labels]
 def map_of_planted(rows: int, engine: Engine) -> NDArray[np.float32]:
     """The map that the engine makes of so many planted rows: float32[n, 2]."""
     vectors, _ = planted(rows, SEED)
-    moments = Moments.empty().add(vectors, Layout.LOG16)
+    moments = Moments.of(vectors, Layout.LOG16)
     projection = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
     space = np.ascontiguousarray(projection(vectors, Layout.LOG16))
     indices = np.empty((rows, MAP_NEIGHBORS), np.int32)

@@ -1,9 +1,10 @@
-"""What the launchers of kernels share: groups of heads, checks of arguments, the device."""
+"""What launchers share: the layers of a plan, groups of heads, checks of arguments, the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +32,36 @@ def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> li
     return order
 
 
-def check_layer(
-    max_rows: int, max_length: int, head_dim: int, scale: float, soft_cap: float | None, window: int
-) -> None:
-    """OptionError for a layer or a plan of a size that no kernel supports."""
-    if head_dim > LARGEST_HEAD_DIM:
-        raise OptionError(
-            f"head_dim {head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no MLA (latent "
-            "keys)"
-        )
-    if max_rows < 1 or max_length < 1 or head_dim < 1:
-        raise OptionError("max_rows, max_length and head_dim must be 1 or more")
-    if not 0 < scale < math.inf or (soft_cap is not None and not 0 < soft_cap < math.inf):
-        raise OptionError(f"scale {scale} and soft_cap {soft_cap} must be finite and above 0")
-    if window < 0:
-        raise OptionError(f"window must be 0 or more, got {window}")
+@dataclass(kw_only=True, eq=False)
+class LayerPlan:
+    """The kind of layers that a plan is for; OptionError if no kernel supports it."""
+
+    max_rows: int  # the most queries of a run
+    max_length: int  # the most keys of a query
+    heads: int  # query head h reads key head h // (heads / key_heads)
+    key_heads: int
+    head_dim: int  # 256 at most, and no MLA (latent keys)
+    scale: float  # what q . k is multiplied by
+    device: torch.device | str  # where queries and keys are
+    chosen: Sequence[int] | None = None  # query heads; None for all. Results ascend by head
+    soft_cap: float | None = None  # the bound that tanh puts on the logits; None for none
+    window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
+
+    def __post_init__(self) -> None:
+        if self.head_dim > LARGEST_HEAD_DIM:
+            raise OptionError(
+                f"head_dim {self.head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no "
+                "MLA (latent keys)"
+            )
+        if self.max_rows < 1 or self.max_length < 1 or self.head_dim < 1:
+            raise OptionError("max_rows, max_length and head_dim must be 1 or more")
+        cap = 1.0 if self.soft_cap is None else self.soft_cap
+        if not (0 < self.scale < math.inf and 0 < cap < math.inf):
+            raise OptionError(
+                f"scale {self.scale} and soft_cap {self.soft_cap} must be finite and above 0"
+            )
+        if self.window < 0:
+            raise OptionError(f"window must be 0 or more, got {self.window}")
 
 
 class HeadGroups:
@@ -63,7 +79,7 @@ class HeadGroups:
     """
 
     def __init__(
-        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device
+        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device | str
     ) -> None:
         order = chosen_heads(heads, key_heads, chosen)
         per_key = heads // key_heads
@@ -120,8 +136,11 @@ class HeadGroups:
         return torch.tensor(lines, dtype=torch.int32, device=self._device)
 
 
-def check(tensor: Tensor, name: str, shape: list[int], types: set[torch.dtype]) -> None:
-    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis."""
+def check(tensor: Tensor | None, name: str, shape: list[int], types: set[torch.dtype]) -> None:
+    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis, or
+    is None: not given."""
+    if tensor is None:
+        return
     if list(tensor.shape) != shape:
         raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
     if tensor.dtype not in types:
@@ -135,9 +154,9 @@ def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any)
     kernel[grid](**{name: step[name] for name in kernel.arg_names if name in step}, **own)
 
 
-def processors(device: torch.device) -> int:
+def processors(device: torch.device | str) -> int:
     """Streaming multiprocessors of a GPU; 2 for interpreted kernels."""
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -1,11 +1,11 @@
 """The gate: whether a run may be served, from its measures and one table of limits.
 
-The limits lie between nights that should pass and nights that should not, each run by the job with
-its defaults. Good: 22 nights of planted behaviours (tests/planted.py; 100 to 40,000 rows) and 12 of
-the shipped sample (all of it, halves of its requests, a fifth to a twentieth). Bad: Dirichlet
-histograms with bands and entropy to match (concentration 0.35 to 5; 600 to 40,000 rows), random
-numbers, one vector 1,000 times or more, columns shuffled one by one, bins in another order. "Other"
-is planted rows by the landmarks of the sample. Neighbour recall is as of 1,000 rows.
+The limits lie between runs that should pass and runs that should not, each with the job's defaults.
+Good: 22 runs of planted behaviours (tests/planted.py; 100 to 40,000 rows) and 12 of the shipped
+sample (all of it, halves of its requests, a fifth to a twentieth). Bad: Dirichlet histograms with
+bands and entropy to match (concentration 0.35 to 5; 600 to 40,000 rows), random numbers, one vector
+1,000 times or more, columns shuffled one by one, bins in another order. "Other" is planted rows by
+the sample's prototypes. Neighbour recall is converted to 1,000 rows.
 
 | check                | limit | good                    | bad that it stops                       |
 |----------------------|-------|-------------------------|-----------------------------------------|
@@ -23,33 +23,31 @@ is planted rows by the landmarks of the sample. Neighbour recall is as of 1,000 
 | cluster_drift        | 0.25  | 0 to 0.03, low end 0 to | 30% noise 0.48, low end 0.35;           |
 |                      |       | 0.004                   | other 3.9                               |
 
-`volume` is a choice: half the rows of the smallest of the last nights must fail.
+`volume` is a choice: half the rows of the smallest of the last runs must fail.
 
-What no check of a night by itself can catch is rows that are possible fingerprints and have
-structure. Planted nights of which 30% to 80% is consistent noise pass, as do Dirichlet histograms
-of concentration 0.1 (their 16 corners are behaviours), and bins in another order that is the same
-in every row, where entropy does not give it away (it does in 8% of the planted rows, and in 0.5% of
-the sample's). The checks against an earlier run together stopped all that were tried, but the first
-run of a lineage has none; and no one of them stops all: the landmarks of planted rows recognise
-0.999 of the sample, which agreement (0.10) and drift then stop.
+No check of a run by itself can catch rows that are possible fingerprints and have structure.
+Planted runs with 30% to 80% consistent noise pass. So do Dirichlet histograms of concentration 0.1,
+whose 16 corners are behaviours, and bins in one other order for all rows, unless entropy shows it
+(in 8% of the planted rows, in 0.5% of the sample's). The checks against an earlier run together
+stopped all that were tried, but the first run of a lineage has none. No single one stops all: the
+prototypes of planted rows recognise 0.999 of the sample, which agreement (0.10) and drift stop.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from capture_kernels.errors import OptionError
 from capture_kernels.limits import read_limits
 
-# Fewest held-out rows that say something about the classifier.
+# Fewest held-out rows that the classifier is judged by.
 LEAST_HELD_OUT = 50
-# Of 15 neighbours a plane keeps fewer the more rows there are: of the same behaviours 0.77 at 300
-# rows, 0.40 at 6,000, 0.23 at 40,000, which is the fourth root; and of a million, on a GPU, 0.042
-# after 200 epochs and 0.068 after 1,000, which is about the square root. The limit is that at 1,000
-# rows.
+# A map keeps fewer of 15 neighbours the more rows it has. Of the same behaviours 0.77 at 300 rows,
+# 0.40 at 6,000, 0.23 at 40,000: the fourth root. Of a million, on a GPU, 0.042 after 200 epochs and
+# 0.068 after 1,000: about the square root. The limit is that at 1,000 rows.
 RECALL_ROWS, RECALL_LEAST_ROWS, RECALL_ROOT = 1_000, 300, 0.25
 RECALL_MANY_ROWS, RECALL_ROOT_OF_MANY = 40_000, 0.5
 # Standard deviations of a 95% interval.
@@ -61,47 +59,18 @@ TRAFFIC = "check what changed in the traffic"
 
 
 class Question(NamedTuple):
-    """How a check speaks: what its number is, how that is written, whether the limit is the most or
-    the least, and what to do where it fails."""
+    """The words of a check: what its number is, its format, what to do if it fails, and whether the
+    limit is the most or the least."""
 
     what: str
     form: str
-    at_most: bool
     advice: str
+    at_most: bool = False
 
 
-QUESTIONS = {
-    "clusters": Question(
-        "number of clusters", ".0f", False,
-        "no clusters means nothing to serve, try a longer --hours or a smaller --min-cluster-size",
-    ),
-    "inconsistent_rows": Question(
-        "share of rows whose numbers contradict one another", ".2%", True,
-        "check what captured or converted them",
-    ),
-    "trustworthiness": Question("trustworthiness of the map", ".3f", False, NOISY),
-    "neighbor_recall": Question("share of neighbours that the map keeps", ".1%", False, NOISY),
-    "noise_share": Question(
-        "share of rows in no cluster", ".1%", True, f"try a longer --hours, or {NOISY}"
-    ),
-    "mean_persistence": Question("mean persistence of the clusters", ".3f", False, NOISY),
-    "classifier_agreement": Question(
-        "share of unseen rows on which the classifier agrees", ".1%", False,
-        "check the capture for rows that are all the same, or for noise",
-    ),
-    "recognised": Question(
-        "share of rows that the earlier run's landmarks recognise", ".1%", False, CHANGED
-    ),
-    "agreement": Question("agreement with the earlier run's clusters", ".3f", False, CHANGED),
-    "zone_drift": Question("PSI of the zones since the earlier run", ".3f", True, TRAFFIC),
-    "cluster_drift": Question(
-        "PSI of the earlier run's clusters since then", ".3f", True, TRAFFIC
-    ),
-    "volume": Question(
-        "this night's share of the rows of the smallest of the last ones", ".0%", False,
-        "check that capture ran all night",
-    ),
-}  # fmt: skip
+def check(limit: float, what: str, form: str, advice: str, at_most: bool = False) -> Any:
+    """A field of `GateRules`: the default limit of a check, and its `Question`."""
+    return field(default=limit, metadata={"question": Question(what, form, advice, at_most)})
 
 
 @dataclass(frozen=True)
@@ -110,23 +79,41 @@ class GateRules:
 
     A limit of 0 for a least, or of 1 (drift: 100) for a most, leaves the check out.
     `neighbor_recall` is the limit at 1,000 fitted rows, see `recall_limit`; `volume` is a share of
-    the rows of the smallest of the last nights.
+    the rows of the smallest of the last runs.
 
     Raises:
         OptionError: a limit out of its range.
     """
 
-    inconsistent_rows: float = 0.01
-    trustworthiness: float = 0.9
-    neighbor_recall: float = 0.25
-    noise_share: float = 0.75
-    mean_persistence: float = 0.08
-    classifier_agreement: float = 0.85
-    recognised: float = 0.9
-    agreement: float = 0.3
-    zone_drift: float = 0.25
-    cluster_drift: float = 0.25
-    volume: float = 0.6
+    inconsistent_rows: float = check(
+        0.01, "share of rows whose numbers contradict one another", ".2%",
+        "check what captured or converted them", at_most=True,
+    )  # fmt: skip
+    trustworthiness: float = check(0.9, "trustworthiness of the map", ".3f", NOISY)
+    neighbor_recall: float = check(0.25, "share of neighbours that the map keeps", ".1%", NOISY)
+    noise_share: float = check(
+        0.75, "share of rows in no cluster", ".1%", f"try a longer --hours, or {NOISY}",
+        at_most=True,
+    )  # fmt: skip
+    mean_persistence: float = check(0.08, "mean persistence of the clusters", ".3f", NOISY)
+    classifier_agreement: float = check(
+        0.85, "share of unseen rows on which the classifier agrees", ".1%",
+        "check the capture for rows that are all the same, or for noise",
+    )  # fmt: skip
+    recognised: float = check(
+        0.9, "share of rows that the earlier run's prototypes recognise", ".1%", CHANGED
+    )
+    agreement: float = check(0.3, "agreement with the earlier run's clusters", ".3f", CHANGED)
+    zone_drift: float = check(
+        0.25, "PSI of the zones since the earlier run", ".3f", TRAFFIC, at_most=True
+    )
+    cluster_drift: float = check(
+        0.25, "PSI of the earlier run's clusters since then", ".3f", TRAFFIC, at_most=True
+    )
+    volume: float = check(
+        0.6, "this run's share of the rows of the smallest of the last ones", ".0%",
+        "check that capture ran all the time",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -137,16 +124,26 @@ class GateRules:
     @classmethod
     def from_toml(cls, path: Path) -> GateRules:
         """Rules with the limits that a TOML file overrides; OptionError says what is wrong."""
-        names = [field.name for field in fields(cls)]
+        names = [limit.name for limit in fields(cls)]
         return cls(**read_limits(path, names, "gate limit"))
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
+QUESTIONS = {
+    "clusters": Question(
+        "number of clusters",
+        ".0f",
+        "no clusters means nothing to serve, try a longer --hours or a smaller --min-cluster-size",
+    ),
+    **{limit.name: limit.metadata["question"] for limit in fields(GateRules)},
+}
+
+
 @dataclass(frozen=True)
 class Measures:
-    """What was measured of a run; None where it was not.
+    """What was measured of a run; None if it was not.
 
     Args:
         identity: what was captured, in words: model, layout and capture_id.
@@ -154,16 +151,16 @@ class Measures:
         fit_rows: that the map was fitted on.
         inconsistent_rows: share of the rows that `consistency.inconsistent` finds.
         noise_share: share of the rows that are in no cluster.
-        classifier_agreement: on `held_out_rows` rows of a cluster that the landmarks never saw.
-        recognised: share of this night's rows within the reach of the parent's landmarks.
-        agreement: adjusted mutual information between the parent's labels (by its landmarks) and
+        classifier_agreement: on `held_out_rows` rows of a cluster, not used in training.
+        recognised: share of this run's rows within the reach of the parent's prototypes.
+        agreement: adjusted mutual information between the parent's labels (by its prototypes) and
             this run's on all rows, noise a label like any other. Not the adjusted Rand
             index: between the two halves of the sample that is 0.13 to 0.19, where this is 0.43 to
-            0.50, and bad nights reach 0.10 (80% noise), where this is 0.36.
+            0.50, and bad runs reach 0.10 (80% noise), where this is 0.36.
         zone_drift, cluster_drift: as `drift.drift` gives it; for clusters with the labels of the
-            parent's landmarks on both nights. Beside its own labels they are off by a PSI of 0.04
-            to 0.09 where nothing changed (planted), beside themselves by 0 to 0.02.
-        fewest_rows: the lowest `rows` of the last nights with as long a window.
+            parent's prototypes in both runs. Compared with the parent's own labels they are off by
+            a PSI of 0.04 to 0.09 although nothing changed (planted), with their own by 0 to 0.02.
+        fewest_rows: the lowest `rows` of the last runs with as long a window.
         served: the `identity` of the run that is `latest`.
         asked: another identity was asked for by option.
     """
@@ -189,7 +186,7 @@ class Measures:
 
 
 class Check(NamedTuple):
-    """One check: its measure, with a 95% interval where there is one, its limit, and a sentence."""
+    """One check: its measure, with a 95% interval if there is one, its limit, and a sentence."""
 
     name: str
     passed: bool
@@ -204,36 +201,12 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
     """The manifest's `gate` entry: passed, the reasons why not, every check, and the limits.
 
     A check that was not measured passes and says so. One whose measure has an interval fails only
-    where all of the interval lies past the limit.
+    if all of the interval lies past the limit.
     """
-    m = measures
     limits = {"clusters": 1.0, **rules.as_dict()}
-    limits["neighbor_recall"] = recall_limit(rules.neighbor_recall, m.fit_rows)
-    told = m.classifier_agreement is not None and m.held_out_rows >= LEAST_HELD_OUT
-    values: dict[str, float | None] = {
-        "clusters": m.clusters,
-        "inconsistent_rows": m.inconsistent_rows,
-        "trustworthiness": m.trustworthiness,
-        "neighbor_recall": m.neighbor_recall,
-        "noise_share": m.noise_share,
-        "mean_persistence": m.mean_persistence,
-        "classifier_agreement": m.classifier_agreement if told else None,
-        "recognised": m.recognised,
-        # Less than by chance is no agreement either.
-        "agreement": None if m.agreement is None else max(0.0, m.agreement),
-        "zone_drift": m.zone_drift["psi"] if m.zone_drift else None,
-        "cluster_drift": m.cluster_drift["psi"] if m.cluster_drift else None,
-        "volume": m.rows / m.fewest_rows if m.fewest_rows else None,
-    }
-    intervals = {
-        f"{what}_drift": (drift["low"], drift["high"])
-        for what, drift in (("zone", m.zone_drift), ("cluster", m.cluster_drift))
-        if drift
-    }
-    if m.classifier_agreement is not None and told:
-        intervals["classifier_agreement"] = wilson(m.classifier_agreement, m.held_out_rows)
-    checks = [_check(name, values[name], limits[name], intervals.get(name)) for name in QUESTIONS]
-    checks.append(_identity(m))
+    limits["neighbor_recall"] = recall_limit(rules.neighbor_recall, measures.fit_rows)
+    checks = [_check(name, measures, limits[name]) for name in QUESTIONS]
+    checks.append(_identity(measures))
     return {
         "passed": all(check.passed for check in checks),
         "reasons": [check.says for check in checks if not check.passed],
@@ -243,7 +216,7 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
 
 
 def recall_limit(limit: float, fit_rows: int) -> float:
-    """The least neighbour recall of a map of `fit_rows` rows, where `limit` is that of 1,000."""
+    """The least neighbour recall of a map of `fit_rows` rows, if that of 1,000 rows is `limit`."""
     rows = max(fit_rows, RECALL_LEAST_ROWS)
     few = (RECALL_ROWS / min(rows, RECALL_MANY_ROWS)) ** RECALL_ROOT
     many = (RECALL_MANY_ROWS / max(rows, RECALL_MANY_ROWS)) ** RECALL_ROOT_OF_MANY
@@ -258,29 +231,41 @@ def wilson(share: float, rows: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _check(
-    name: str, value: float | None, limit: float, interval: tuple[float, float] | None
-) -> Check:
-    question = QUESTIONS[name]
+def _measured(name: str, m: Measures) -> tuple[float | None, tuple[float, float] | None]:
+    """The value of a check, and its 95% interval if it has one."""
+    if name == "volume":
+        return (m.rows / m.fewest_rows if m.fewest_rows else None), None
+    value = getattr(m, name)
+    if value is None or (name == "classifier_agreement" and m.held_out_rows < LEAST_HELD_OUT):
+        return None, None
+    if name == "classifier_agreement":
+        return value, wilson(value, m.held_out_rows)
+    if isinstance(value, dict):
+        return value["psi"], (value["low"], value["high"])
+    # Agreement below chance is no better than none; only it can be negative.
+    return (max(0.0, value) if name == "agreement" else value), None
+
+
+def _check(name: str, measures: Measures, limit: float) -> Check:
+    what, form, advice, at_most = QUESTIONS[name]
+    value, interval = _measured(name, measures)
     if value is None:
-        says = f"{question.what}: not measured"
-        return Check(name, True, None, round(limit, DIGITS), None, None, says)
+        return Check(name, True, None, round(limit, DIGITS), None, None, f"{what}: not measured")
     low, high = interval or (value, value)
-    # Asked for what is right: NaN is not.
-    passed = low <= limit if question.at_most else high >= limit
-    form = question.form
-    says = f"{question.what} is {value:{form}}"
+    # In this direction, so that NaN fails.
+    passed = low <= limit if at_most else high >= limit
+    says = f"{what} is {value:{form}}"
     if interval:
         says += f" ({low:{form}} to {high:{form}})"
-    says += f", and must be {'at most' if question.at_most else 'at least'} {limit:{form}}"
+    says += f", and must be {'at most' if at_most else 'at least'} {limit:{form}}"
     if not passed:
-        says += f": {question.advice}; --no-gate if it is expected"
-    ends = [round(end, DIGITS) if interval else None for end in (low, high)]
+        says += f": {advice}; --no-gate if it is expected"
+    ends = [round(end, DIGITS) for end in interval] if interval else [None, None]
     return Check(name, passed, round(value, DIGITS), round(limit, DIGITS), ends[0], ends[1], says)
 
 
 def _identity(m: Measures) -> Check:
-    """Whether this run is of what `latest` is of: the commonest group of a window may change."""
+    """Whether model, layout and capture are those of `latest`: a window's commonest may change."""
     passed = m.asked or m.served in (None, m.identity)
     if m.served is None:
         says = f"of {m.identity}: nothing is served yet"

@@ -30,8 +30,8 @@ from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
 from discovery.runs import folder as runs
 from discovery.runs.checkpoint import chained_key, clear_checkpoint
-from discovery.runs.deletion import sweep
 from discovery.runs.parent import before_this_run
+from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
@@ -42,7 +42,7 @@ from pipeline.token_text import open_tokens
 
 # The first link of the chain of checkpoint keys: files that another version of this format wrote
 # are not read, but computed again.
-CHECKPOINT_FORMAT = "2"
+CHECKPOINT_FORMAT = "3"
 
 
 def discover(
@@ -163,9 +163,9 @@ def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
         return DaskExecutor(
             options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
         )
-    if options.long_running:
-        return InlineExecutor(": --max-memory-gb leaves no room for Dask")
-    return InlineExecutor()
+    return InlineExecutor(
+        ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
+    )
 
 
 def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:
@@ -176,10 +176,9 @@ def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptio
             raise RunError(f"run {folder.name} is finished already: see attn runs show")
         raise NewRunNeededError(f"run {folder.name} has no checkpoint: start a new run")
     saved = json.loads(path.read_text())
-    free = {name: getattr(given, name) for name in FREE_ON_RESUME}
     if not {"window", "follows", *RULES} <= {*saved, *saved["options"]}:
         raise NewRunNeededError(
             f"run {folder.name} was begun by another version of attn: start a new run"
         )
-    options = DiscoverOptions.from_json({**saved["options"], **free})
-    return options, saved
+    free = given.some(*FREE_ON_RESUME)
+    return DiscoverOptions.from_json({**saved["options"], **free}), saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +16,26 @@ from .gate import GateRules
 if TYPE_CHECKING:
     from discovery.engines.protocol import Engine
 
-# A century: further back there is nothing, and before the year 1 there are no dates.
-MOST_HOURS = 876_600
 # What may differ when a run is finished elsewhere: it decides how, not what, is computed.
 FREE_ON_RESUME = (
-    "db",
-    "output",
-    "engine",
-    "long_running",
-    "scheduler",
-    "max_memory_gb",
-    "max_hours",
-    "no_gate",
+    "db", "output", "engine", "long_running", "scheduler", "max_memory_gb", "max_hours", "no_gate",
     "tokenizer",
-)
-# Tables of limits, each with a place of its own in the manifest.
+)  # fmt: skip
+# Lowest and highest value of an option. The hours are a century: further back there is nothing, and
+# before the year 1 there are no dates.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "hours": (0, 876_600),
+    "min_rows": (4, inf),
+    "min_samples": (1, inf),
+    "min_cluster_size": (2, inf),
+    "max_per_request": (0, inf),
+    "umap_neighbors": (2, inf),
+    "umap_min_dist": (0, 1),
+    "umap_sample_size": (100, inf),
+    "batch_size": (256, 2**20),
+    "seed": (0, 2**32 - 1),
+}
+# Tables of limits, each with its own entry in the manifest.
 RULES = {"gate_rules": GateRules, "zone_rules": ZoneRules}
 
 
@@ -50,7 +56,7 @@ class DiscoverOptions:
     max_per_request: int = 256
     umap_neighbors: int = 30
     umap_min_dist: float = 0.0
-    umap_sample_size: int | None = None  # None: the engine's own, see `resolved`
+    umap_sample_size: int | None = None  # None: the engine's default, see `resolved`
     batch_size: int | None = None
     seed: int = 42
     layout: str | None = None
@@ -69,38 +75,27 @@ class DiscoverOptions:
     def __post_init__(self) -> None:
         if self.layout is not None:
             Layout.parse(self.layout)
-        lowest: dict[str, float] = {
-            "hours": 0, "min_rows": 4, "min_samples": 1, "min_cluster_size": 2,
-            "max_per_request": 0, "umap_neighbors": 2, "umap_min_dist": 0,
-            "umap_sample_size": 100, "batch_size": 256, "seed": 0,
-        }  # fmt: skip
-        for name, least in lowest.items():
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
             # Not `value < least`: NaN is not less than anything.
-            if getattr(self, name) is not None and not getattr(self, name) >= least:
-                raise OptionError(
-                    f"{option_name(name)} must be {least} or more, got {getattr(self, name)}"
-                )
-        highest = {"umap_min_dist": 1, "seed": 2**32 - 1, "hours": MOST_HOURS, "batch_size": 2**20}
-        for name, most in highest.items():
-            if getattr(self, name) is not None and getattr(self, name) > most:
-                raise OptionError(
-                    f"{option_name(name)} must be at most {most}, got {getattr(self, name)}"
-                )
+            if value is not None and not least <= value <= most:
+                bound = f"at most {most}" if value > most else f"{least} or more"
+                raise OptionError(f"{option_name(name)} must be {bound}, got {value}")
         for name in ("max_memory_gb", "max_hours"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not 0 < value < inf:
                 raise OptionError(f"{option_name(name)} must be more than 0, got {value}")
         if self.scheduler and not self.long_running:
             raise OptionError("--scheduler needs --long-running")
         if self.max_memory_gb and self.scheduler:
             raise OptionError(
-                "--max-memory-gb is for processes of the job's own: with --scheduler, start that "
-                "cluster's workers with a limit"
+                "--max-memory-gb limits processes that the job starts: with --scheduler, start "
+                "that cluster's workers with a limit"
             )
 
     def resolved(self, engine: Engine) -> DiscoverOptions:
-        """The options with the engine's own sizes where none were given. A run keeps them, so that
-        it can be finished on another engine."""
+        """The options with the engine's default sizes. A run keeps them, so that it can be finished
+        on another engine."""
         return replace(
             self,
             umap_sample_size=self.umap_sample_size or engine.fit_rows,
@@ -115,9 +110,13 @@ class DiscoverOptions:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a part, of resolved options."""
+        """Rows of a chunk, of resolved options."""
         assert self.batch_size is not None
         return self.batch_size
+
+    def some(self, *names: str) -> dict[str, Any]:
+        """These fields, by name."""
+        return {name: getattr(self, name) for name in names}
 
     def as_json(self) -> dict[str, Any]:
         rules = {name: getattr(self, name).as_dict() for name in RULES}
@@ -125,8 +124,7 @@ class DiscoverOptions:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> DiscoverOptions:
-        known = {f.name for f in fields(cls)}
-        values = {name: value for name, value in saved.items() if name in known}
+        values = {f.name: saved[f.name] for f in fields(cls) if f.name in saved}
         rules = {name: kind(**saved[name]) for name, kind in RULES.items()}
         return cls(**{**values, **rules})
 

@@ -48,12 +48,14 @@ from pages import (
 from shared import REPO
 
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import (
     CLUSTER_COLUMNS,
     EMBEDDING_COLUMNS,
     SHARE_COLUMNS,
     landmark_columns,
 )
+from discovery.artifacts.tables import projection_table, read_prototypes
 from discovery.events.schema import COMMANDS, json_schema
 from discovery.execution.stopping import Interrupted, StopRequest, stop_on_signals
 from discovery.gate import QUESTIONS, GateRules
@@ -182,7 +184,9 @@ def test_every_column_of_the_projection_is_documented() -> None:
     documented = {
         name for row in table(FORMATS, "`projection.parquet`") for name in code_in(row[0])
     }
-    assert documented == keys_of_dict_with("distance_quantiles")
+    golden = open_artifacts(REPO / "tests" / "golden" / "run_v1")
+    codebook = read_prototypes(golden).codebook
+    assert documented == set(projection_table(codebook, np.zeros(1)).schema.names)
 
 
 def test_every_column_of_the_sqlite_store_is_documented() -> None:

@@ -14,7 +14,7 @@ Tensors (P programs, R rows, H query heads):
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -83,30 +83,30 @@ def merge_values(
     tl.store(output + at, o.to(output.dtype.element_ty), mask=is_dim)
 
 
+@dataclass(kw_only=True, eq=False)
 class FusedDecodePlan(StatisticsPlan):
     """Decode attention for engines whose own can be replaced; a step is `schedule`, then `decode`
     for each layer in turn.
 
-    Args:
-        value_dim: the size of a value, 1..256.
-        statistics: whether statistics are emitted as well.
-        options: those of `StatisticsPlan` but `chosen`: all heads have an output.
+    All heads have an output, so `chosen` is left out.
     """
 
     all_keys = True
 
-    def __init__(self, *, value_dim: int, statistics: bool = True, **options: Any) -> None:
-        if not 1 <= value_dim <= 256:
-            raise OptionError(f"value_dim {value_dim} is not supported: 1 to 256, and no MLA")
-        if options.get("chosen") is not None:
+    value_dim: int  # the size of a value, 1..256
+    statistics: bool = True  # whether statistics are emitted as well
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.value_dim <= 256:
+            raise OptionError(f"value_dim {self.value_dim} is not supported: 1 to 256, and no MLA")
+        if self.chosen is not None:
             raise OptionError("fused decode takes all query heads: leave `chosen` out")
-        with_top = options.get("top_k") or options.get("mean_top_k") or options.get("hubs")
-        if with_top and not statistics:
+        with_top = self.top_k or self.mean_top_k or self.hubs
+        if with_top and not self.statistics:
             raise OptionError("a top k or hubs need statistics: leave them out, or emit statistics")
-        options["tuning"] = options.get("tuning") or (TUNING_TOP if with_top else TUNING)
-        super().__init__(**options)
-        self.value_dim, self.statistics = value_dim, statistics
-        self.partial_values = self._zeros(self.partial.shape[1], self.query_heads, value_dim)
+        self.tuning = self.tuning or (TUNING_TOP if with_top else TUNING)
+        super().__post_init__()
+        self.partial_values = self._zeros(self.partial.shape[1], self.heads, self.value_dim)
 
     def decode(
         self,
@@ -134,12 +134,11 @@ class FusedDecodePlan(StatisticsPlan):
         Raises:
             OptionError: shapes or types that do not fit the plan, or more layers than it has.
         """
-        rows, heads = self.scheduled.num_rows, self.query_heads
-        key_heads, depth = self.groups.key_heads, self.value_dim
+        rows, heads = self.scheduled.num_rows, self.heads
+        key_heads, depth = self.key_heads, self.value_dim
         check(values, "values", [len(values), key_heads, depth], {keys.dtype})
         check(output, "output", [rows, heads, depth], {query.dtype})
-        if value_descale is not None:
-            check(value_descale, "value_descale", [key_heads], FLOAT32)
+        check(value_descale, "value_descale", [key_heads], FLOAT32)
         step = self._next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )

@@ -13,14 +13,14 @@ Tensors (L layers, A pending at once, P programs, R rows, H chosen query heads i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from capture_kernels.constants import COLUMNS, LOG2_E
+from capture_kernels.constants import COLUMNS, LOG2_E, LOGSUMEXP
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
 from capture_kernels.launch import (
@@ -29,21 +29,20 @@ from capture_kernels.launch import (
     LARGEST_HEAD_DIM,
     QUERY_TYPES,
     HeadGroups,
+    LayerPlan,
     check,
-    check_layer,
     interpreted,
     launch,
     processors,
 )
 
-from .answer import Statistics
 from .key_pass import key_pass
 from .merge import finish
 from .ranges import PARTIAL
 from .step.layers import PendingLayers
 from .step.logits import split_dims
 from .step.schedule import PageTable, Schedule
-from .topk.plan import TopKPlan
+from .topk.plan import TopK, TopKPlan
 from .tuning import SMALL, Tuning, tuning_for
 
 # The most blocks of a row; longer rows have larger blocks.
@@ -56,7 +55,42 @@ FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
 MERGED_SPLITS = (8, 32)
 
 
-class StatisticsPlan:
+class Statistics(NamedTuple):
+    """What the rows of a step did in one layer: views of the plan's buffers, which its next step
+    overwrites. A row that is disabled or has no real key is 0, with a logsumexp of -inf."""
+
+    per_head: Tensor  # float32[R, H, 32], and
+    mean: Tensor  # float32[R, 32]: the columns are those of the plan
+    top: TopK | None  # with a top k or hubs planned
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """Natural, over the real keys and the learned sink: float32[R, H]; -inf without any."""
+        return self.per_head[..., LOGSUMEXP.value]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Over the visible keys, divided by ln of their number, in [0, 1]: float32[R, H]."""
+        return self.per_head[..., 27]
+
+    @property
+    def hist(self) -> Tensor:
+        """Mass of each log2 bin of the distance, summing to 1: float32[R, H, 16]."""
+        return self.per_head[..., :16]
+
+    @property
+    def sink_mass(self) -> Tensor:
+        """The sink tokens' share of the real keys' mass: float32[R, H]."""
+        return self.per_head[..., 26]
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows are enabled and have a visible key: bool[R]."""
+        return self.mean[:, 28] != 0
+
+
+@dataclass(kw_only=True, eq=False)
+class StatisticsPlan(LayerPlan):
     """Buffers and launches for the captured layers of one kind; a step is `schedule`, then `run`
     for each layer in turn.
 
@@ -64,29 +98,6 @@ class StatisticsPlan:
     and at the latest with the last one: one launch passes over the keys of all of them, and a few
     more finish them. A step neither allocates, copies nor waits, so that a CUDA graph can hold it;
     the same step must have run before, because kernels are compiled at their first launch.
-
-    Args:
-        layers: how many layers a step has.
-        max_rows: the most rows of a step.
-        max_length: the most keys of a row; a longer row counts as disabled.
-        heads, key_heads, head_dim: the layers' shape; query head h reads key head
-            h // (heads / key_heads).
-        scale: what q . k is multiplied by.
-        device: where queries and keys are.
-        chosen: the query heads to describe; None for all. Results are in ascending order of heads.
-        soft_cap: the bound that tanh puts on the logits; None for none.
-        window: the model's own sliding window, the query's own key included; 0 for none.
-        visibility: which keys a fingerprint describes.
-        top_k: how many keys of each chosen head to name, the largest first, 0..64.
-        mean_top_k: how many keys of the mean of the chosen heads' probabilities, 0..64.
-        hubs: whether steps may add up that mean by position.
-        scratch_bytes: what may be kept of pending layers; one layer's sums and candidates are kept
-            in any case. With less, fewer layers are finished together, and rows whose logits have
-            no room have their keys read again for the head mean (`topk`). With 0, a plan for one
-            row of a million keys takes less than a megabyte.
-        programs: how many programs share the blocks of a group of heads; None for what fills the
-            device.
-        tuning: how the pass is compiled and spread; None for what suits the shape.
 
     Attributes:
         per_head: float32[layers, max_rows, H, 32], and
@@ -97,93 +108,68 @@ class StatisticsPlan:
     """
 
     # Whether every key that the model sees is read, for the attention output.
-    all_keys = False
+    all_keys: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_length: int,
-        heads: int,
-        key_heads: int,
-        head_dim: int,
-        scale: float,
-        device: torch.device | str,
-        layers: int = 1,
-        chosen: Sequence[int] | None = None,
-        soft_cap: float | None = None,
-        window: int = 0,
-        visibility: Visibility | None = None,
-        top_k: int = 0,
-        mean_top_k: int = 0,
-        hubs: bool = False,
-        scratch_bytes: int = SCRATCH_BYTES,
-        programs: int | None = None,
-        tuning: Tuning | None = None,
-    ) -> None:
-        check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
-        for name, number in (("programs", programs), ("layers", layers)):
+    layers: int = 1  # of a step
+    visibility: Visibility | None = None  # which keys a fingerprint describes
+    top_k: int = 0  # how many keys of each chosen head to name, the largest first, 0..64
+    mean_top_k: int = 0  # how many keys of the mean of the chosen heads' probabilities, 0..64
+    hubs: bool = False  # whether steps may add up that mean by position
+    # What may be kept of pending layers; one layer's sums and candidates are kept in any case. With
+    # less, fewer layers are finished together, and rows whose logits have no room have their keys
+    # read again for the head mean (`topk`). With 0, a plan for one row of a million keys takes less
+    # than a megabyte.
+    scratch_bytes: int = SCRATCH_BYTES
+    programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
+    tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, number in (("programs", self.programs), ("layers", self.layers)):
             if number is not None and number < 1:
                 raise OptionError(f"{name} must be 1 or more, got {number}")
-        self.layers, self.device = layers, torch.device(device)
-        self.groups = HeadGroups(heads, key_heads, chosen, self.device)
-        self.query_heads, self.head_dim = heads, head_dim
-        self.scale, self.soft_cap = scale, soft_cap
-        count, has_mean = processors(self.device), bool(mean_top_k) or hubs
+        self.groups = HeadGroups(self.heads, self.key_heads, self.chosen, self.device)
+        max_rows, max_length, head_dim = self.max_rows, self.max_length, self.head_dim
+        count, has_mean = processors(self.device), bool(self.mean_top_k) or self.hubs
         small = count * SMALL.programs_a_processor / len(self.groups) / max_rows
         joined = 1 if self.all_keys else self.groups.joined(LARGEST_HEAD_DIM // head_dim)[0]
-        self.tuning = tuning or tuning_for(
-            max(top_k, mean_top_k),
-            has_mean,
-            head_dim,
-            self.groups.block,
-            max_length,
-            small,
-            joined > 1,
+        top = max(self.top_k, self.mean_top_k)
+        self._tuning = tuning = self.tuning or tuning_for(
+            top, has_mean, head_dim, self.groups.block, max_length, small, joined > 1
         )
-        self.joined, self._pass_table = self.groups.joined(min(joined, self.tuning.key_heads))
-        spread = count * self.tuning.programs_a_processor
-        programs = programs or max(1, spread // len(self._pass_table))
+        self.joined, self._pass_table = self.groups.joined(min(joined, tuning.key_heads))
+        spread = count * tuning.programs_a_processor
+        programs = self.programs or max(1, spread // len(self._pass_table))
         splits = triton.next_power_of_2(1 + programs // max_rows)
         self._merge_splits = min(MERGED_SPLITS[1], max(MERGED_SPLITS[0], splits))
-        tile = self.tuning.tile
+        tile = tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
         block_keys = tile * triton.next_power_of_2(triton.cdiv(max_length, tile * MOST_BLOCKS))
         if max_rows * triton.cdiv(max_length, block_keys) >= 1 << 30:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.scheduled = Schedule(
-            max_rows,
-            block_keys,
-            self.device,
-            programs=programs,
-            max_length=max_length,
-            visibility=visibility or Visibility(),
-            window=window,
-            all_keys=self.all_keys,
+            *(max_rows, block_keys, self.device, programs, max_length),
+            *(self.visibility or Visibility(), self.window, self.all_keys),
         )
         heads = self.groups.count
         partial = (programs + max_rows, heads, PARTIAL.value)
         self.top = TopKPlan(
-            layers=layers,
-            max_rows=max_rows,
-            max_length=max_length,
+            layers=self.layers,
             groups=self.groups,
-            block_keys=block_keys,
+            scheduled=self.scheduled,
             tile=tile,
-            programs=programs,
-            all_keys=self.all_keys,
-            k=top_k,
-            mean_k=mean_top_k,
-            hubs=hubs,
+            k=self.top_k,
+            mean_k=self.mean_top_k,
+            hubs=self.hubs,
             partial_bytes=4 * math.prod(partial),
-            scratch_bytes=scratch_bytes,
+            scratch_bytes=self.scratch_bytes,
         )
         self.pending = PendingLayers(self.top.pending_layers, self.device)
         self.partial = self._zeros(self.pending.capacity, *partial)
         self.arrived = self._zeros(self.pending.capacity, max_rows, dtype=torch.int32)
-        self.per_head = self._zeros(layers, max_rows, heads, COLUMNS)
-        self.mean = self._zeros(layers, max_rows, COLUMNS)
+        self.per_head = self._zeros(self.layers, max_rows, heads, COLUMNS)
+        self.mean = self._zeros(self.layers, max_rows, COLUMNS)
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
         self._ran = 0
@@ -315,21 +301,19 @@ class StatisticsPlan:
     ) -> dict[str, Any]:
         """Check the next layer, and record it if it has statistics. Returns what `key_pass`, and
         the kernels after it, are launched with."""
-        heads, depth, groups = self.query_heads, self.head_dim, self.groups
+        heads, depth, groups = self.heads, self.head_dim, self.groups
         rows, block_keys = self.scheduled, self.scheduled.block_keys
         check(query, "query", [rows.num_rows, heads, depth], QUERY_TYPES)
         key_types = {query.dtype, *FLOAT8_TYPES}
         check(keys, "keys", [len(keys), groups.key_heads, depth], key_types)
-        if descale is not None:
-            check(descale, "descale", [groups.key_heads], FLOAT32)
-        if sinks is not None:
-            check(sinks, "sinks", [heads], FLOAT32)
+        check(descale, "descale", [groups.key_heads], FLOAT32)
+        check(sinks, "sinks", [heads], FLOAT32)
         if statistics and self._ran == self.layers:
             raise OptionError(
                 f"layer {self._ran + 1} of a plan for {self.layers}: raise layers, or schedule the "
                 "next step"
             )
-        absent, tile = self.partial, self.tuning.tile
+        absent, tile = self.partial, self._tuning.tile
         first_dims, rest_dims = split_dims(self.joined * depth)
         value_dim = 0 if values is None else values.shape[2]
         step = {
@@ -385,8 +369,8 @@ class StatisticsPlan:
             (len(self._pass_table), self.scheduled.programs, layers),
             {**step, "head_table": self._pass_table},
             LISTED=layers > 1,
-            num_warps=self.tuning.warps,
-            num_stages=self.tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),
+            num_warps=self._tuning.warps,
+            num_stages=self._tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),
         )
 
     def _finish_if_full(self) -> None:

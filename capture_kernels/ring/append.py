@@ -18,6 +18,7 @@ Tensors (R rows, L layers), beside those of `ring`:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -238,6 +239,7 @@ class StepRows(NamedTuple):
     num_active: Tensor  # int32[1]: so many first rows are requests; the padding rows are not read
 
 
+@dataclass(eq=False)
 class AppendPlan:
     """One launch a step that writes the records of the enabled rows.
 
@@ -247,39 +249,30 @@ class AppendPlan:
     CUDA graph can hold it: the next ring slot is counted on the device. Runs on one ring must
     follow one another (one stream).
 
-    Args:
-        ring: where the records go.
-        max_rows: the most rows of a step.
-        layers: the model's numbers of the captured layers, shallowest first.
-        layout: what a vector means.
-        per_layer: make a record of each layer, not one of their mean.
-
     Raises:
         OptionError: no layers, layer numbers beyond int16, or a step of more records than the ring
             holds.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        *,
-        max_rows: int,
-        layers: Sequence[int],
-        layout: Layout = Layout.LOG16,
-        per_layer: bool = False,
-    ) -> None:
-        if max_rows < 1 or not layers:
+    ring: Ring  # where the records go
+    _: KW_ONLY
+    max_rows: int  # the most rows of a step
+    layers: Sequence[int]  # the model's numbers of the captured layers, shallowest first
+    layout: Layout = Layout.LOG16  # what a vector means
+    per_layer: bool = False  # make a record of each layer, not one of their mean
+
+    def __post_init__(self) -> None:
+        ring, layers, group = self.ring, self.layers, 1 if self.per_layer else len(self.layers)
+        if self.max_rows < 1 or not layers:
             raise OptionError("max_rows must be 1 or more, and a layer captured")
         if not all(0 <= layer < 1 << 15 for layer in layers):
             raise OptionError(f"layers must be in 0..{(1 << 15) - 1}, got {list(layers)}")
-        most = max_rows * (len(layers) if per_layer else 1)
+        most = self.max_rows * (len(layers) if self.per_layer else 1)
         if most > ring.capacity:
             raise OptionError(
                 f"a step may make {most} records and the ring holds {ring.capacity}: raise capacity"
             )
-        self.ring, self.max_rows, self.layout, self.per_layer = ring, max_rows, layout, per_layer
         self._layer_numbers = torch.tensor(layers, dtype=torch.int32, device=ring.device)
-        group = 1 if per_layer else len(layers)
         self._block_layers = min(16, triton.next_power_of_2(group))
         self._block = min(64, TILE_NUMBERS // COLUMNS // self._block_layers)
         self._programs = min(MAX_PROGRAMS, triton.cdiv(most, self._block))

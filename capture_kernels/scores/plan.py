@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
     QUERY_TYPES,
+    LayerPlan,
     check,
-    check_layer,
     chosen_heads,
     interpreted,
     processors,
@@ -52,7 +52,8 @@ class ScoresTuning(NamedTuple):
 WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
 
 
-class ScoresPlan:
+@dataclass(kw_only=True, eq=False)
+class ScoresPlan(LayerPlan):
     """Geometry and scratch memory of the scores of one kind of layer; `run` once a layer and chunk.
 
     A run neither allocates, copies nor waits, so that a CUDA graph can hold it (after a first run,
@@ -60,70 +61,36 @@ class ScoresPlan:
     `scratch_bytes`: 8 bytes a query and head, or a few times that if queries are so few that
     several programs share a row.
 
-    Args:
-        max_rows: the most queries of a run. Fewer cost less, but a plan for a few queries spreads
-            their keys over the whole device.
-        max_length: the most keys of a query.
-        heads, key_heads, head_dim: the layer's shape; query head h reads key head
-            h // (heads / key_heads).
-        scale: what q . k is multiplied by, more than 0.
-        device: where queries and keys are.
-        chosen: the query heads to score; None for all. Results are in ascending order of heads.
-        soft_cap: the bound that tanh puts on the logits; None for none.
-        window: the model's own sliding window, the query's own key included; 0 for none.
-        mask_prefix: how many tokens at the start of the sequence are hidden (privacy): their
-            probability is 0, and the softmax is over the others. So only
-            [mask_prefix:, :, mask_prefix:] of the output is not 0.
-        tuning: how kernels are cut; None for what suits the shape.
-
     Raises:
-        OptionError: options that do not fit together, or a head_dim above 256 (the latent keys of
-            MLA among them).
+        OptionError: options that do not fit together.
 
     Source: DESIGN.md sections 2 and 7 (`attn_capture_data`).
     """
 
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_length: int,
-        heads: int,
-        key_heads: int,
-        head_dim: int,
-        scale: float,
-        device: torch.device | str,
-        chosen: Sequence[int] | None = None,
-        soft_cap: float | None = None,
-        window: int = 0,
-        mask_prefix: int = 0,
-        tuning: ScoresTuning | None = None,
-    ) -> None:
-        check_layer(max_rows, max_length, head_dim, scale, soft_cap, window)
-        order = chosen_heads(heads, key_heads, chosen)
-        if mask_prefix < 0:
-            raise OptionError(f"mask_prefix must be 0 or more, got {mask_prefix}")
-        self.device = torch.device(device)
-        self.max_rows, self.max_length = max_rows, max_length
-        self.heads, self.key_heads, self.head_dim = heads, key_heads, head_dim
-        self.scale, self.soft_cap = scale, soft_cap
-        self.window, self.mask_prefix = window, mask_prefix
-        self.order = order
+    # How many first tokens of the sequence are hidden (privacy): their probability is 0, and the
+    # softmax is over the others. So only [mask_prefix:, :, mask_prefix:] of the output is not 0.
+    mask_prefix: int = 0
+    tuning: ScoresTuning | None = None  # how kernels are cut; None for what suits the shape
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.order = order = chosen_heads(self.heads, self.key_heads, self.chosen)
+        if self.mask_prefix < 0:
+            raise OptionError(f"mask_prefix must be 0 or more, got {self.mask_prefix}")
         # Every key head's chosen heads must be a whole number of packs.
-        per_key = heads // key_heads
+        per_key = self.heads // self.key_heads
         self.group = math.gcd(*Counter(head // per_key for head in order).values())
         self.packs = len(order) // self.group
-        self.tuning = tuning or self._tuning()
+        suited = self._suited_tuning()
         # float32 does not use tensor cores, and larger tiles would not fit the registers.
-        self._wide_tuning = tuning or WIDE_TUNING._replace(splits=self.tuning.splits)
+        wide = WIDE_TUNING._replace(splits=suited.splits)
+        self._wide_tuning = self.tuning or wide
+        self.tuning = self._narrow_tuning = self.tuning or suited
         self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
-        self._partial = torch.zeros(
-            (self.tuning.splits, 2, self.packs, max_rows * self.group),
-            dtype=torch.float32,
-            device=self.device,
-        )
+        shape = (self.tuning.splits, 2, self.packs, self.max_rows * self.group)
+        self._partial = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def _tuning(self) -> ScoresTuning:
+    def _suited_tuning(self) -> ScoresTuning:
         lanes = self.max_rows * self.group
         block_m = min(128, max(16, triton.next_power_of_2(lanes)))
         programs = triton.cdiv(lanes, block_m) * self.packs
@@ -189,7 +156,7 @@ class ScoresPlan:
         self._check(query, keys, table, start, out, descale, sinks)
         if rows == 0:
             return
-        tuning = self._wide_tuning if query.dtype == torch.float32 else self.tuning
+        tuning = self._wide_tuning if query.dtype == torch.float32 else self._narrow_tuning
         depth, capped = self.head_dim, self.soft_cap is not None
         block_d = max(16, 1 << (depth.bit_length() - 1))
         rest = 0 if depth <= block_d else max(16, triton.next_power_of_2(depth - block_d))

@@ -38,7 +38,7 @@ def inconsistent(vectors: ArrayLike, layout: Layout) -> NDArray[np.bool_]:
     """
     xp = array_module(vectors)
     rows = xp.asarray(vectors).reshape(-1, DIMENSIONS)
-    found: NDArray[np.bool_] = xp.empty(len(rows), bool)
+    found = xp.empty(len(rows), bool)
     step = block_rows(rows, BLOCK_ROWS)
     for start in range(0, len(rows), step):
         block = slice(start, start + step)
@@ -46,7 +46,7 @@ def inconsistent(vectors: ArrayLike, layout: Layout) -> NDArray[np.bool_]:
     return found
 
 
-def _consistent(rows: NDArray[np.float64], layout: Layout) -> NDArray[np.bool_]:
+def _consistent(rows: NDArray[np.float64], layout: Layout) -> Any:
     xp = array_module(rows)
     # Tests what holds, not what fails, because NaN fails every comparison.
     sound: Any = ((rows >= -TOLERANCE) & (rows <= 1 + TOLERANCE)).all(axis=1)
@@ -54,21 +54,13 @@ def _consistent(rows: NDArray[np.float64], layout: Layout) -> NDArray[np.bool_]:
     bands, entropy = rows[:, :3], rows[:, 3]
     if layout is Layout.LAYERED:
         positions = rows[:, 4 : 4 + PLACE_BINS].sum(axis=1)
-        return sound & _is(bands.sum(axis=1), 1.0) & _is(positions, 1.0)
+        sums = xp.stack([bands.sum(axis=1), positions], axis=1)
+        return sound & (abs(sums - 1.0) <= TOLERANCE).all(axis=1)
     hist = rows[:, 4:]
     sums = xp.stack([hist[:, a:b].sum(axis=1) for a, b in pairwise(BAND_ENDS)], axis=1)
-    fits: NDArray[np.bool_] = (
-        sound
-        & _is(hist.sum(axis=1), 1.0)
-        & _is(bands, sums).all(axis=1)
-        & (entropy <= entropy_bound(hist) + TOLERANCE)
-    )
-    return fits
-
-
-def _is(value: NDArray[Any], wanted: NDArray[Any] | float) -> NDArray[np.bool_]:
-    near: NDArray[np.bool_] = abs(value - wanted) <= TOLERANCE
-    return near
+    sound &= (abs(bands - sums) <= TOLERANCE).all(axis=1)
+    sound &= abs(hist.sum(axis=1) - 1.0) <= TOLERANCE
+    return sound & (entropy <= entropy_bound(hist) + TOLERANCE)
 
 
 def entropy_bound(hist: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -88,5 +80,4 @@ def entropy_bound(hist: NDArray[np.float64]) -> NDArray[np.float64]:
     last = HIST_BINS - 1 - (masses[:, ::-1] > 0).argmax(axis=1)
     fewest = xp.log(2.0**last + 1.0)
     most = (masses * (xp.asarray(LOG_WIDTHS) - logs)).sum(axis=1) / fewest
-    bound: NDArray[np.float64] = xp.where(last == HIST_BINS - 1, 1.0, xp.minimum(most, 1.0))
-    return bound
+    return xp.where(last == HIST_BINS - 1, 1.0, xp.minimum(most, 1.0))

@@ -89,10 +89,8 @@ class _Simulation:
             low, high = high, 2 * high
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            if self.quantile(middle, level) < observed:
-                low = middle
-            else:
-                high = middle
+            below = self.quantile(middle, level) < observed
+            low, high = (middle, high) if below else (low, middle)
         return float(psi(*self.truth(high)))
 
 
@@ -124,12 +122,11 @@ def drift(before: Shares, after: Shares, names: Sequence[str], seed: int) -> dic
     simulation = _Simulation(before, after, seed)
     usual, rare = (simulation.quantile(0.0, level) for level in (MIDDLE, BY_CHANCE))
     middle = simulation.true_psi(simulation.observed, MIDDLE)
-    low = simulation.true_psi(simulation.observed, LOW)
     # A run that shows less change than chance usually does is luck, and proves no steadiness.
     high = simulation.true_psi(max(simulation.observed, usual), HIGH)
     figures = {
         "psi": middle,
-        "low": min(low, middle),
+        "low": min(simulation.true_psi(simulation.observed, LOW), middle),
         "high": max(high, middle),
         "by_chance": simulation.true_psi(rare, MIDDLE),
     }

@@ -92,44 +92,27 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
         split, born), then one for each of the parent's ids that is gone (died, absorbed).
     """
     happened: list[Event] = []
+    overlap = np.where(found.linked, found.common, -1.0)
+    # Of each parent that is linked to any, the child with the largest overlap.
+    largest_child = overlap.argmax(axis=0) if len(ids) else np.empty(0, np.int64)
+    ended = ~np.isin(np.arange(len(parent_ids)), found.heir_of)
     for index, cluster in enumerate(ids.tolist()):
-        own = np.flatnonzero(found.linked[index])
-        own = own[np.argsort(-found.common[index, own], kind="stable")]
+        own = np.argsort(-overlap[index], kind="stable")[: found.linked[index].sum()]
         parents = parent_ids[own].tolist()
+        # Only those whose id ended here: one that went on elsewhere has merely lost rows.
+        absorbed = parent_ids[own[ended[own] & (largest_child[own] == index)]].tolist()
         if not parents:
             happened.append(event("born", cluster, [], []))
         elif found.heir_of[index] < 0:
             happened.append(event("split", cluster, parents, []))
-        elif len(absorbed := absorbed_by(found, index)) == 0:
-            happened.append(event("kept", cluster, [cluster], []))
         else:
-            # Only those whose id ended here: one that went on elsewhere has merely lost rows.
-            gone = parent_ids[absorbed].tolist()
-            happened.append(event("merged", cluster, [cluster, *gone], []))
-    for index, parent in enumerate(parent_ids.tolist()):
-        if (found.heir_of == index).any():
-            continue
-        if found.linked[:, index].any():
-            into = int(ids[largest_child(found, index)])
-            happened.append(event("absorbed", parent, [], [into]))
-        else:
-            happened.append(event("died", parent, [], []))
+            kind = "merged" if absorbed else "kept"
+            happened.append(event(kind, cluster, [cluster, *absorbed], []))
+    for index in np.flatnonzero(ended).tolist():
+        parent, linked = int(parent_ids[index]), found.linked[:, index].any()
+        into = [int(ids[largest_child[index]])] if linked else []
+        happened.append(event("absorbed" if linked else "died", parent, [], into))
     return happened
-
-
-def absorbed_by(found: Match, child: int) -> NDArray[np.int64]:
-    """Parents whose id ended and whose largest child is this one: int64[m], by falling overlap."""
-    own = np.flatnonzero(found.linked[child])
-    lost = ~np.isin(own, found.heir_of)
-    here = [largest_child(found, int(parent)) == child for parent in own]
-    own = own[lost & np.array(here, bool)]
-    return own[np.argsort(-found.common[child, own], kind="stable")]
-
-
-def largest_child(found: Match, parent: int) -> int:
-    """The child with the largest overlap with a parent that is linked to any."""
-    children = np.flatnonzero(found.linked[:, parent])
-    return int(children[np.argmax(found.common[children, parent])])
 
 
 def event(kind: str, cluster: int, parents: list[int], children: list[int]) -> Event:

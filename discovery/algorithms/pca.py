@@ -40,24 +40,16 @@ class Moments:
             np.zeros((DIMENSIONS, DIMENSIONS)),
         )
 
-    def add(self, vectors: NDArray[np.float32], layout: Layout) -> Moments:
-        """With n more vectors float32[n, 20]."""
-        return self + Moments.of(vectors, layout)
-
     def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.counts + other.counts,
-            self.totals + other.totals,
-            self.products + other.products,
-        )
+        counts, totals = self.counts + other.counts, self.totals + other.totals
+        return Moments(counts, totals, self.products + other.products)
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32], layout: Layout) -> Moments:
         """Those of the vectors float32[n, 20], on any device."""
         xp = array_module(vectors)
         roots = square_roots(vectors.astype(np.float64))
-        octave = context_octave(vectors, layout)
-        members = octave[:, None] == xp.arange(HIST_BINS)
+        members = context_octave(vectors, layout)[:, None] == xp.arange(HIST_BINS)
         return cls(
             on_host(members.sum(axis=0)),
             on_host(members.T.astype(np.float64) @ roots),
@@ -97,9 +89,5 @@ def fit_projection(
     # An eigenvector's sign is arbitrary: the largest loading is made positive.
     axes = axes[:, :count]
     signs = np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(count)])
-    return Projection(
-        mean.astype(np.float32),
-        scale.astype(np.float32),
-        (axes * signs).astype(np.float32),
-        shares[:count],
-    )
+    single = [array.astype(np.float32) for array in (mean, scale, axes * signs)]
+    return Projection(single[0], single[1], single[2], shares[:count])

@@ -47,6 +47,8 @@ class Prototypes(NamedTuple):
     noise_factor: float
 
 
+# The matrices are small: threads cost more than they save, most of all on a busy machine.
+@one_thread()
 def train_prototypes(
     engine: Engine, projected: NDArray[np.float32], labels: NDArray[np.int32], seed: int
 ) -> Prototypes:
@@ -57,17 +59,7 @@ def train_prototypes(
         projected: float32[n, d], n > 0.
         labels: int32[n], -1 for noise.
     """
-    # The matrices are small: threads cost more than they save, most of all on a busy machine.
-    with one_thread():
-        return _train(engine, projected, labels, np.random.default_rng(seed))
-
-
-def _train(
-    engine: Engine,
-    projected: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    rng: np.random.Generator,
-) -> Prototypes:
+    rng = np.random.default_rng(seed)
     n = len(projected)
     rows = np.sort(rng.choice(n, min(n, CANDIDATE_ROWS), replace=False))
     points, wanted = projected[rows], labels[rows]
@@ -111,9 +103,8 @@ def centres(
     distinct = np.unique(points, axis=0)
     if count >= len(distinct):
         return distinct
-    search = KMeans(
-        count, init="random", n_init=1, max_iter=5, random_state=int(rng.integers(2**31))
-    ).fit(points)
+    seed = int(rng.integers(2**31))
+    search = KMeans(count, init="random", n_init=1, max_iter=5, random_state=seed).fit(points)
     return search.cluster_centers_.astype(np.float32)
 
 
@@ -138,11 +129,9 @@ def learn_borders(
         return prototypes
     moved = prototypes.astype(np.float32)
     batches = max(1, len(points) // block_rows(points, BATCH_ROWS, DEVICE_BATCH_ROWS))
-    steps = EPOCHS * batches
-    step = 0
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         order = xp.asarray(rng.permutation(len(points)))
-        for batch in xp.array_split(order, batches):
+        for done, batch in enumerate(xp.array_split(order, batches), epoch * batches):
             x = points[batch]
             apart = (moved * moved).sum(axis=1)[None] - 2.0 * (x @ moved.T)
             same = labels[None] == wanted[batch][:, None]
@@ -153,13 +142,12 @@ def learn_borders(
             far = dots(to_wrong, to_wrong) + 1e-9
             sigmoid = 1.0 / (1.0 + xp.exp(-STEEPNESS * (near - far) / (near + far)))
             # The step is in units of the mean squared distance, so that no scale is built in.
-            pull = RATE * (1.0 - step / steps) * near.mean() * STEEPNESS
+            pull = RATE * (1.0 - done / (EPOCHS * batches)) * near.mean() * STEEPNESS
             weight = pull * sigmoid * (1.0 - sigmoid) * 4.0 / (near + far) ** 2
             change = xp.zeros_like(moved)
             add_rows(change, right, (weight * far)[:, None] * to_right)
             add_rows(change, wrong, -(weight * near)[:, None] * to_wrong)
             moved = moved + change
-            step += 1
     return moved
 
 

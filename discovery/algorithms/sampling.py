@@ -61,9 +61,9 @@ def within_request_limit(
         rows: uint64[n], the rows' own hashes; the lowest of a request are kept.
         limit: 0 keeps all.
     """
-    if limit == 0 or len(requests) <= limit:
-        return np.ones(len(requests), bool)
     keep = np.ones(len(requests), bool)
+    if limit == 0 or len(requests) <= limit:
+        return keep
     grouped = np.sort(requests)
     long = np.unique(grouped[limit:][grouped[limit:] == grouped[:-limit]])
     if not len(long):
@@ -149,7 +149,7 @@ def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> 
     salt = xp.asarray(mix64(np.array([seed], np.uint64)))
     counts = on_host(xp.bincount(cell, minlength=len(quota)))
     step = block_rows(cell, DRAW_ROWS, DEVICE_DRAW_ROWS)
-    rows, keys = [], []
+    rows, keys = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     highest = xp.asarray(highest_keys(counts, quota))
     for start in range(0, len(cell), step):
         own = cell[start : start + step]
@@ -157,8 +157,7 @@ def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> 
         low = xp.flatnonzero(key <= highest[own])
         rows.append(on_host(low) + start)
         keys.append(on_host(key[low]))
-    row = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    key = np.concatenate(keys) if keys else np.empty(0, np.uint64)
+    row, key = np.concatenate(rows), np.concatenate(keys)
     chosen = lowest(on_host(cell[xp.asarray(row)]), key, quota)
     return np.sort(row[chosen])
 

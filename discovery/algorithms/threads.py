@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from threadpoolctl import ThreadpoolController
 
@@ -18,11 +18,12 @@ def _loaded() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def one_thread() -> AbstractContextManager[Any]:
-    """Inside the block BLAS and OpenMP use one thread.
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block, or the function that it decorates, BLAS and OpenMP use one thread.
 
     scikit-learn's k-means adds its threads' sums in the order in which they end, and floating-point
     sums depend on that order.
     """
-    limited: AbstractContextManager[Any] = _loaded().limit(limits=1)
-    return limited
+    with _loaded().limit(limits=1):
+        yield

@@ -47,10 +47,11 @@ def vote(
     support = dots(agree.astype(np.float32), weights[:, None])
     winner = support.argmax(axis=1)
     rows = xp.arange(len(labels))
-    voters = weights * agree[rows, winner]
+    agree = agree[rows, winner]
+    voters = weights * agree
     total = voters.sum(axis=1)
     mean = dots(coordinates.swapaxes(1, 2), voters[:, None]) / total[:, None]
-    nearest = coordinates[rows, agree[rows, winner].argmax(axis=1)]
+    nearest = coordinates[rows, agree.argmax(axis=1)]
     moved = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
     share = total / weights.sum(axis=1)
     return Votes(labels[rows, winner], share.astype(np.float32), moved.astype(np.float32))

@@ -117,14 +117,9 @@ class Classifier:
             except RecordError as error:
                 answers[row]["error"] = str(error)
         found = self.classify(vectors)
-        for row, cluster, probability, zone, confidence in zip(
-            rows,
-            found.cluster_id.tolist(),
-            found.probability.tolist(),
-            found.zone.tolist(),
-            found.zone_confidence.tolist(),
-            strict=True,
-        ):
+        columns = (found.cluster_id, found.probability, found.zone, found.zone_confidence)
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        for row, (cluster, probability, zone, confidence) in zip(rows, values, strict=True):
             answers[row]["manifold"] = {
                 "zone": ZONES[zone],
                 "confidence": round(confidence, 6),
@@ -151,19 +146,14 @@ class Classifier:
                 )
         if isinstance(vector, np.ndarray):
             vector = vector.tolist()
-        is_vector = (
+        if (
             isinstance(vector, list)
             and len(vector) == DIMENSIONS
-            and all(
-                isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
-                for x in vector
-            )
-        )
-        if not is_vector:
-            raise RecordError(
-                f"needs a vector of {DIMENSIONS} finite numbers, none of them negative"
-            )
-        return list(vector)
+            and all(isinstance(x, int | float) and 0 <= x <= LARGEST for x in vector)
+            and not any(isinstance(x, bool) for x in vector)
+        ):
+            return list(vector)
+        raise RecordError(f"needs a vector of {DIMENSIONS} finite numbers, none of them negative")
 
 
 def shown(value: Any) -> str:

@@ -1,16 +1,14 @@
-"""From a vector to the space that neighbours, landmarks and the classifier share.
+"""From a vector to PCA space, which neighbours, prototypes and the classifier share.
 
-Square roots first: the 20 numbers are shares, and between square roots Euclidean distance is the
-Hellinger distance, which sees a share of 0.01 appear or vanish. That alone would also see most of
-all how far a row could look, which fills or empties histogram bins by itself, so the mean of the
-rows with the same context octave is taken out. What is left is what a row does beyond what its
-context length dictates. The octave is read off the vector (its last bin with any mass), so a
-classifier needs nothing but the vector.
+The 20 numbers are shares. Euclidean distance between their square roots is the Hellinger distance,
+which shows when a share of 0.01 appears or vanishes. It would mostly show the context length, which
+fills or empties histogram bins by itself, so the mean of the rows with the same context octave is
+subtracted. The octave is the vector's last bin with any mass: a classifier needs only the vector.
 
-Nothing is divided by a bin's deviation: shares have one unit already, and z-scores blow up rare
-bins. `benchmarks/discovery.py` measures these choices against each other: planted behaviours are
-found in all of these spaces, but on the shipped sample the share of log2(position) that the
-clusters explain is lowest in this one, and highest with square roots that are not centred.
+Nothing is divided by a bin's deviation: shares have one unit, and z-scores inflate rare bins.
+`benchmarks/discovery.py` compares these choices. All of them find planted behaviours, but on the
+shipped sample the clusters explain the smallest share of log2(position) with this one, and the
+largest with square roots that are not centred.
 """
 
 from __future__ import annotations
@@ -35,16 +33,13 @@ def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
 def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.int64]:
     """floor(log2) of how far each row could look: the last histogram bin with mass, int64[n].
 
-    The layered layout has no distances, and its places are relative already: always 0.
+    Always 0 for the layered layout, whose positions are relative already.
     """
     xp = array_module(vectors)
-    octave: NDArray[np.int64]
-    if layout is not Layout.LOG16:
-        octave = xp.zeros(len(vectors), np.int64)
-        return octave
     reached = vectors[:, 4:] > 0
     last = HIST_BINS - 1 - reached[:, ::-1].argmax(axis=1)
-    octave = xp.where(reached.any(axis=1), last, 0)
+    has_distances = reached.any(axis=1) & (layout is Layout.LOG16)
+    octave: NDArray[np.int64] = xp.where(has_distances, last, 0)
     return octave
 
 

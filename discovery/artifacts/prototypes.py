@@ -80,7 +80,7 @@ def nearest_with_noise(
     labels: NDArray[np.int32],
     noise_factor: float,
 ) -> Nearest:
-    """The nearest prototype of each row; one of noise only where it is closer than `noise_factor`
+    """The nearest prototype of each row; one of noise only if it is closer than `noise_factor`
     times the nearest one of a cluster.
 
     Args:
@@ -131,8 +131,7 @@ class Codebook(NamedTuple):
         """
         members = self.labels != NOISE
         if not members.any():
-            none: NDArray[np.int32] = array_module(vectors).full(len(vectors), NOISE, np.int32)
-            return none
+            return self.label(vectors)
         prototypes = self.prototypes[members]
         found = nearest_prototype(self.projection(vectors, self.layout), prototypes)
         return labels_within(self.labels[members], found.row, found.distance > self.reach)

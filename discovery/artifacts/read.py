@@ -57,12 +57,10 @@ class Artifacts:
             ArtifactError: a file is missing or is not what was published.
         """
         files = self.manifest["files"]
-        found_facts = facts_of([self.folder / name for name in files])
-        for name, found in zip(files, found_facts, strict=True):
-            if found is None:
-                raise missing(self.folder / name)
-            if found != files[name]:
-                raise damaged(self.folder / name)
+        paths = [self.folder / name for name in files]
+        for path, found in zip(paths, facts_of(paths), strict=True):
+            if found != files[path.name]:
+                raise damaged(path) if found else missing(path)
 
 
 def missing(path: Path) -> ArtifactError:
@@ -106,11 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
         )
     files = manifest.get("files")
-    whole = (
-        isinstance(files, dict)
-        and set(manifest) >= MANIFEST_KEYS
-        and set(REQUIRED_FILES) <= set(files)
-    )
-    if not (whole and "gate" in manifest["quality"]):
+    whole = isinstance(files, dict) and manifest.keys() >= MANIFEST_KEYS
+    if not (whole and files.keys() >= {*REQUIRED_FILES} and "gate" in manifest["quality"]):
         raise ArtifactError(f"{path} is damaged: run attn discover again")
     return manifest

@@ -30,19 +30,11 @@ def landmarks_table(
     codebook: Codebook, coordinates: NDArray[np.float32], probability: NDArray[np.float32]
 ) -> pa.Table:
     """landmarks.parquet: one row for each prototype."""
-    prototypes = codebook.prototypes
-    dimensions = prototypes.shape[1]
-    flat = pa.array(np.ascontiguousarray(prototypes).reshape(-1))
-    return pa.table(
-        [
-            pa.FixedSizeListArray.from_arrays(flat, dimensions),
-            pa.array(coordinates[:, 0]),
-            pa.array(coordinates[:, 1]),
-            pa.array(codebook.labels),
-            pa.array(probability),
-        ],
-        schema=landmark_columns(dimensions),
-    )
+    dimensions = codebook.prototypes.shape[1]
+    flat = pa.array(np.ascontiguousarray(codebook.prototypes).reshape(-1))
+    projected = pa.FixedSizeListArray.from_arrays(flat, dimensions)
+    columns = map(pa.array, (*coordinates.T.copy(), codebook.labels, probability))
+    return pa.table([projected, *columns], schema=landmark_columns(dimensions))
 
 
 def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.Table:
@@ -52,15 +44,15 @@ def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.T
         quantiles: float64[q], of the distances to the nearest prototype.
     """
     projection = codebook.projection
-    floats = pa.list_(pa.float32())
+    floats, doubles = pa.list_(pa.float32()), pa.list_(pa.float64())
     return pa.table(
         {
             "transform": pa.array(["sqrt"]),
             "mean": pa.array([projection.mean.reshape(-1)], floats),
             "scale": pa.array([projection.scale], floats),
             "components": pa.array([projection.components.reshape(-1)], floats),
-            "explained": pa.array([projection.explained], pa.list_(pa.float64())),
-            "distance_quantiles": pa.array([quantiles], pa.list_(pa.float64())),
+            "explained": pa.array([projection.explained], doubles),
+            "distance_quantiles": pa.array([quantiles], doubles),
             "reach": pa.array([codebook.reach]),
             "noise_factor": pa.array([codebook.noise_factor]),
         }
@@ -77,18 +69,17 @@ def read_prototypes(artifacts: Artifacts) -> PublishedPrototypes:
     landmarks = artifacts.table("landmarks")
     if landmarks.num_rows == 0:
         raise ArtifactError(f"{artifacts.folder} has no landmarks: run attn discover again")
-    components = np.array(saved["components"], np.float32).reshape(DIMENSIONS, -1)
     projection = Projection(
         np.array(saved["mean"], np.float32).reshape(-1, DIMENSIONS),
         np.array(saved["scale"], np.float32),
-        components,
+        np.array(saved["components"], np.float32).reshape(DIMENSIONS, -1),
         np.array(saved["explained"], np.float64),
     )
     flat = landmarks.column("projected").combine_chunks().flatten().to_numpy()
     codebook = Codebook(
         projection,
         Layout.parse(artifacts.manifest["layout"]),
-        np.ascontiguousarray(flat.reshape(-1, components.shape[1])),
+        np.ascontiguousarray(flat.reshape(-1, projection.components.shape[1])),
         landmarks.column("cluster_id").to_numpy(),
         float(saved["noise_factor"]),
         float(saved["reach"]),

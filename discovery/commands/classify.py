@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -33,11 +34,10 @@ def classify(
         stream = cast(BufferedReader, file.open("rb") if file else sys.stdin.buffer)
     except OSError as error:
         raise OptionError(f"cannot read {file}: {error.strerror}") from None
-    number = 0
+    number = itertools.count(1)
     with stream:
         for lines in lines_as_they_come(stream):
-            numbered = [(number + i, line) for i, line in enumerate(lines, 1) if line.strip()]
-            number += len(lines)
+            numbered = [(i, line) for line, i in zip(lines, number, strict=False) if line.strip()]
             for answer in answers(numbered, classifier):
                 print(json.dumps(answer))
             sys.stdout.flush()

@@ -6,16 +6,16 @@ import json
 import shlex
 import signal
 import sys
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from capture_kernels.errors import NewRunNeededError, OptionError
 from capture_kernels.fingerprint.zones import ZoneRules
 from discovery.events.log import Listener
-from discovery.events.schema import Event
 from discovery.events.terminal import listener_for_terminal
 from discovery.gate import GateRules
 from discovery.options import FREE_ON_RESUME, DiscoverOptions, option_name
@@ -108,40 +108,28 @@ def discover(
 
     if resume:
         refuse_changes_on_resume(ctx)
+    # The parameters of this command have the names of the options; paths are saved as text.
+    names = {field.name for field in fields(DiscoverOptions)} & ctx.params.keys()
+    given: dict[str, Any] = {name: ctx.params[name] for name in names}
     options = DiscoverOptions(
-        db=db, output=str(output), hours=hours, min_rows=min_rows, min_samples=min_samples,
-        min_cluster_size=min_cluster_size, max_per_request=max_per_request,
-        umap_neighbors=umap_neighbors, umap_min_dist=umap_min_dist,
-        umap_sample_size=umap_sample_size, batch_size=batch_size, seed=seed, layout=layout,
-        model=model, capture_id=capture_id, engine=engine, long_running=long_running,
-        scheduler=scheduler, max_memory_gb=max_memory_gb, max_hours=max_hours, no_gate=no_gate,
-        tokenizer=str(tokenizer) if tokenizer else None,
+        **given | {n: str(path) for n, path in given.items() if isinstance(path, Path)},
         gate_rules=GateRules.from_toml(gate_thresholds) if gate_thresholds else GateRules(),
         zone_rules=ZoneRules.from_toml(zone_thresholds) if zone_thresholds else ZoneRules(),
-    )  # fmt: skip
+    )
     stop = StopRequest()
-    begun: list[str] = []
-
-    def note_run(event: Event) -> None:
-        begun[:] = [event.run_id]
-
-    listeners: list[Listener] = [note_run, listener_for_terminal()]
+    begun: set[str] = set()
+    listeners: list[Listener] = [lambda event: begun.add(event.run_id), listener_for_terminal()]
     live = LiveEvents(websocket_port, stop) if websocket_port is not None else None
     if live:
         listeners.append(live)
     try:
         with stop_on_signals(stop):
-            manifest = run_job(
-                options,
-                resume=resume,
-                now=now.replace(tzinfo=UTC) if now else None,
-                listeners=listeners,
-                stop=stop,
-            )
+            end = now.replace(tzinfo=UTC) if now else None
+            manifest = run_job(options, resume=resume, now=end, listeners=listeners, stop=stop)
     except BaseException as error:
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):
-            again = resume_command(options, begun[0])
+            again = resume_command(options, begun.pop())
             print(f"finish it with: {again}", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted("stopped at once", 128 + signal.SIGINT) from None
@@ -159,13 +147,11 @@ def discover(
 
 def resume_command(options: DiscoverOptions, run_id: str) -> str:
     """The command that finishes a run in the way that it was started."""
-    words = ["attn", "discover", "--db", options.db, "--output", options.output]
-    words += ["--resume", run_id]
-    words += ["--long-running"] if options.long_running else []
-    words += ["--no-gate"] if options.no_gate else []
-    for name in ("scheduler", "max_memory_gb", "tokenizer"):
-        if (value := getattr(options, name)) is not None:
-            words += [option_name(name), str(value)]
+    words = ["attn", "discover", "--db", options.db, "--output", options.output, "--resume", run_id]
+    kept = ("long_running", "no_gate", "scheduler", "max_memory_gb", "tokenizer")
+    for name, value in options.some(*kept).items():
+        if value not in (None, False):
+            words += [option_name(name)] if value is True else [option_name(name), str(value)]
     return shlex.join(words)
 
 

@@ -4,32 +4,33 @@ which runs can be deleted."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.artifacts.read import Artifacts, read_manifest
 from discovery.artifacts.schema import Manifest
+from discovery.describe.ranges import joined
 from discovery.runs import folder as runs
-from discovery.runs.history import (
-    Cluster,
-    Clusters,
-    ancestry,
-    check_descent,
-    clusters_by_run,
-    compare,
-    history,
-    story,
-)
+from discovery.runs import history
 from discovery.runs.state import manifests, survey
-
-from .history_words import diff_in_words, in_bytes, kept_in_lines, plural, story_in_words
 
 Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 RunId = Annotated[str, typer.Argument(help="Run id, or latest.")]
+
+BARS = "▁▂▃▄▅▆▇█"
+UNKNOWN = "·"
+# The figures of a run's quality that are worth comparing.
+SHOWN_QUALITY = {
+    "noise_share": "noise",
+    "trustworthiness": "trustworthiness",
+    "neighbor_recall": "neighbours kept",
+    "classifier_agreement": "classifier agreement",
+}
 
 
 def diff(
@@ -37,12 +38,12 @@ def diff(
 ) -> None:
     """What changed from one run to another of its lineage: clusters, zones, quality."""
     readable = manifests(survey(output))
-    given = [finished_run(output, run) for run in (first, second)]
+    given = [read_manifest(runs.run_folder(output, run)) for run in (first, second)]
     before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
-    known = ancestry(after["run_id"], readable)
-    check_descent(before, after, known)
+    known = history.ancestry(after["run_id"], readable)
+    history.check_descent(before, after, known)
     then, now = (own_clusters(output, manifest) for manifest in (before, after))
-    found = compare(before, after, then, now, known)
+    found = history.compare(before, after, then, now, known)
     says = [] if before is given[0] else [
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
@@ -61,11 +62,11 @@ def lineage(
 ) -> None:
     """The life of a cluster id: where it came from, its share in each run, how it ended."""
     readable = manifests(survey(output))
-    manifest = finished_run(output, run)
-    known = ancestry(manifest["run_id"], readable)
+    manifest = read_manifest(runs.run_folder(output, run))
+    known = history.ancestry(manifest["run_id"], readable)
     own = {r: own_clusters(output, readable[r]) for r in known.runs if r in readable}
-    seen = clusters_by_run(known, readable, own)
-    found = story(cluster, manifest, known, seen)
+    seen = history.clusters_by_run(known, readable, own)
+    found = history.story(cluster, manifest, known, seen)
     if found is None:
         raise ArtifactError(
             f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
@@ -112,11 +113,7 @@ def gc(
     print(f"{count}{would} deleted, {in_bytes(done['bytes'])} freed")
 
 
-def finished_run(output: Path, run: str) -> Manifest:
-    return read_manifest(runs.run_folder(output, run))
-
-
-def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
+def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]:
     """The clusters of a run by id, from its own table.
 
     Raises:
@@ -124,14 +121,153 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, Cluster]:
     """
     artifacts = Artifacts(output / manifest["run_id"], manifest)
     table = artifacts.table("clusters", ["cluster_id", "label", "share"])
-    return {row["cluster_id"]: Cluster(row["label"], row["share"]) for row in table.to_pylist()}
+    return {
+        row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in table.to_pylist()
+    }
 
 
-def elsewhere(cluster: int, output: Path, readable: dict[str, Manifest], there: Clusters) -> str:
+def elsewhere(
+    cluster: int, output: Path, readable: dict[str, Manifest], there: history.Clusters
+) -> str:
     """Where else an id that was not found is known, or which ids are."""
     for run_id in sorted(readable, key=runs.run_order, reverse=True):
-        changed = {event["cluster_id"] for event in history(readable[run_id])}
+        changed = {event["cluster_id"] for event in history.history(readable[run_id])}
         if cluster in changed or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
     ids = ", ".join(map(str, sorted(there))) or "none"
     return f": its clusters are {ids}"
+
+
+def percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.1%}"
+
+
+def in_bytes(count: int) -> str:
+    """1536 -> 1.5 KiB."""
+    if count < 1024:
+        return f"{count} bytes"
+    power = next((p for p in (1, 2) if count < 1024 ** (p + 1)), 3)
+    return f"{count / 1024**power:,.1f} {' KMG'[power]}iB"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
+def ids(clusters: Iterable[int]) -> str:
+    """Cluster ids as a list in a sentence: 1, 2 and 3."""
+    return joined([str(cluster) for cluster in clusters]) or "none"
+
+
+def diff_in_words(found: dict[str, Any]) -> list[str]:
+    """The lines on what `compare` found: clusters by falling share, then zones and quality."""
+    changed = found["merged"] + found["split"] + found["born"] + found["died"]
+    changed.sort(key=lambda one: -one.get("share", one.get("share_then")))
+    same = found["merged"] + found["kept"]
+    count, rows = found["clusters"], found["rows"]
+    lines = [
+        f"{found['from']} -> {found['to']}: {count['then']} -> {plural(count['now'], 'cluster')}, "
+        f"{len(same)} of them the same; {rows['then']:,} -> {plural(rows['now'], 'row')}"
+    ]
+    if gone := found["deleted_between"]:
+        lines.append(
+            f"between them {plural(len(gone), 'run')} known of "
+            f"{'is' if len(gone) == 1 else 'are'} deleted ({', '.join(gone)}): "
+            "compared by cluster ids and the history that the later run keeps"
+        )
+    lines += map(_change, changed)
+    lines += [
+        f'{one["cluster_id"]} is called "{one["label"]}" now; it was "{one["label_then"]}"'
+        for one in same
+        if one["label"] != one["label_then"]
+    ]
+    if not changed:
+        lines.append("no cluster was born, died, split or merged")
+
+    def both(name: str, pair: dict[str, float | None]) -> str:
+        return f"{name} {percent(pair['then'])} -> {percent(pair['now'])}"
+
+    zones, quality = found["zones"], found["quality"]
+    moved = {name: abs((p["now"] or 0.0) - (p["then"] or 0.0)) for name, p in zones.items()}
+    zone_words = [both(name, zones[name]) for name in sorted(zones, key=lambda name: -moved[name])]
+    figures = [both(word, quality[n]) for n, word in SHOWN_QUALITY.items() if n in quality]
+    then, now = ("passed" if quality["gate_passed"][at] else "failed" for at in ("then", "now"))
+    return [
+        *lines,
+        f"zones: {', '.join(zone_words)}",
+        f"quality: {', '.join(figures)}; gate {then} -> {now}",
+    ]
+
+
+def _change(one: dict[str, Any]) -> str:
+    """A cluster that `compare` lists as merged, split, born or died."""
+    named = f'{one["cluster_id"]} "{one["label"]}"'
+    where = f", in run {one.get('run_id')}"
+    if "event" in one:
+        named += f" ({percent(one['share_then'])})"
+        live, into = one["lives_on_in"], one["into"]
+        if one["event"] == "died":
+            rest = f"; what came off it lives on in {ids(live)}" if live else ""
+            return f"died: {named}{where}{rest}"
+        rest = f"; it lives on in {ids(live)}" if live else "; nothing of it is left"
+        return f"absorbed: {named} went into {ids(into)}{where}{rest if live != into else ''}"
+    if "share_then" in one:
+        shares = f"{percent(one['share_then'])} -> {percent(one['share'])}"
+        return f"merged: {named} took in {ids(one['parents'][1:])}, {shares}"
+    named += f" ({percent(one['share'])})"
+    through = ids(one["through"]) if one["through"] else ""
+    if one["parents"]:
+        way = f" through {through}" if through else ""
+        return f"split: {named} came off {ids(one['parents'])}{way}{where}"
+    # What it came off was born since the earlier run too.
+    return f"born: {named}{f', off {through}' if through else ''}{where}"
+
+
+def kept_in_lines(kept: list[dict[str, Any]]) -> list[str]:
+    """A table of the clusters that kept their id, by falling change."""
+    heads = ["    id    then     now  kept cluster"] if kept else []
+    return heads + [
+        f"{one['cluster_id']:>6}  {percent(one['share_then']):>6}  {percent(one['share']):>6}  "
+        f"{one['label']}"
+        for one in kept
+    ]
+
+
+def story_in_words(found: dict[str, Any]) -> list[str]:
+    """The lines on what `story` found, in the order in which it happened."""
+    born, ended, labels = found["born"], found["ended"], found["labels"]
+    begun = f"split off from {ids(born['parents'])}" if born["parents"] else "born"
+    happened = [(born["run_id"], begun)]
+    happened += [(e["run_id"], f"took in {ids(e['cluster_ids'])}") for e in found["absorbed"]]
+    happened += [(e["run_id"], f"{ids(e['cluster_ids'])} came off") for e in found["came_off"]]
+    if ended:
+        fate = f"went into {ids(ended['into'])}" if ended["into"] else "died"
+        happened.append((ended["run_id"], fate))
+    happened.sort(key=lambda at_and_what: runs.run_order(at_and_what[0]))
+    if not ended:
+        happened.append((found["run_id"], "alive"))
+    label = f' "{labels[-1]["label"]}"' if labels else ""
+    lines = [f"cluster {found['cluster_id']}{label}"]
+    lines += [f"{run_id}  {what}" for run_id, what in happened]
+    shares = [run["share"] for run in found["nights"]]
+    known = [share for share in shares if share is not None]
+    reach = f"  {percent(known[0])} -> {percent(known[-1])} of the rows" if known else ""
+    lines.append(f"{plural(len(shares), 'run')}: {sparkline(shares)}{reach}")
+    if len(labels) > 1:
+        called = (f'"{one["label"]}" from {one["since"]}' for one in labels)
+        lines.append(f"called {', '.join(called)}")
+    if gone := found["deleted_runs"]:
+        lines.append(
+            f"deleted since: {plural(len(gone), 'run')} of these ({', '.join(gone)}), "
+            "and there may have been more"
+        )
+    return lines
+
+
+def sparkline(shares: list[float | None]) -> str:
+    """Shares as bars, the largest at full height; a dot where one is unknown."""
+    most = max((share for share in shares if share is not None), default=0.0) or 1.0
+    return "".join(
+        UNKNOWN if share is None else BARS[min(7, int(share / most * len(BARS)))]
+        for share in shares
+    )

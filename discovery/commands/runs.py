@@ -38,12 +38,9 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
         if run.reason:
             row["reason"] = run.reason
         if run.finished and run.manifest:
-            row |= {
-                "rows": run.manifest["counts"]["rows"],
-                "clusters": run.manifest["counts"]["clusters"],
-                "noise_share": run.manifest["quality"]["noise_share"],
-                "model": run.manifest["model"],
-            }
+            row |= {name: run.manifest["counts"][name] for name in ("rows", "clusters")}
+            row["noise_share"] = run.manifest["quality"]["noise_share"]
+            row["model"] = run.manifest["model"]
         rows.append(row)
     if as_json:
         print(json.dumps(rows))

@@ -35,20 +35,16 @@ def axes_in_words(
         For each axis name ("PC1"), explained, low, high, and says, one sentence.
     """
     out = []
-    for index, share in enumerate(explained):
-        loadings = components[:, index].astype(np.float64)
-        low, high = (_end(loadings, layout, sign) for sign in (-1, 1))
-        name = f"PC{index + 1}"
+    for number, (loadings, share) in enumerate(zip(components.T, explained.tolist(), strict=False)):
+        low, high = (_end(loadings.astype(np.float64), layout, sign) for sign in (-1, 1))
+        name = f"PC{number + 1}"
         says = f"{name} holds {share:.1%} of the variance: low is {low}, high is {high}."
-        out.append(
-            {"name": name, "explained": float(share), "low": low, "high": high, "says": says}
-        )
+        out.append({"name": name, "explained": share, "low": low, "high": high, "says": says})
     return out
 
 
 def _end(loadings: NDArray[np.float64], layout: Layout, sign: int) -> str:
     """One end of an axis: the ranges, bands and entropies that are larger there."""
-    log16 = layout is Layout.LOG16
     ranges, bands, widths = _distinct_loadings(loadings, layout)
     # Relative to the largest of this end, unless that is negligible beside the other end's.
     largest = max(np.abs(part).max(initial=0) for part in (ranges, bands, widths))
@@ -64,7 +60,7 @@ def _end(loadings: NDArray[np.float64], layout: Layout, sign: int) -> str:
     for word, turn in (("wider", sign), ("narrower", -sign)):
         if depths := runs(turn * widths >= limit):
             where = " in " + joined(list(dict.fromkeys(map(named_depths, depths))))
-            words.append(f"spread {word}{'' if log16 else where}")
+            words.append(f"spread {word}{where if layout is Layout.LAYERED else ''}")
     return joined(words) if words else "less of that"
 
 

@@ -82,23 +82,18 @@ def claims(profile: Profile, run: Profile, groups: list[TokenGroup], layout: Lay
         groups: the cluster's tokens, from `RunTokens.groups`.
     """
     return [
-        *_token_claims(groups),
-        *_shape_claims(profile, run, layout),
-        *_width_claims(profile),
-        *_band_claims(profile, layout),
-        *_phase_claims(profile, run),
-        *(_depth_claims(profile) if layout is Layout.LAYERED else ()),
+        *_strong_claims(profile, run, groups, layout),
         *_weaker_claims(profile, run, groups, layout),
     ]
 
 
-def _token_claims(groups: list[TokenGroup]) -> Iterator[Claim]:
+def _strong_claims(
+    profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout
+) -> Iterator[Claim]:
     for group in groups:
         margin = min((group.share - 0.5) / 0.1, (group.least_lift - 1.8) / 0.3)
         yield Claim("tokens", group.phrase, group.kind and f"on_{group.kind}", margin)
 
-
-def _shape_claims(profile: Profile, run: Profile, layout: Layout) -> Iterator[Claim]:
     bins = shape_bins(layout)
     wave = float(ripple(profile.centroid.astype(np.float32)[None], layout)[0])
     # A single bump is a low ripple too.
@@ -116,16 +111,12 @@ def _shape_claims(profile: Profile, run: Profile, layout: Layout) -> Iterator[Cl
         yield Claim("context", None, "short_context", (-longer - 2) / 0.3)
         yield Claim("context", None, "long_context", (longer - 2) / 0.3)
 
-
-def _width_claims(profile: Profile) -> Iterator[Claim]:
     entropy, usual = float(profile.centroid[ENTROPY]), float(profile.usual[ENTROPY])
     yield Claim("width", "sharp", "focused", (FOCUSED - entropy) / 0.03)
     yield Claim("width", "diffuse", "diffuse", (entropy - DIFFUSE) / 0.05)
     yield Claim("width", "wide", "wide", (entropy - usual - 0.08) / 0.03)
     yield Claim("width", "narrow", "narrow", (usual - entropy - 0.08) / 0.03)
 
-
-def _band_claims(profile: Profile, layout: Layout) -> Iterator[Claim]:
     near, far = LAYERED_BAND_EDGES
     words = (f"within {near} tokens", f"{near}-{far - 1} tokens back", f"{far} or more tokens back")
     for band, (trait, phrase) in enumerate(zip(BAND_TRAITS, words, strict=True)):
@@ -137,19 +128,17 @@ def _band_claims(profile: Profile, layout: Layout) -> Iterator[Claim]:
             margin = min((share - BAND_SHARE) / 0.05, (unusual - 0.15) / 0.05)
             yield Claim("band", phrase, None, margin)
 
-
-def _phase_claims(profile: Profile, run: Profile) -> Iterator[Claim]:
     for phase, share in profile.phases.items():
         margin = min((share - 0.5) / 0.08, (share - run.phases[phase] - 0.2) / 0.08)
         yield Claim("phase", PHASE_WORDS[phase], f"{phase}_phase", margin)
 
-
-def _depth_claims(profile: Profile) -> Iterator[Claim]:
-    """Wider than usual in one half of the layers, narrower in the other."""
-    unusual = (profile.centroid - profile.usual)[-DEPTHS:]
-    tilt = float(unusual[: DEPTHS // 2].mean() - unusual[DEPTHS // 2 :].mean())
-    yield Claim("depth", "widest in the early layers", None, (tilt - 0.1) / 0.03)
-    yield Claim("depth", "widest in the late layers", None, (-tilt - 0.1) / 0.03)
+    if layout is Layout.LAYERED:
+        # Wider than usual in one half of the layers, narrower in the other.
+        unusual_depths = (profile.centroid - profile.usual)[-DEPTHS:]
+        early, late = unusual_depths.reshape(2, -1).mean(axis=1)
+        tilt = float(early - late)
+        yield Claim("depth", "widest in the early layers", None, (tilt - 0.1) / 0.03)
+        yield Claim("depth", "widest in the late layers", None, (-tilt - 0.1) / 0.03)
 
 
 def _weaker_claims(

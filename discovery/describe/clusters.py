@@ -6,17 +6,19 @@ long as it could still be given, were every threshold a little lower or higher.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain, count
+from typing import Any, NamedTuple
 
-from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.vector import LAYERED_BAND_EDGES, Layout
 from pipeline.token_text import TokenText
 
-from .claims import BAND_TRAITS, SUBJECTS, TRAITS, WEAKER, Claim, claims
-from .focus import focus_phrase, focus_phrases
-from .profiles import Profile, Profiles
-from .sentence import sentence
-from .token_lift import RunTokens, Token
+from .claims import BAND_TRAITS, PHASE_WORDS, SUBJECTS, TRAITS, WEAKER, Claim, claims
+from .focus import focus_phrase, focus_phrases, unusual_mass
+from .profiles import ENTROPY, Profile, Profiles
+from .ranges import bumps, joined, ranges_in_words, shape_bins, shortest_half, token_range
+from .token_lift import LEAST_LIFT, RunTokens, Token, TokenGroup
 
 # Most claims of a label that is unique with them.
 MOST_WORDS = 2
@@ -52,9 +54,7 @@ def describe_clusters(
     run_tokens = RunTokens(run.tokens, token_text)
     found = [profiles.cluster(index) for index in range(profiles.clusters)]
     groups = [run_tokens.groups(profile.tokens) for profile in found]
-    claimed = [
-        claims(profile, run, own, layout) for profile, own in zip(found, groups, strict=True)
-    ]
+    claimed = [claims(found[i], run, own, layout) for i, own in enumerate(groups)]
     labels = _labels(found, claimed, layout, earlier)
     return [
         Described(
@@ -97,18 +97,10 @@ def _labels(
 
 def _still_describes(label: str, profile: Profile, claimed: list[Claim], layout: Layout) -> bool:
     """Whether a label is a focus and claims that hold, with some slack, for this profile."""
-    phrases = {f", {c.phrase}" for c in claimed if c.phrase and c.margin >= -1}
-
-    def rest_holds(rest: str) -> bool:
-        # A number that made the label unique claims nothing.
-        if not rest or (rest.startswith(" (") and rest[2:-1].isdecimal() and rest[-1] == ")"):
-            return True
-        return _holds_after(rest, phrases)
-
-    def _holds_after(text: str, starts: Iterable[str]) -> bool:
-        return any(rest_holds(text[len(words) :]) for words in starts if text.startswith(words))
-
-    return _holds_after(label, focus_phrases(profile, layout))
+    focus = "|".join(map(re.escape, focus_phrases(profile, layout)))
+    phrases = "|".join(re.escape(f", {c.phrase}") for c in claimed if c.phrase and c.margin >= -1)
+    # A number that made the label unique claims nothing.
+    return bool(re.fullmatch(rf"({focus})({phrases})*( \(\d+\))?", label))
 
 
 def _new_label(
@@ -126,8 +118,100 @@ def _new_label(
         if best is None:
             break
         words.append(best)
-    unique, number = label, 2
-    while unique in taken:
-        unique = f"{label} ({number})"
-        number += 1
-    return unique
+    numbered = (f"{label} ({number})" for number in count(2))
+    return next(unique for unique in chain([label], numbered) if unique not in taken)
+
+
+def sentence(profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout) -> str:
+    """Where and how widely the cluster looks, what is unusual in that, its tokens and phases.
+
+    Args:
+        profile, run: of the cluster, and of all rows.
+        groups: the cluster's tokens, from `RunTokens.groups`.
+    """
+    parts = [_focus(profile, layout), ", ".join(_unusual_ranges(profile, layout))]
+    if profile.oldest - profile.usual_oldest >= 0.08:
+        parts.append(
+            f"{profile.oldest:.0%} on the oldest tokens it can see "
+            f"(usual {profile.usual_oldest:.0%})"
+        )
+    parts += [*_tokens(groups), *_phases(profile, run)]
+    return "; ".join(filter(None, parts)) + "."
+
+
+def _focus(profile: Profile, layout: Layout) -> str:
+    mass = profile.centroid[shape_bins(layout)]
+    half = shortest_half(mass)
+    text = f"{half.mass(mass):.0%} of its attention lies {ranges_in_words([half], layout)}"
+    entropy, usual = profile.centroid[ENTROPY], profile.usual[ENTROPY]
+    if layout is Layout.LAYERED:
+        text += f" ({profile.centroid[0]:.0%} within {LAYERED_BAND_EDGES[0]} tokens)"
+        return f"{text}, entropy {entropy:.2f} ({usual:.2f} is usual)"
+    keys = 2**profile.log2_keys
+    # Two digits are more than an effective number of tokens deserves.
+    rounded = round(keys, min(0, 2 - len(str(int(keys)))))
+    over = "on one token" if keys < 1.5 else f"spread over about {rounded:,.0f} tokens"
+    context = f"{usual:.2f} is usual with as much context"
+    return f"{text}, {over}, entropy {entropy:.2f} ({context})"
+
+
+def _unusual_ranges(profile: Profile, layout: Layout) -> Iterator[str]:
+    """The ranges with more and with less mass than usual, from a difference of 3% of the mass."""
+    log16 = layout is Layout.LOG16
+    bins = shape_bins(layout)
+    mass, usual = profile.centroid[bins], profile.usual[bins]
+    unusual = unusual_mass(profile, layout)
+    for word, heights in (("more than usual", unusual), ("less", -unusual)):
+        ranges = [r for r in bumps(heights, 0.4, 2) if abs(r.mass(mass) - r.mass(usual)) >= 0.03]
+        cells = [
+            f"{token_range(r) if log16 else ranges_in_words([r], layout)}"
+            f" ({r.mass(mass):.0%}, usual {r.mass(usual):.0%})"
+            for r in sorted(ranges)
+        ]
+        if cells:
+            yield f"{word} {joined(cells)}{' tokens back' if log16 else ''}"
+
+
+def _tokens(groups: list[TokenGroup]) -> Iterator[str]:
+    real = [g for g in groups if g.least_lift >= LEAST_LIFT and g.share >= 0.12]
+    # The first that most of the rows have, or else the most informative.
+    for best in sorted(real, key=lambda g: g.share < 0.5)[:1]:
+        often = "mostly" if best.share >= 0.5 else "often"
+        lift = f"{best.lift:.1f} times the run's"
+        yield f"{often} {best.phrase} ({best.share:.0%} of its rows, {lift})"
+
+
+def _phases(profile: Profile, run: Profile) -> Iterator[str]:
+    for phase, share in profile.phases.items():
+        usual = run.phases[phase]
+        if share - usual >= 0.2 or (share >= 0.1 and share >= 2 * usual):
+            yield f"{share:.0%} of its rows {PHASE_WORDS[phase]} ({usual:.0%} of the run's)"
+
+
+def event_in_words(
+    event: Mapping[str, Any], labels: Mapping[int, str], parent_labels: Mapping[int, str]
+) -> str:
+    """What became of a cluster since the parent run, as a sentence.
+
+    Args:
+        event: one of `discovery.algorithms.lineage.events`.
+        labels, parent_labels: of this run's clusters and of the parent's, by id.
+    """
+
+    kind, cluster = event["event"], event["cluster_id"]
+    gone = kind in ("died", "absorbed")
+    name = f"{cluster} ({(parent_labels if gone else labels)[cluster]})"
+    parents = [f"{parent} ({parent_labels[parent]})" for parent in event["parents"]]
+    match kind:
+        case "kept":
+            return f"{name} went on"
+        case "merged":
+            return f"{name} took in {' and '.join(parents[1:])}"
+        case "split":
+            return f"{name} came off {parents[0]}"
+        case "born":
+            return f"{name} is new"
+        case "absorbed":
+            (child,) = event["children"]
+            return f"{name} is now part of {child} ({labels[child]})"
+    return f"{name} is gone"

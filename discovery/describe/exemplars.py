@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,9 +52,7 @@ def candidates(
     first = xp.sort(order[begins(pair[order])])
     # and the nearest `most` of those.
     first = first[xp.argsort(own[first], kind="stable")]
-    starts = xp.flatnonzero(begins(own[first]))
-    group = xp.cumsum(begins(own[first])) - 1
-    rank = xp.arange(len(first)) - starts[group]
+    rank = xp.arange(len(first)) - xp.searchsorted(own[first], own[first])
     first = first[rank < most]
     return Candidates(on_host(rows[first]), on_host(apart[first]))
 
@@ -97,20 +96,15 @@ class Exemplars:
         """
         for row, apart in zip(found.row.tolist(), found.apart.tolist(), strict=True):
             key = {name: batch.column(name)[row].as_py() for name in KEY}
-            self._note(int(label[row]), apart, self._added + row, key)
+            best, request = self._best[label[row]], key["request_id"]
+            new = apart, self._added + row, key
+            best[request] = min(best.get(request, new), new, key=itemgetter(0, 1))
+            if len(best) > self._most:
+                del best[max(best, key=lambda request: best[request][:2])]
+            if len(best) == self._most:
+                self.reach[label[row]] = max(distance for distance, _, _ in best.values())
         self._added += len(label)
-
-    def _note(self, cluster: int, apart: float, number: int, key: dict[str, Any]) -> None:
-        best = self._best[cluster]
-        found = apart, number, key
-        held = best.get(key["request_id"], found)
-        best[key["request_id"]] = min(held, found, key=lambda one: one[:2])
-        if len(best) > self._most:
-            del best[max(best, key=lambda request: best[request][:2])]
-        if len(best) == self._most:
-            self.reach[cluster] = max(distance for distance, _, _ in best.values())
 
     def of(self, cluster: int) -> list[dict[str, Any]]:
         """The keys (request_id, position, layer) of a cluster's exemplars, nearest first."""
-        ranked = sorted(self._best[cluster].values(), key=lambda one: one[:2])
-        return [key for _, _, key in ranked]
+        return [key for *_, key in sorted(self._best[cluster].values(), key=itemgetter(0, 1))]

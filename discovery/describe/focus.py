@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import chain, combinations, combinations_with_replacement, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,8 @@ def focus_phrase(profile: Profile, layout: Layout) -> str:
 
 def focus_phrases(profile: Profile, layout: Layout) -> set[str]:
     """All that `focus_phrase` would return with its limits a little lower or higher."""
-    found = {
-        words
-        for shift in CUT_SHIFTS
-        for ease in EASES
-        for words in _phrases(profile, layout, shift, ease)
-    }
+    eased = (_phrases(profile, layout, *by) for by in product(CUT_SHIFTS, EASES))
+    found = set(chain.from_iterable(eased))
     if any(words.startswith("leans ") for words in found):
         found |= {leaning(p, layout) for p in _near_bumps(unusual_mass(profile, layout))}
     return found
@@ -48,13 +44,8 @@ def _near_bumps(heights: NDArray[np.float64]) -> list[list[Bins]]:
     near the cut are included."""
     top = float(heights.max())
     must, may = (heights >= (BUMP_CUT + shift) * top for shift in (CUT_SHIFTS[-1], CUT_SHIFTS[0]))
-    size = len(heights)
-    ones = [
-        Bins(low, high)
-        for low in range(size)
-        for high in range(low, size)
-        if may[low : high + 1].all()
-    ]
+    pairs = (Bins(*ends) for ends in combinations_with_replacement(range(len(heights)), 2))
+    ones = [b for b in pairs if may[b.low : b.high + 1].all()]
     twos = [[a, b] for a, b in combinations(ones, 2) if a.high + 1 < b.low]
     candidates = [[one] for one in ones] + twos
     return [c for c in candidates if sum(b.mass(must) for b in c) == must.sum()]
@@ -73,22 +64,18 @@ def _phrases(profile: Profile, layout: Layout, shift: float, ease: float) -> lis
     narrow = [Bins(low, low + wide) for wide in (0, 1) for low in range(mass.size - wide)]
     halves = [b for b in narrow if b.mass(mass) >= 0.5 - 0.04 * ease]
     halves.sort(key=lambda b: (b.width, -b.mass(mass)))
-    best = halves[0].mass(mass) if halves else 0.0
-    halves = [b for b in halves if b.width == halves[0].width]
-    halves = [b for b in halves if b.mass(mass) >= best - max(0.08 * ease, 0.0)]
-    unusual = [
-        b
-        for b in halves
-        if b.mass(more) >= 0.25 - 0.04 * ease or b.mass(mass) >= 0.85 - 0.04 * ease
-    ]
+    least = halves[0].mass(mass) - max(0.08 * ease, 0.0) if halves else 0.0
+    halves = [b for b in halves if b.width == halves[0].width and b.mass(mass) >= least]
+    slack = 0.04 * ease
+    unusual = [b for b in halves if b.mass(more) >= 0.25 - slack or b.mass(mass) >= 0.85 - slack]
     if unusual:
         return [holding([b], layout) for b in unusual]
     several = bumps(mass, BUMP_CUT + shift, 4)
     if (
         2 <= len(several) <= 3
         and all(b.width <= 2 for b in several)
-        and sum(b.mass(mass) for b in several) >= 0.6 - 0.04 * ease
-        and sum(b.mass(more) for b in several) >= 0.25 - 0.04 * ease
+        and sum(b.mass(mass) for b in several) >= 0.6 - slack
+        and sum(b.mass(more) for b in several) >= 0.25 - slack
     ):
         return [holding(several, layout)]
     excess = unusual_mass(profile, layout)

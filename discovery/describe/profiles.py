@@ -24,6 +24,7 @@ MOST_PAIRS = 4_194_304
 ONE_HOT = 1 << 26
 _TOKEN_BITS = 32
 ENTROPY = 3
+OCTAVES = np.arange(HIST_BINS)
 
 
 class TokenCounts(NamedTuple):
@@ -154,39 +155,32 @@ class Profiles:
         return self._profile(slice(None))
 
     def _profile(self, groups: slice) -> Profile:
+        log16 = self.layout is Layout.LOG16
+
+        def oldest(by_octave: NDArray[np.float64]) -> float:
+            return log16 * float(by_octave[:, 4:].diagonal()[4:].sum())
+
         rows, all_rows = self._rows[groups].sum(axis=0), self._rows.sum(axis=0)
         sums, all_sums = self._sums[groups].sum(axis=0), self._sums.sum(axis=0)
         size = max(int(rows.sum()), 1)
         octaves = rows / size
         centroid = sums.sum(axis=0) / size
         run_means = all_sums / np.maximum(all_rows, 1)[:, None]
-        phases = self._phases[groups].sum(axis=0) / size
-        zones = self._zones[groups].sum(axis=0) / size
+        phases, zones = (c[groups].sum(axis=0) / size for c in (self._phases, self._zones))
         return Profile(
             size=int(rows.sum()),
             share=float(rows.sum() / max(all_rows.sum(), 1)),
             centroid=centroid,
             usual=octaves @ run_means,
             octaves=octaves,
-            oldest=self._oldest(sums) / size,
-            usual_oldest=self._oldest(octaves[:, None] * run_means),
-            log2_keys=self._log2_keys(sums) / size,
+            oldest=oldest(sums) / size,
+            usual_oldest=oldest(octaves[:, None] * run_means),
+            # A row of octave o sees 2^o + 1 to 2^(o + 1) keys; octave 0 is one key or two.
+            log2_keys=log16 * float(sums[:, ENTROPY] @ np.log2(1.5 * 2.0**OCTAVES)) / size,
             phases=dict(zip(PHASES, phases.tolist(), strict=True)),
             zones=dict(zip(ZONES, zones.tolist(), strict=True)),
             tokens=self._token_counts(groups),
         )
-
-    def _oldest(self, by_octave: NDArray[np.float64]) -> float:
-        if self.layout is not Layout.LOG16:
-            return 0.0
-        return float(by_octave[:, 4:].diagonal()[4:].sum())
-
-    def _log2_keys(self, by_octave: NDArray[np.float64]) -> float:
-        if self.layout is not Layout.LOG16:
-            return 0.0
-        # A row of octave o sees 2^o + 1 to 2^(o + 1) keys; octave 0 is one key or two.
-        middle = np.log2(1.5 * 2.0 ** np.arange(HIST_BINS))
-        return float(by_octave[:, ENTROPY] @ middle)
 
     def _token_counts(self, groups: slice) -> TokenCounts:
         first, last, _ = groups.indices(self.clusters + 1)

@@ -3,6 +3,7 @@ visible context and depths (layered)."""
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +50,8 @@ def bumps(heights: NDArray[np.float64], cut: float, most: int) -> list[Bins]:
 
 def shortest_half(histogram: NDArray[np.float64]) -> Bins:
     """The fewest adjacent bins of float64[b] that hold half of the mass; of two, the heavier."""
-    total, size = histogram.sum(), len(histogram)
-    ranges = [Bins(low, high) for low in range(size) for high in range(low, size)]
-    enough = [b for b in ranges if b.mass(histogram) >= total / 2]
+    ranges = (Bins(*ends) for ends in combinations_with_replacement(range(len(histogram)), 2))
+    enough = [b for b in ranges if b.mass(histogram) >= histogram.sum() / 2]
     return min(enough, key=lambda b: (b.width, -b.mass(histogram), b.low))
 
 
@@ -84,9 +84,9 @@ def named_distance(bins: Bins) -> str:
         return "previous token or itself"
     if bins.high <= 2:
         return f"the last few tokens ({token_range(bins)})"
+    if bins == (0, HIST_BINS - 1):
+        return "any distance"
     if bins.low == 0:
-        if bins.high == HIST_BINS - 1:
-            return "any distance"
         return f"the last {2 ** (bins.high + 1):,} tokens"
     if bins.width > 3:
         return tokens_back([bins])
@@ -98,14 +98,9 @@ def named_distance(bins: Bins) -> str:
 
 def named_positions(ranges: list[Bins]) -> str:
     """Relative positions: "the start of the context (first eighth)", "25-38% into the context"."""
-    if len(ranges) == 1:
-        (bins,) = ranges
-        if bins.width == PLACE_BINS:
-            return "all of the context"
-        if bins.low == 0:
-            return f"the start of the context (first {PARTS[bins.width - 1]})"
-        if bins.high == PLACE_BINS - 1:
-            return f"the end of the context (last {PARTS[bins.width - 1]})"
+    if end := _end_of_context(ranges):
+        where = {"first": "the start of the context", "last": "the end of the context"}
+        return f"{where[end.split()[0]]} ({end})" if end != "all" else "all of the context"
     edges = [(100 * b.low / PLACE_BINS, 100 * (b.high + 1) / PLACE_BINS) for b in sorted(ranges)]
     return f"{joined([f'{low:.0f}-{high:.0f}%' for low, high in edges])} into the context"
 
@@ -114,13 +109,18 @@ def ranges_in_words(ranges: list[Bins], layout: Layout) -> str:
     """Ranges within a sentence: "0-7 tokens back", "in the last eighth of the context"."""
     if layout is Layout.LOG16:
         return tokens_back(ranges)
-    if len(ranges) == 1 and (ranges[0].low == 0 or ranges[0].high == PLACE_BINS - 1):
-        (bins,) = ranges
-        if bins.width == PLACE_BINS:
-            return "anywhere in the context"
-        end = "first" if bins.low == 0 else "last"
-        return f"in the {end} {PARTS[bins.width - 1]} of the context"
+    if end := _end_of_context(ranges):
+        return f"in the {end} of the context" if end != "all" else "anywhere in the context"
     return named_positions(ranges)
+
+
+def _end_of_context(ranges: list[Bins]) -> str:
+    """The one range that begins or ends with the context: "first eighth", "last half", "all"."""
+    if len(ranges) > 1 or (ranges[0].low > 0 and ranges[0].high < PLACE_BINS - 1):
+        return ""
+    if ranges[0].width == PLACE_BINS:
+        return "all"
+    return f"{'last' if ranges[0].low else 'first'} {PARTS[ranges[0].width - 1]}"
 
 
 def named_depths(bins: Bins) -> str:

@@ -101,18 +101,17 @@ class RunTokens:
     def __init__(self, counts: TokenCounts, token_text: TokenText) -> None:
         self.counts = counts
         self.texts = [token_text(int(i)) for i in counts.ids]
-        names = [self._name(*pair) for pair in zip(counts.ids.tolist(), self.texts, strict=True)]
+        # What a label calls a token: its text, or its id where that is unknown.
+        names = [
+            f"token {token}" if text is None else f'"{text.strip(_BLANKS) or text}"'
+            for token, text in zip(counts.ids, self.texts, strict=True)
+        ]
         self._surfaces = list(dict.fromkeys(names))
         codes = {name: code for code, name in enumerate(self._surfaces)}
         self._surface = np.array([codes[name] for name in names], np.int64)
         kinds = [kinds_of(text) if text is not None else () for text in self.texts]
         self._kinds = np.array([[k in own for k in KINDS] for own in kinds], bool)
         self._kinds = self._kinds.reshape(-1, len(KINDS))
-
-    @staticmethod
-    def _name(token_id: int, text: str | None) -> str:
-        """What a label calls a token: its text, or its id where that is unknown."""
-        return f"token {token_id}" if text is None else f'"{text.strip(_BLANKS) or text}"'
 
     def tokens(self, counts: TokenCounts) -> list[Token]:
         """The tokens that a cluster has clearly more often, most informative first; at most 8."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -19,14 +19,6 @@ Listener = Callable[[Event], None]
 # Progress events that a stage reports at once, and after that in each second: a stage may have
 # hundreds of chunks.
 BURST, PER_SECOND = 10, 5
-
-
-class ChunksDone(NamedTuple):
-    """How far a stage is."""
-
-    stage: StageName
-    done: int
-    total: int
 
 
 class EventLog:
@@ -52,20 +44,18 @@ class EventLog:
         # A token bucket: progress events that may be reported now.
         self._tokens = 0.0
         self._refilled_at = clock()
-        self._latest: ChunksDone | None = None
-        self._pending = False
+        self._stage: StageName | None = None
+        # Progress that was not reported yet.
+        self._pending: dict[str, Any] = {}
 
     def chunk_done(self, stage: StageName, done: int, total: int) -> None:
         """Report progress, unless there was too much of it lately. The first and the last chunk of
         a stage, and the newest one before any other event, are always reported."""
         now = self._clock()
-        if self._latest is None or self._latest.stage != stage:
-            self._tokens = BURST
-        else:
-            refill = (now - self._refilled_at) * PER_SECOND
-            self._tokens = min(BURST, self._tokens + refill)
-        self._refilled_at = now
-        self._latest, self._pending = ChunksDone(stage, done, total), True
+        refill = (now - self._refilled_at) * PER_SECOND if stage == self._stage else BURST
+        self._tokens = min(BURST, self._tokens + refill)
+        self._refilled_at, self._stage = now, stage
+        self._pending = {"stage": stage, "done": done, "total": total}
         if done == total or self._tokens >= 1:
             self._tokens = max(0.0, self._tokens - 1)
             self._report_pending()
@@ -76,9 +66,9 @@ class EventLog:
         self._record(kind, fields)
 
     def _report_pending(self) -> None:
-        if self._latest is not None and self._pending:
-            self._pending = False
-            self._record(Progress, self._latest._asdict())
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            self._record(Progress, pending)
 
     def _record(self, kind: type[Event], fields: dict[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")

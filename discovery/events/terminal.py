@@ -40,13 +40,9 @@ class TerminalBar:
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._bar = RichProgress(
-            TextColumn("[bold]{task.description:<12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-        )
+            TextColumn("[bold]{task.description:<12}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=self._console, transient=True,
+        )  # fmt: skip
         self._stage = "starting"
         self._task = self._bar.add_task(self._stage, total=None)
 

@@ -14,12 +14,11 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection, serve
+from websockets.asyncio.server import ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
 
 from capture_kernels.errors import OptionError
@@ -48,8 +47,8 @@ MOST_CLIENTS = 32
 MOST_CONNECTIONS = 2 * MOST_CLIENTS
 # Bytes of a command; a longer message closes its connection with code 1009.
 MOST_BYTES = 4_096
-# Messages that a slow client may be behind before it is disconnected; the run never waits for one.
-QUEUE_LENGTH = 1_000
+# Bytes that a slow client may be behind before it is disconnected; the run never waits for one.
+MOST_BEHIND = 1 << 22
 # Seconds between two commands of a client: a flood of them would take the run's time.
 BETWEEN_COMMANDS = 0.02
 # Seconds that clients have at the end to read what is left.
@@ -60,18 +59,19 @@ TRY_AGAIN_LATER = 1013
 LOG = logging.getLogger("attn.live")
 LOG.addHandler(logging.NullHandler())
 
-Outbox = asyncio.Queue[bytes | None]
-
-
-def stop_run(stop: StopRequest) -> None:
-    stop.ask("a client's stop command, at a checkpoint")
-
 
 # What a command does; it returns None, or the reason why it cannot.
 STEERING: dict[str, Callable[[StopRequest], str | None]] = {
     "pause": StopRequest.pause,
     "resume": StopRequest.resume,
-    "stop": stop_run,
+    "stop": lambda stop: stop.ask("a client's stop command, at a checkpoint"),
+}
+# Events that a late client does not need any more after an event of the first kind. A pause that
+# has ended is of no interest, and there may be any number of them.
+REPLACED: dict[type[Event], type[Event]] = {
+    Progress: Progress,
+    EmbeddingSample: EmbeddingSample,
+    RunResumed: RunPaused,
 }
 
 
@@ -94,7 +94,7 @@ class LiveEvents:
             ) from None
         self._stop = stop
         self._backlog = Backlog()
-        self._clients: dict[ServerConnection, Outbox] = {}
+        self._clients: set[ServerConnection] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(listening,), daemon=True)
@@ -121,10 +121,7 @@ class LiveEvents:
         )  # fmt: skip
         await self._closing.wait()
         server.close(close_connections=False)
-        for connection in list(self._clients):
-            self._dismiss(connection)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(server.wait_closed(), CLOSE_SECONDS)
+        await asyncio.gather(*(connection.close() for connection in self._clients))
         for connection in list(connections):
             connection.transport.abort()
         await server.wait_closed()
@@ -132,59 +129,35 @@ class LiveEvents:
     def _broadcast(self, event: Event) -> None:
         message = msgspec.json.encode(event)
         self._backlog.add(event, message)
-        for connection in list(self._clients):
-            self._put(connection, message)
-
-    def _put(self, connection: ServerConnection, message: bytes) -> None:
-        try:
-            self._clients[connection].put_nowait(message)
-        except asyncio.QueueFull:
-            connection.transport.abort()
-            self._dismiss(connection)
-
-    def _dismiss(self, connection: ServerConnection) -> None:
-        """Let a client read what is queued for it, and no more."""
-        outbox = self._clients.pop(connection)
-        if outbox.full():
-            outbox.get_nowait()
-        outbox.put_nowait(None)
+        send(self._clients, message)
 
     async def _follow(self, connection: ServerConnection) -> None:
         if len(self._clients) >= MOST_CLIENTS:
             await connection.close(TRY_AGAIN_LATER, f"{MOST_CLIENTS} clients are connected already")
             return
-        outbox: Outbox = asyncio.Queue(QUEUE_LENGTH)
         for message in (msgspec.json.encode(self._backlog.hello()), *self._backlog.messages()):
-            outbox.put_nowait(message)
-        self._clients[connection] = outbox
-        if self._closing.is_set():
-            self._dismiss(connection)
-        with suppress(ConnectionClosed):
-            await asyncio.gather(self._listen(connection), send(connection, outbox))
-
-    async def _listen(self, connection: ServerConnection) -> None:
+            send([connection], message)
+        self._clients.add(connection)
         try:
+            if self._closing.is_set():
+                await connection.close()
             while True:
                 # As bytes, so that text that is not UTF-8 is answered like any bad message.
                 message = await connection.recv(decode=False)
-                if connection in self._clients:
-                    self._put(connection, msgspec.json.encode(self._answer(message)))
+                send([connection], msgspec.json.encode(self._answer(message)))
                 await asyncio.sleep(BETWEEN_COMMANDS)
-        finally:
-            if connection in self._clients:
-                self._dismiss(connection)
+        except ConnectionClosed:
+            self._clients.discard(connection)
 
     def _answer(self, message: bytes) -> Message:
         command, given, refused = parse(message)
         if refused is None and command == "ping":
             return Pong(id=given)
-        if refused is None and self._backlog.over:
-            refused = "the run is over"
         if refused is None:
-            refused = STEERING[str(command)](self._stop)
-        if refused is None:
-            return Answer(command=command, id=given, ok=True)
-        return Answer(command=command, id=given, ok=False, reason=refused)
+            over = self._backlog.over
+            refused = "the run is over" if over else STEERING[str(command)](self._stop)
+        reason = msgspec.UNSET if refused is None else refused
+        return Answer(command=command, id=given, ok=refused is None, reason=reason)
 
 
 class Backlog:
@@ -200,19 +173,10 @@ class Backlog:
         if isinstance(event, RunStarted):
             self._started = event
         self.over = self.over or isinstance(event, ENDS)
-        if isinstance(event, RunResumed):
-            # A pause that has ended is of no interest, and there may be any number of them.
-            self._drop(RunPaused)
-            return
-        if isinstance(event, EmbeddingSample):
-            self._drop(EmbeddingSample)
-        # A later count of chunks replaces an earlier one.
-        if isinstance(event, Progress) and self._current and self._current[-1][0] is Progress:
-            self._current.pop()
-        self._current.append((kind, message))
-
-    def _drop(self, kind: type[Event]) -> None:
-        self._current = [known for known in self._current if known[0] is not kind]
+        replaced = REPLACED.get(kind)
+        self._current = [known for known in self._current if known[0] is not replaced]
+        if kind is not RunResumed:
+            self._current.append((kind, message))
 
     def messages(self) -> list[bytes]:
         return [message for _, message in self._current]
@@ -241,11 +205,12 @@ def parse(message: bytes) -> tuple[str | None, str | None, str | None]:
     return command, given, None
 
 
-async def send(connection: ServerConnection, outbox: Outbox) -> None:
-    """Send a client its messages, and close when there are no more."""
-    while (message := await outbox.get()) is not None:
-        await connection.send(message, text=True)
-    await connection.close()
+def send(connections: Iterable[ServerConnection], message: bytes) -> None:
+    """Send a message without waiting, and disconnect the clients that are too far behind."""
+    broadcast(connections, message.decode())
+    for connection in connections:
+        if connection.transport.get_write_buffer_size() > MOST_BEHIND:
+            connection.transport.abort()
 
 
 def limited_to(connections: set[ServerConnection]) -> type[ServerConnection]:

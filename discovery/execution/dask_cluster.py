@@ -1,4 +1,4 @@
-"""The Dask cluster of a run's own: a worker for each core, or one for each GPU."""
+"""The Dask cluster that a job starts: a worker for each core, or one for each GPU."""
 
 from __future__ import annotations
 
@@ -8,52 +8,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from distributed import LocalCluster
 
-# GPU memory that a worker's pool keeps where nothing uses it: the stages that are one GPU's work
-# run in the coordinator, beside a worker that has nothing to do then.
+# GPU memory that an idle worker's pool keeps: stages that take one GPU run in the coordinator while
+# the worker of the same GPU has nothing to do.
 POOL_KEPT = 2**30
-# Seconds that the successor of a dead worker has to answer in, before it is given up for another:
-# it opens a GPU, maybe on a busy machine. Dask's own 15 are few for that.
+# Seconds in which the replacement of a dead worker must answer: it opens a GPU, maybe on a busy
+# machine. Dask's default is 15.
 REPLACED_WITHIN = 30
 
 
 def start_cluster(workers: int, worker_bytes: int | None, *, gpus: bool) -> LocalCluster:
-    """Start a cluster of processes on this machine; what dies of them is replaced.
+    """Start a cluster of processes on this machine; workers that die are replaced.
 
     Args:
-        workers: how many; with `gpus` not more than there are GPUs, and each has one of its own.
-        worker_bytes: memory of the host that each may have; None for its share of the machine.
+        workers: how many; with `gpus` at most the number of GPUs, one for each worker.
+        worker_bytes: host memory of each; None for its share of the machine.
         gpus: whether the workers are for GPUs.
 
     Raises:
         MissingExtraError: Dask-CUDA is needed and not installed.
     """
     import dask
+    from distributed import LocalCluster
 
-    # It says of a dead worker that shared data are lost for good; a Flight hands them out anew.
+    # It reports the shared data of a dead worker as lost for good; a Flight sends them again.
     logging.getLogger("distributed.scheduler").setLevel(logging.CRITICAL)
     # Read whenever a worker dies, so it is set for good.
     dask.config.set({"distributed.deploy.lost-worker-timeout": f"{REPLACED_WITHIN} s"})
+    common: dict[str, Any] = {
+        "n_workers": workers, "threads_per_worker": 1, "memory_limit": worker_bytes or "auto",
+        "dashboard_address": None, "host": "127.0.0.1",
+    }  # fmt: skip
     with signals_held():
-        return (cuda_cluster if gpus else cpu_cluster)(workers, worker_bytes)
+        return cuda_cluster(**common) if gpus else LocalCluster(**common)
 
 
-def cpu_cluster(workers: int, worker_bytes: int | None) -> LocalCluster:
-    from distributed import LocalCluster
-
-    return LocalCluster(
-        n_workers=workers, threads_per_worker=1, memory_limit=worker_bytes or "auto",
-        dashboard_address=None, host="127.0.0.1",
-    )  # fmt: skip
-
-
-def cuda_cluster(workers: int, worker_bytes: int | None) -> LocalCluster:
+def cuda_cluster(n_workers: int, **common: Any) -> LocalCluster:
     try:
         from dask_cuda import LocalCUDACluster
     except ImportError as error:
@@ -61,24 +57,23 @@ def cuda_cluster(workers: int, worker_bytes: int | None) -> LocalCluster:
             f"--long-running on GPUs needs Dask-CUDA ({error}): install attn[gpu], or leave "
             "--long-running out"
         ) from None
-    # Between several GPUs UCX knows faster ways than TCP, where it is installed.
-    ucx = workers > 1 and find_spec("distributed_ucxx") is not None
+    # Between GPUs UCX is faster than TCP.
+    ucx = n_workers > 1 and find_spec("distributed_ucxx") is not None
     return LocalCUDACluster(
-        n_workers=workers, threads_per_worker=1, memory_limit=worker_bytes or "auto",
-        protocol="ucx" if ucx else "tcp", rmm_async=True, rmm_release_threshold=POOL_KEPT,
-        rmm_allocator_external_lib_list=["cupy"], dashboard_address=None, host="127.0.0.1",
+        n_workers=n_workers, **common, protocol="ucx" if ucx else "tcp", rmm_async=True,
+        rmm_release_threshold=POOL_KEPT, rmm_allocator_external_lib_list=["cupy"],
     )  # fmt: skip
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back from this thread inside the block, and for good from the threads
-    and processes that it starts there.
+    """Block SIGINT and SIGTERM for this thread inside the block, and for good for the threads and
+    processes that it starts there.
 
-    A terminal, systemd and Slurm signal the whole process group, and only the coordinator may
-    decide to stop: workers that died of it would take the chunks in hand with them.
+    A terminal, systemd and Slurm signal the whole process group. Only the coordinator decides to
+    stop: workers that died of the signal would lose their chunks.
     """
-    # Started first: as it starts it lets the signals through again.
+    # Started first, because its start unblocks the signals.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:

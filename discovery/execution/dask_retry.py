@@ -1,8 +1,8 @@
-"""Chunks on their way through a Dask cluster, and what is done where its workers die.
+"""Chunks on their way through a Dask cluster, and what is done if its workers die.
 
-Dask itself gives a dead worker's chunks to another. It cannot where the shared data died with the
-last worker that had them, or where somebody restarts the cluster: then all that is under way is
-handed out anew from here.
+Dask itself gives a dead worker's chunks to another. It cannot if the shared data died with the last
+worker that had them, or if somebody restarts the cluster: then all that is under way is submitted
+again from here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from discovery.engines.gpu_memory import GpuMemoryErrors
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-# How often a chunk is handed out anew before it is held to be what the workers die of; Dask counts
-# to the same number where others are left.
+# How often a chunk is submitted again before it is taken for what kills the workers; Dask counts to
+# the same number while there are other workers.
 MOST_LOSSES = 3
-# Seconds between two looks at whether there are workers, and how long there may be none: one that
-# is replaced loads its libraries first, and on a GPU opens the device.
-LOOK_EVERY, NONE_FOR = 5.0, 120.0
-NO_WORKERS = f"it had no workers for {NONE_FOR:g} seconds"
+# Seconds between two checks for workers, and how long there may be none: one that is replaced loads
+# its libraries first, and on a GPU opens the device.
+CHECK_EVERY, NONE_FOR = 5.0, 120.0
 
 
 class Flight:
@@ -38,7 +37,7 @@ class Flight:
         shared: goes to every worker once.
 
     Raises (all methods):
-        RunError: the cluster cannot do it. What `function` raises comes as it is.
+        RunError: the cluster cannot do it. What `function` raises is raised as it is.
     """
 
     def __init__(
@@ -54,23 +53,22 @@ class Flight:
         return len(self._under_way)
 
     def send(self, chunk: Any) -> None:
-        """Hand a chunk out."""
         with cluster_failures():
             self._under_way.append((chunk, self._submit(chunk)))
 
     def first(self) -> Any:
-        """Wait for the result of the chunk that was handed out first, and forget it."""
+        """Wait for the result of the chunk that was sent first, and forget it."""
         with cluster_failures():
             future, result = self._arrived()
         self._under_way.popleft()
-        # What the function raises is none of the cluster's failures.
+        # What the function raises is not a failure of the cluster.
         result = future.result() if future.status == "error" else result
         if isinstance(result, AttnError):
             raise result
         return result
 
     def _arrived(self) -> tuple[Future, Any]:
-        """The first chunk's future and its result; the future alone where the function failed."""
+        """The first chunk's future and its result; None if the function failed."""
         from distributed import KilledWorker
 
         losses = 0
@@ -87,45 +85,39 @@ class Flight:
                 if losses == MOST_LOSSES:
                     raise
                 losses += 1
-                self._send_again()
+                self._remote = None
+                chunks = [chunk for chunk, _ in self._under_way]
+                self._under_way = deque((chunk, self._submit(chunk)) for chunk in chunks)
 
-    def _wait_for(self, future: Future) -> None:
-        """Return when it is done, well or not; TimeoutError where no worker is left to do it."""
+    def _wait_for(self, future: Future | None = None) -> None:
+        """Wait until a future is done, whether or not it failed; without one, for a worker.
+        TimeoutError if there are no workers for too long."""
         from distributed import wait
 
         seen = time.monotonic()
-        while not future.done():
+        while not (self._has_workers() if future is None else future.done()):
             try:
-                wait([future], timeout=LOOK_EVERY)
+                if future is None:
+                    time.sleep(CHECK_EVERY / 10)
+                else:
+                    wait([future], timeout=CHECK_EVERY)
             except TimeoutError:
                 if self._has_workers():
                     seen = time.monotonic()
-                elif time.monotonic() - seen > NONE_FOR:
-                    raise TimeoutError(NO_WORKERS) from None
-
-    def _wait_for_workers(self) -> None:
-        began = time.monotonic()
-        while not self._has_workers():
-            if time.monotonic() - began > NONE_FOR:
-                raise TimeoutError(NO_WORKERS)
-            time.sleep(LOOK_EVERY / 10)
+            if time.monotonic() - seen > NONE_FOR:
+                raise TimeoutError(f"it had no workers for {NONE_FOR:g} seconds")
 
     def _has_workers(self) -> bool:
         if self._client.status == "closed":
             raise OSError("its scheduler is gone")
         if self._client.status != "running":
-            # It looks for the scheduler, and what it knows of workers is of before.
+            # It is reconnecting to the scheduler: what it knows about workers is out of date.
             return False
         cluster = self._client.cluster
         if cluster is not None:
-            # It gives up a worker that dies as it starts; told its size again, it starts another.
+            # It gives up on a worker that dies as it starts; scaled again, it starts another.
             cluster.scale(len(cluster.worker_spec))
         return bool(self._client.scheduler_info(n_workers=-1)["workers"])
-
-    def _send_again(self) -> None:
-        self._remote = None
-        for place, (chunk, _) in enumerate(self._under_way):
-            self._under_way[place] = chunk, self._submit(chunk)
 
     def _submit(self, chunk: Any) -> Future:
         if self._remote is None:
@@ -135,7 +127,7 @@ class Flight:
     def _spread(self) -> list[Future]:
         """The shared data on all workers."""
         for _ in range(MOST_LOSSES + 1):
-            self._wait_for_workers()
+            self._wait_for()
             try:
                 # In a list: some versions take a named tuple apart.
                 return [
@@ -143,19 +135,19 @@ class Flight:
                     for item in self._shared
                 ]
             except (OSError, KeyError, ValueError) as error:
-                # A worker that dies in the middle of it; the scheduler trips over its name.
+                # A worker died meanwhile; the scheduler raises an error about its name.
                 died = error
         raise OSError("workers die of the shared data") from died
 
 
 def on_worker(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a worker does with a chunk; gives its result, or what the user can mend."""
+    """Run a chunk on a worker; returns its result, or an error that the user can mend."""
     try:
-        # The GPU that has no memory left is the worker's own: the coordinator's may have plenty.
+        # Here, since it is this worker's GPU that is full, not the coordinator's.
         with GpuMemoryErrors():
             return function(*arguments)
     except AttnError as error:
-        # Given back, since Dask prints what is raised, with its traceback.
+        # Not raised, since Dask would print it with its traceback.
         return error
 
 
@@ -171,4 +163,4 @@ def cluster_failures() -> Iterator[None]:
             "begin a new run with a smaller --batch-size"
         ) from error
     except (TimeoutError, OSError) as error:
-        raise RunError(f"the Dask cluster failed ({error}): resume where one answers") from error
+        raise RunError(f"the Dask cluster failed ({error}): resume when one answers") from error

@@ -13,15 +13,15 @@ from capture_kernels.errors import OptionError
 from .dask_cluster import start_cluster
 from .dask_retry import Flight
 
-# Chunks handed out ahead of the one being waited for, for each worker.
+# Chunks sent to the workers at a time, for each worker.
 AHEAD = 2
 
 
 class Executor(Protocol):
     """Runs `function(*shared, chunk)` for each chunk.
 
-    description: in words. shares_disk: whether a file that this process writes can be read, by its
-    path, where the chunks are computed.
+    description: in words. shares_disk: whether the workers can read a file that this process
+    writes, by its path.
     """
 
     description: str
@@ -39,7 +39,7 @@ class InlineExecutor:
     """Runs every chunk in this process.
 
     Args:
-        why: that --long-running was asked for, and why there are no workers all the same.
+        why: why there are no workers although --long-running was given.
     """
 
     shares_disk = True
@@ -58,16 +58,16 @@ class InlineExecutor:
 
 
 class DaskExecutor:
-    """Runs chunks on a Dask cluster: one of its own on this machine, or one at `scheduler`.
+    """Runs chunks on a Dask cluster: the one at `scheduler`, or a new one on this machine.
 
-    A worker that dies is replaced, and its chunks are done again. A few chunks for each worker are
-    on their way at a time, and no more of them are held here.
+    A worker that dies is replaced, and its chunks are done again. Only `AHEAD` chunks for each
+    worker are held here.
 
     Args:
-        scheduler: its address; None for a cluster of its own.
-        workers: how many a cluster of its own has.
-        worker_bytes: the memory that each of those may have; None for what the machine has.
-        gpus: whether those have a GPU each.
+        scheduler: an address; None to start a cluster, to which the other arguments apply.
+        workers: how many.
+        worker_bytes: the memory of each; None for what the machine has.
+        gpus: whether each has a GPU.
 
     Raises:
         OptionError: no scheduler answers at that address, or it has no workers.

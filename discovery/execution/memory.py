@@ -1,10 +1,9 @@
-"""--max-memory-gb: a plan that keeps the promise, and a watch that notices where it does not hold.
+"""--max-memory-gb: a plan that keeps to the limit, and a watch that stops a run that does not.
 
-The promise is for the sum of the resident memory of this process and its children, that of a Dask
-cluster of its own included. No stage holds a window's rows: what grows with them is two bytes each.
-The rest is the fit sample, a part of `--batch-size` rows at a time, and the libraries themselves.
-The plan gives what is left to Dask's workers and to files of hashes that are sorted in memory;
-neither has any say in what comes out.
+The limit is for the resident memory of this process and its children, with the Dask cluster that it
+starts. No stage holds a window's rows: only `WINDOW_ROW` bytes grow with each. The rest is the fit
+sample, a chunk of `--batch-size` rows at a time, and the libraries. What is left goes to Dask's
+workers and to sorting hashes in memory; neither changes the results.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from capture_kernels.errors import OptionError
 from discovery.engines.protocol import Engine
 from discovery.options import DiscoverOptions
 
-# Bytes, from the peaks by stage that `benchmarks/memory.py` prints on Linux, and some more.
-# What the whole window costs for each of its rows: is it kept, and which cell is it in.
+# Bytes, with a margin over the peaks by stage that `benchmarks/memory.py` prints on Linux.
+# Each row of the window: whether it is kept, and its cell.
 WINDOW_ROW = 2
-# For each fitted row: neighbours, UMAP's graph, HDBSCAN's tree and the checks of the map.
+# Each fitted row: neighbours, UMAP's graph, HDBSCAN's tree and the checks of the map.
 FIT_ROW, FIT_NEIGHBOR = 4_000, 100
-# For each row of a part, with what is waiting to be merged or handed out.
-PART_ROW = 800
-# A Dask worker, with its libraries, and for each row of the chunk that it searches for; on a GPU
-# the device's context and libraries are as much as all else.
+# Each row of a chunk, with rows that wait to be merged or sent.
+CHUNK_ROW = 800
+# A Dask worker with its libraries, and each row of its chunk; on a GPU the device's context and
+# libraries take as much as all else.
 WORKER, WORKER_ROW = 250e6, 300
 GPU_WORKER = 2_500e6
-# What Dask takes in this process and in the one that looks after its workers.
+# Dask in this process, and in the one that watches its workers.
 DASK = 80e6
 # Dask stops giving work to a worker at 80% of its limit.
 WORKER_HEADROOM = 1.3
-# Memory for sorting hashes: at least, and when nothing is said.
+# For sorting hashes: the least, and the most.
 SCRATCH_LEAST, SCRATCH_MOST = 32_000_000, 256_000_000
-# Seconds between two looks at the memory, and looks between two searches for children.
+# Seconds between two checks of the memory, and checks between two searches for children.
 LOOK_EVERY, CHILDREN_EVERY = 0.1, 10
-# Exit code of a run that took more than it was given: as asked, it cannot be done.
+# Exit code of a run that exceeded its limit: with these options it cannot be done.
 EXCEEDED = 2
 
 
 class MemoryPlan(NamedTuple):
-    """workers: Dask workers of the job's own, 0 for none; worker_bytes: the limit of each, or None;
-    scratch_bytes: memory for sorting hashes; on_gpus: whether the workers have a GPU each."""
+    """workers: Dask workers that the job starts, 0 for none; worker_bytes: the limit of each, or
+    None; scratch_bytes: memory for sorting hashes; on_gpus: whether the workers have a GPU each."""
 
     workers: int
     worker_bytes: int | None
@@ -55,12 +54,12 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int) -> MemoryPlan:
-    """How to do a run in the memory that it may have.
+    """How to do a run within its memory limit.
 
     Args:
         options: resolved.
         rows: rows of the window, before the limit of a request.
-        cores: most workers worth having where there are no GPUs; else it is their number.
+        cores: most workers worth having without GPUs; with GPUs it is their number.
 
     Raises:
         OptionError: `--max-memory-gb` is too small even for one process; says what is enough.
@@ -70,9 +69,8 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
     on_gpus = engine.gpus > 0
     if options.max_memory_gb is None:
         return MemoryPlan(most, None, SCRATCH_MOST, on_gpus)
-    part = min(options.chunk_rows, rows)
-    fitted = min(options.fit_rows, rows)
-    needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + PART_ROW * part
+    chunk, fitted = min(options.chunk_rows, rows), min(options.fit_rows, rows)
+    needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + CHUNK_ROW * chunk
     needed += fitted * (FIT_ROW + FIT_NEIGHBOR * options.umap_neighbors)
     spare = options.max_memory_gb * 1e9 - needed
     if spare < 0:
@@ -82,31 +80,27 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
             f"--max-memory-gb must be {enough:g} or more for {rows:,} rows; a new run with smaller "
             "--umap-sample-size or --batch-size needs less"
         )
-    worker = ((GPU_WORKER if on_gpus else WORKER) + WORKER_ROW * part) * WORKER_HEADROOM
-    workers = min(most, int((spare - DASK) // worker)) if spare > DASK else 0
-    if workers:
-        scratch = SCRATCH_LEAST
-        limit = int((spare - DASK) / workers)
-    else:
-        scratch, limit = SCRATCH_LEAST + int(spare), None
-    return MemoryPlan(workers, limit, min(scratch, SCRATCH_MOST), on_gpus)
+    worker = ((GPU_WORKER if on_gpus else WORKER) + WORKER_ROW * chunk) * WORKER_HEADROOM
+    if workers := min(most, int(max(0, spare - DASK) // worker)):
+        return MemoryPlan(workers, int((spare - DASK) / workers), SCRATCH_LEAST, on_gpus)
+    return MemoryPlan(0, None, min(SCRATCH_LEAST + int(spare), SCRATCH_MOST), on_gpus)
 
 
 class MemoryWatch:
-    """Looks at the memory of this process and its children while the block runs.
+    """Measures the memory of this process and its children while the block runs.
 
     Args:
         limit_gb: `--max-memory-gb`.
-        stop: asked, once, to stop the run when the limit is passed: a reason and an exit code.
+        stop: called once, with a reason and an exit code, when the limit is passed.
     """
 
     def __init__(self, limit_gb: float | None, stop: Callable[[str, int], None]) -> None:
-        self._limit = limit_gb
+        self._limit = math.inf if limit_gb is None else limit_gb
         self._stop = stop
         self._own = psutil.Process()
-        self._children: list[psutil.Process] = []
         self._highest = highest_resident()
-        self._peak = 0
+        # The most memory so far, in 1e9 bytes.
+        self.peak_gb = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
@@ -118,20 +112,17 @@ class MemoryWatch:
         self._ended.set()
         self._thread.join()
 
-    @property
-    def peak_gb(self) -> float:
-        """The most memory seen so far."""
-        return self._peak / 1e9
-
     def _watch(self) -> None:
-        looks, told = 0, False
+        checks, reported = 0, False
+        children: list[psutil.Process] = []
         while not self._ended.wait(LOOK_EVERY):
-            if looks % CHILDREN_EVERY == 0:
-                self._children = self._own.children(recursive=True)
-            looks += 1
-            self._peak = max(self._peak, self._resident())
-            if not told and self._limit is not None and self.peak_gb > self._limit:
-                told = True
+            if checks % CHILDREN_EVERY == 0:
+                children = self._own.children(recursive=True)
+            checks += 1
+            in_use = self._own_resident() + sum(resident(child) for child in children)
+            self.peak_gb = max(self.peak_gb, in_use / 1e9)
+            if not reported and self.peak_gb > self._limit:
+                reported = True
                 self._stop(
                     f"--max-memory-gb {self._limit:g} was passed ({self.peak_gb:.2f} GB in use): "
                     "resume with more, or begin a new run with a smaller --umap-sample-size or "
@@ -139,17 +130,16 @@ class MemoryWatch:
                     EXCEEDED,
                 )
 
-    def _resident(self) -> int:
-        """Resident bytes of all processes. A library that keeps this thread waiting hides nothing:
-        where this process's own highest mark rose since the last look, that counts."""
-        highest = highest_resident()
-        own = highest if highest > self._highest else self._own.memory_info().rss
+    def _own_resident(self) -> int:
+        """Resident bytes of this process; its high-water mark if that rose since the last check,
+        which a library that blocks this thread cannot hide."""
+        highest, before = highest_resident(), self._highest
         self._highest = highest
-        return int(own) + sum(resident(child) for child in self._children)
+        return highest if highest > before else resident(self._own)
 
 
 def resident(process: psutil.Process) -> int:
-    """Resident bytes of a process; 0 where it has ended."""
+    """Resident bytes of a process; 0 if it has ended."""
     try:
         return int(process.memory_info().rss)
     except psutil.NoSuchProcess:
@@ -157,7 +147,7 @@ def resident(process: psutil.Process) -> int:
 
 
 def highest_resident() -> int:
-    """The most resident bytes that this process ever had; 0 where the system does not say."""
+    """The most resident bytes that this process ever had; 0 if the system does not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     named = (line.split()[1] for line in lines if line.startswith("VmHWM:"))

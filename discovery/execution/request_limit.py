@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +33,9 @@ class RequestLimit:
         limit: most rows of a request; 0 keeps all, and writes nothing.
         expected: estimate of the number of rows.
         memory: bytes that one partition may take. The result does not depend on it.
+
+    Raises (all methods):
+        RunError: the disk is full.
     """
 
     def __init__(self, folder: Path, limit: int, expected: int, memory: int) -> None:
@@ -45,15 +49,15 @@ class RequestLimit:
 
     def __enter__(self) -> RequestLimit:
         try:
-            # A run that was killed here may have left files.
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir()
-            for index in range(self._partitions):
-                path = self._folder / f"{index:03d}"
-                self._files.append(self._open.enter_context(path.open("w+b")))
-        except OSError as error:
+            with self._disk_errors():
+                # A run that was killed here may have left files.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir()
+                paths = (self._folder / f"{index:03d}" for index in range(self._partitions))
+                self._files = [self._open.enter_context(path.open("w+b")) for path in paths]
+        except RunError:
             self.__exit__()
-            raise self._refused(error) from error
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,11 +67,7 @@ class RequestLimit:
             self._open.close()
 
     def add(self, requests: NDArray[np.uint64], rows: NDArray[np.uint64]) -> None:
-        """Add the next n rows: uint64[n] hashes of their requests, and uint64[n] of their keys.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Add the next n rows: uint64[n] hashes of their requests, and uint64[n] of their keys."""
         number = np.arange(self.rows, self.rows + len(rows), dtype=np.uint64)
         self.rows += len(rows)
         if not self._partitions:
@@ -77,32 +77,30 @@ class RequestLimit:
         partition = (requests % np.uint64(self._partitions)).astype(np.uint8)
         hashed = hashed[np.argsort(partition, kind="stable")]
         ends = np.cumsum(np.bincount(partition, minlength=self._partitions))
-        try:
+        with self._disk_errors():
             for file, own in zip(self._files, np.split(hashed, ends[:-1]), strict=True):
                 file.write(own.data)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def kept(self) -> NDArray[np.bool_]:
-        """Which of all rows added are within the limit: bool[rows].
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Which of all rows added are within the limit: bool[rows]."""
         keep = np.full(self.rows, not self._partitions)
         for file in self._files:
-            try:
+            with self._disk_errors():
                 file.flush()
                 file.seek(0)
-            except OSError as error:
-                raise self._refused(error) from error
             held = np.empty(0, HASHED)
-            # More than one block only where a few requests have most of the rows.
+            # More than one block only if a few requests have most of the rows.
             while len(block := np.fromfile(file, HASHED, self._block)):
                 held = np.concatenate([held, block])
                 held = held[within_request_limit(held["request"], held["row"], self._limit)]
             keep[held["number"]] = True
         return keep
 
-    def _refused(self, error: OSError) -> RunError:
-        return RunError(f"cannot write {self._folder}: {error.strerror}; mend that and resume")
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self._folder}: {error.strerror}; mend that and resume"
+            ) from error

@@ -1,5 +1,4 @@
-"""Stopping a run where it can be resumed, or holding it there: by signal, by command, or when its
-time is up."""
+"""Stopping or pausing a run at a checkpoint: by signal, by command, or when its time is up."""
 
 from __future__ import annotations
 
@@ -12,12 +11,11 @@ from types import FrameType
 from capture_kernels.errors import AttnError
 from pipeline.interrupts import lost_interrupts_raised_again
 
-# Exit code of a run that was asked to stop, by --max-hours or by a client: not failed, and not
-# finished either.
+# Exit code of a run that --max-hours or a client stopped: neither failed nor finished.
 STOPPED = 4
-# Seconds between two looks at what a paused run is asked. It looks instead of being woken, since a
-# signal handler may not touch the lock of what would wake it.
-LOOK_EVERY = 0.1
+# Seconds between two checks of a paused run. It polls, since a signal handler may not take the lock
+# of an event that would wake it.
+CHECK_EVERY = 0.1
 
 
 class Interrupted(AttnError):
@@ -29,7 +27,7 @@ class Interrupted(AttnError):
 
 
 class StopRequest:
-    """Whether a run should stop, or wait, at its next part, and why.
+    """Whether a run should stop, or wait, at its next chunk, and why.
 
     The run calls `check` and `wait_while_paused`. The rest may be called from any thread, and
     `signalled` by a signal at any moment.
@@ -40,7 +38,7 @@ class StopRequest:
         self._asked: tuple[str, int] | None = None
         self._deadline: float | None = None
         self._hours: float | None = None
-        self._paused = False
+        self.paused = False
 
     def limit_hours(self, hours: float | None) -> None:
         if hours is not None:
@@ -48,36 +46,32 @@ class StopRequest:
             self._deadline = time.monotonic() + hours * 3600
 
     def signalled(self, number: int, _frame: FrameType | None = None) -> None:
-        """A signal handler: the first stops at the next part, a second one at once."""
+        """A signal handler: the first signal stops at the next chunk, a second one at once."""
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = number
 
     def ask(self, reason: str, exit_code: int = STOPPED) -> None:
-        """Stop at the next part, for this reason; the first one given is the one that is told."""
+        """Stop at the next chunk; only the first reason given is reported."""
         if self._asked is None:
             self._asked = reason, exit_code
 
     def pause(self) -> str | None:
-        """Wait at the next part; returns why not where the run is about to stop."""
+        """Wait at the next chunk; returns why not if the run is about to stop."""
         if self._signal is not None or self._asked is not None:
             return "the run is stopping"
-        self._paused = True
+        self.paused = True
         return None
 
     def resume(self) -> str | None:
-        """Go on; returns why not where nothing was paused."""
-        if not self._paused:
+        """Continue; returns why not if the run is not paused."""
+        if not self.paused:
             return "the run is not paused"
-        self._paused = False
+        self.paused = False
         return None
 
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
     def check(self) -> None:
-        """Raise Interrupted when the run should stop here."""
+        """Raise Interrupted if the run should stop here."""
         if self._signal is not None:
             name = signal.Signals(self._signal).name
             raise Interrupted(f"{name}, at a checkpoint", 128 + self._signal)
@@ -87,9 +81,9 @@ class StopRequest:
             raise Interrupted(f"--max-hours {self._hours:g} is over", STOPPED)
 
     def wait_while_paused(self) -> None:
-        """Return once the run is resumed; Interrupted when it should stop instead."""
-        while self._paused:
-            time.sleep(LOOK_EVERY)
+        """Return once the run is resumed; raise Interrupted if it should stop."""
+        while self.paused:
+            time.sleep(CHECK_EVERY)
             self.check()
 
 

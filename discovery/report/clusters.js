@@ -2,25 +2,21 @@
 
 const largest = Math.max(0, ...data.clusters.map((cluster) => cluster.share));
 const SORTS = {
-  share: (a, b) => b.share - a.share,
+  share: () => 0,
   name: (a, b) => String(a.label).localeCompare(String(b.label), "en"),
   age: (a, b) => (String(a.born_in) < String(b.born_in) ? -1 : a.born_in === b.born_in ? 0 : 1),
 };
-const SORT_WORDS = [["share", "Share"], ["name", "Name"], ["age", "Age"]];
+const newsOf = byId(news.filter((event) => !isGone(event)));
 
-function field(name, ...content) {
-  return el("div", { class: "field" }, el("h4", { text: name }), ...content);
-}
+const field = (name, ...content) =>
+  el("div", { class: "field" }, el("h4", { text: name }), ...content);
 
-function cameFrom(cluster) {
-  const event = eventOf.get(cluster.cluster_id);
-  const parents = cluster.parents || [];
-  const words = cluster.born_in === data.run_id ? "born in this run" : `born in ${cluster.born_in}`;
-  const line = el("p", { class: "quiet", text: words });
-  if (parents.length) line.append(`, from ${listed(parents.map((id) => `${id}`))}`);
-  if (given(cluster.persistence)) line.append(` · persistence ${cluster.persistence.toFixed(2)}`);
-  if (event && event.event !== "kept" && event.says && !isFirstRun) line.append(` · ${event.says}`);
-  return line;
+function cameFrom({ cluster_id: id, born_in: born, parents, persistence }) {
+  const words = [`born in ${born === data.run_id ? "this run" : born}`];
+  if (parents?.length) words[0] += `, from ${listed(parents.map(String))}`;
+  if (given(persistence)) words.push(`persistence ${persistence.toFixed(2)}`);
+  if (newsOf.get(id)?.says) words.push(newsOf.get(id).says);
+  return el("p", { class: "quiet", text: words.join(" · ") });
 }
 
 function distances(cluster) {
@@ -34,8 +30,7 @@ function distances(cluster) {
 }
 
 function phases(cluster) {
-  const shares = cluster.phases;
-  if (!shares) return null;
+  const shares = cluster.phases || {};
   const parts = PHASE_ORDER.filter((p) => given(shares[p])).map((p) => [p, shares[p], phaseColor(p)]);
   if (!parts.length) return null;
   const words = parts.filter(([, share]) => share > 0).map(([p, share]) => `${p} ${percent(share)}`);
@@ -43,7 +38,7 @@ function phases(cluster) {
 }
 
 function tokens(cluster) {
-  if (!cluster.tokens || !cluster.tokens.length) return null;
+  if (!cluster.tokens?.length) return null;
   return field("Tokens it is common on", el("ul", { class: "chips" },
     cluster.tokens.slice(0, 8).map((token) => el("li", {
       title: `token ${token.token_id}: ${percent(token.share)} of the rows, ${figure(token.lift)} times as common as elsewhere`,
@@ -62,7 +57,7 @@ function showRequest(request) {
 }
 
 function exemplars(cluster) {
-  if (!cluster.exemplars || !cluster.exemplars.length) return null;
+  if (!cluster.exemplars?.length) return null;
   const onMap = new Set(data.points.requests);
   return field("Typical rows", el("ul", { class: "exemplars" }, cluster.exemplars.map((row) =>
     el("li", {},
@@ -79,16 +74,15 @@ function exemplars(cluster) {
 
 function card(cluster) {
   const id = cluster.cluster_id;
-  const event = eventOf.get(id);
   const color = clusterColor(id);
-  const node = el("article", {
-    class: "card", id: `cluster-${id}`, ink: css(color),
+  return el("article", {
+    class: "card", id: `cluster-${id}`, ink: color,
     onclick: (e) => !e.target.closest(".exemplars") && !String(getSelection()) && select(id),
   },
   el("header", {},
     el("button", { type: "button", class: "pick", "aria-pressed": "false", title: "Show on the map" },
       idMark(id), el("span", { class: "card-name", text: cluster.label || `cluster ${id}` })),
-    event && event.event !== "kept" && !isFirstRun ? eventMark(event.event) : null),
+    newsOf.has(id) ? eventMark(newsOf.get(id).event) : null),
   el("div", { class: "card-share" }, bar(cluster.share, largest, color),
     el("b", { text: percent(cluster.share) }),
     el("span", { class: "quiet", text: plural(cluster.size, "row") })),
@@ -99,19 +93,16 @@ function card(cluster) {
     el("li", { class: "zone" }, swatch(zoneColor(cluster.zone)), spaced(cluster.zone)),
     (cluster.traits || []).map((trait) => el("li", { text: spaced(trait) }))),
   cameFrom(cluster));
-  return node;
 }
 
 const cards = new Map(data.clusters.map((cluster) => [cluster.cluster_id, card(cluster)]));
 
 function sortCards(by) {
-  const order = [...data.clusters].sort(
-    (a, b) => SORTS[by](a, b) || b.share - a.share || a.cluster_id - b.cluster_id,
-  );
+  const order = [...data.clusters].sort((a, b) => SORTS[by](a, b) || byShare(a, b));
   $("cards").replaceChildren(...order.map((cluster) => cards.get(cluster.cluster_id)));
 }
 
-segments($("sort-by"), "sort", SORT_WORDS, "share", sortCards);
+segments($("sort-by"), "sort", [["share", "Share"], ["name", "Name"], ["age", "Age"]], "share", sortCards);
 sortCards("share");
 if (!data.clusters.length) {
   $("cards").append(el("p", { class: "note", text: "No cluster was found: every row is noise." }));
@@ -124,7 +115,6 @@ listen("select", () => {
     node.querySelector(".pick").setAttribute("aria-pressed", chosen);
   }
   const node = cards.get(state.selected);
-  const pane = $("cards");
   // Only the pane scrolls: the page stays where the map is.
-  if (node) pane.scrollTop = node.offsetTop - 1;
+  if (node) $("cards").scrollTop = node.offsetTop - 1;
 });

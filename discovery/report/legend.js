@@ -4,11 +4,6 @@
 const MOST_ENTRIES = 80;
 const search = $("legend-search");
 
-function hide(mode, codes) {
-  state.hidden[mode] = new Set(codes);
-  emit("filter");
-}
-
 function toggleEntry(mode, code) {
   const hidden = state.hidden[mode];
   if (!hidden.delete(code)) hidden.add(code);
@@ -19,22 +14,22 @@ function toggleEntry(mode, code) {
 function isolate(mode, code) {
   const others = [...modes[mode].names.keys()].filter((other) => other !== code);
   const alone = state.hidden[mode].size === others.length && !state.hidden[mode].has(code);
-  hide(mode, alone ? [] : others);
+  state.hidden[mode] = new Set(alone ? [] : others);
+  emit("filter");
 }
 
 function legendEntry(name, code) {
   const mode = modes[name];
   const shown = !state.hidden[name].has(code);
-  const isCluster = name === "cluster" && data.points.clusters[code] !== NOISE;
-  const label = isCluster ? clusterName(data.points.clusters[code]) : mode.names[code];
+  const id = name === "cluster" ? data.points.clusters[code] : NOISE;
   return el("li", { class: shown ? "" : "off", "data-code": code },
     el("button", {
       type: "button", class: "entry", "aria-pressed": shown, title: mode.names[code],
       onclick: () => toggleEntry(name, code),
     },
     swatch(mode.color(code)),
-    isCluster ? el("b", { text: data.points.clusters[code] }) : null,
-    el("span", { class: "name", text: label }),
+    id === NOISE ? null : el("b", { text: id }),
+    el("span", { class: "name", text: id === NOISE ? mode.names[code] : clusterName(id) }),
     el("span", { class: "number", text: percent(mode.counts[code] / Math.max(1, points.size)) })),
     el("button", {
       type: "button", class: "only", "aria-label": `Only ${mode.names[code]}`,
@@ -51,17 +46,16 @@ function fillLegend() {
   // The button that was pressed is replaced by one like it, which keeps the focus.
   const active = document.activeElement;
   const at = active.closest("#legend-entries li");
-  $("legend-entries").replaceChildren(
-    ...found.slice(0, MOST_ENTRIES).map((code) => legendEntry(name, code)),
-  );
+  const entries = found.slice(0, MOST_ENTRIES).map((code) => legendEntry(name, code));
+  $("legend-entries").replaceChildren(...entries);
   if (at) {
     const kind = active.classList.contains("only") ? ".only" : ".entry";
     document.querySelector(`#legend-entries li[data-code="${at.dataset.code}"] ${kind}`)?.focus();
   }
-  const left = found.length - Math.min(found.length, MOST_ENTRIES);
+  const left = found.length - MOST_ENTRIES;
   $("legend-more").textContent = !found.length
     ? "No entry of this name."
-    : left ? `and ${count(left)} more: type to find one` : "";
+    : left > 0 ? `and ${count(left)} more: type to find one` : "";
   search.hidden = mode.names.length < 9;
   $("show-all").hidden = Object.values(state.hidden).every((hidden) => !hidden.size);
 }

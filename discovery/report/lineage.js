@@ -20,74 +20,66 @@ function stackUp(clusters, tall) {
 
 function lineagePicture() {
   const { links = [], parent_clusters: before = [] } = data.lineage;
-  const now = [...data.clusters].sort((a, b) => b.share - a.share || a.cluster_id - b.cluster_id);
+  const now = [...data.clusters].sort(byShare);
   const tall = Math.max(before.length, now.length) * (ROW + 9);
   const right = stackUp(now, tall);
   // Parents lie beside where most of their rows went, so that few ribbons cross.
-  const middle = (id) => {
+  const total = (entries, of) => entries.reduce((sum, entry) => sum + of(entry), 0);
+  const middles = new Map(before.map(({ cluster_id: id }) => {
     const own = links.filter((link) => link.parent === id && right.has(link.child));
-    const weight = own.reduce((sum, link) => sum + link.share, 0);
-    if (!weight) return Infinity;
-    return own.reduce((sum, l) => sum + l.share * right.get(l.child).y, 0) / weight;
-  };
-  const places = new Map(before.map(({ cluster_id: id }) => [id, middle(id)]));
-  const sorted = [...before].sort((a, b) => {
-    const [one, other] = [places.get(a.cluster_id), places.get(b.cluster_id)];
-    return one === other ? b.share - a.share || a.cluster_id - b.cluster_id : one - other;
-  });
-  const left = stackUp(sorted, tall);
+    const weight = total(own, (link) => link.share);
+    return [id, weight ? total(own, (l) => l.share * right.get(l.child).y) / weight : Infinity];
+  }));
+  const left = stackUp([...before].sort((a, b) => {
+    const [one, other] = [middles.get(a.cluster_id), middles.get(b.cluster_id)];
+    return one === other ? byShare(a, b) : one - other;
+  }), tall);
 
   const known = links.filter((link) => left.has(link.parent) && right.has(link.child));
-  const byPlace = (side, key) => (a, b) => side.get(a[key]).y - side.get(b[key]).y;
-  const sumOf = (key, id) => known.reduce((sum, l) => sum + (l[key] === id ? l.share : 0), 0) || 1;
-  const widths = new Map(known.map((link) => [link, {
-    out: (left.get(link.parent).height * link.share) / Math.max(sumOf("parent", link.parent), left.get(link.parent).cluster.share),
-    in: (right.get(link.child).height * link.share) / Math.max(sumOf("child", link.child), right.get(link.child).cluster.share),
-  }]));
-  const starts = new Map();
-  for (const link of [...known].sort(byPlace(right, "child"))) {
-    const node = left.get(link.parent);
-    starts.set(link, node.y + node.from);
-    node.from += widths.get(link).out;
-  }
-  const ribbons = [...known].sort(byPlace(left, "parent")).map((link) => {
-    const node = right.get(link.child);
-    const [y0, y1] = [starts.get(link), node.y + node.from];
-    const { out, in: into } = widths.get(link);
-    node.from += into;
-    const [x0, x1] = [COLUMN + NODE, WIDE - COLUMN - NODE];
-    const mid = (x0 + x1) / 2;
+  // Where each ribbon ends on a side, and how wide it is there: in the order of the other side.
+  const ends = (side, key, other, otherKey) => new Map(
+    [...known].sort((a, b) => other.get(a[otherKey]).y - other.get(b[otherKey]).y).map((link) => {
+      const node = side.get(link[key]);
+      const sum = total(known, (l) => (l[key] === link[key] ? l.share : 0)) || 1;
+      const height = (node.height * link.share) / Math.max(sum, node.cluster.share);
+      node.from += height;
+      return [link, [node.y + node.from - height, node.y + node.from]];
+    }));
+  const starts = ends(left, "parent", right, "child");
+  const [x0, x1, mid] = [COLUMN + NODE, WIDE - COLUMN - NODE, WIDE / 2];
+  const ribbons = [...ends(right, "child", left, "parent")].map(([link, [top, bottom]]) => {
+    const [y0, y1] = starts.get(link);
     return svg("path", {
-      class: "ribbon", ink: css(clusterColor(link.parent)),
-      d: `M${x0},${y0}C${mid},${y0} ${mid},${y1} ${x1},${y1}L${x1},${y1 + into}` +
-        `C${mid},${y1 + into} ${mid},${y0 + out} ${x0},${y0 + out}Z`,
+      class: "ribbon", ink: clusterColor(link.parent),
+      d: `M${x0},${y0}C${mid},${y0} ${mid},${top} ${x1},${top}V${bottom}` +
+        `C${mid},${bottom} ${mid},${y1} ${x0},${y1}Z`,
     },
     svg("title", { text: `${link.parent} to ${link.child}: ${percent(link.share)} of the rows` }));
   });
 
-  const gone = new Map(events.filter((e) => ["died", "absorbed"].includes(e.event)).map((e) => [e.cluster_id, e]));
-  const words = (node, side) => {
+  const gone = byId(events.filter(isGone));
+  const words = (node, isLeft) => {
     const { cluster_id: id, share } = node.cluster;
-    const event = side === "left" ? gone.get(id) : eventOf.get(id);
+    const event = isLeft ? gone.get(id) : eventOf.get(id);
     const marked = event && event.event !== "kept" ? EVENT_WORDS[event.event] || event.event : "";
-    const x = side === "left" ? COLUMN - 8 : WIDE - COLUMN + 8;
     const name = shorten(ownName(node.cluster), marked ? 29 : 38);
-    const y = node.y + Math.min(node.height / 2, 22) + 4;
+    const parts = [svg("tspan", { class: "id", text: id }), svg("tspan", { text: `  ${name}  ` }),
+      svg("tspan", { class: "quiet", text: percent(share) })];
+    if (marked && isLeft) parts.unshift(svg("tspan", { class: "event", text: `${marked}  ` }));
+    else if (marked) parts.push(svg("tspan", { class: "event", text: `  ${marked}` }));
     return svg("g", { class: "lineage-node" },
-      svg("title", { text: `${id} ${ownName(node.cluster)}: ${percent(share)}${event && event.says ? `\n${event.says}` : ""}` }),
-      svg("rect", { class: "bar", ink: css(clusterColor(id)), rx: 2, width: NODE,
-        x: side === "left" ? COLUMN : WIDE - COLUMN - NODE, y: node.y, height: node.height }),
-      svg("text", { x, y, "text-anchor": side === "left" ? "end" : "start" },
-        side === "left" && marked ? svg("tspan", { class: "event", text: `${marked}  ` }) : null,
-        svg("tspan", { class: "id", text: id }), svg("tspan", { text: `  ${name}  ` }),
-        svg("tspan", { class: "quiet", text: percent(share) }),
-        side === "right" && marked ? svg("tspan", { class: "event", text: `  ${marked}` }) : null));
+      svg("title", { text: [`${id} ${ownName(node.cluster)}: ${percent(share)}`,
+        event?.says].filter(Boolean).join("\n") }),
+      svg("rect", { class: "bar", ink: clusterColor(id), rx: 2, width: NODE,
+        x: isLeft ? COLUMN : x1, y: node.y, height: node.height }),
+      svg("text", { x: isLeft ? COLUMN - 8 : x1 + 16, y: node.y + Math.min(node.height / 2, 22) + 4,
+        "text-anchor": isLeft ? "end" : "start" }, parts));
   };
   return svg("svg", { class: "sankey", viewBox: `0 -24 ${WIDE} ${tall + 28}`, role: "img",
     "aria-label": "Clusters of the parent run on the left, of this run on the right" },
-  svg("text", { class: "side", x: COLUMN + NODE, y: -10, "text-anchor": "end", text: data.lineage.parent }),
-  svg("text", { class: "side", x: WIDE - COLUMN - NODE, y: -10, text: data.run_id }),
-  ribbons, [...left.values()].map((n) => words(n, "left")), [...right.values()].map((n) => words(n, "right")));
+  svg("text", { class: "side", x: x0, y: -10, "text-anchor": "end", text: data.lineage.parent }),
+  svg("text", { class: "side", x: x1, y: -10, text: data.run_id }),
+  ribbons, [...left.values()].map((n) => words(n, true)), [...right.values()].map((n) => words(n, false)));
 }
 
 const ownName = (cluster) => cluster.label || `cluster ${cluster.cluster_id}`;
@@ -113,7 +105,6 @@ function fillLineage(section) {
     return;
   }
   section.append(el("p", { class: "says", text: sentence(lineage.says || "") }));
-  const news = events.filter((event) => event.event !== "kept");
   const kept = events.length - news.length;
   section.append(el("div", { class: "two-thirds" },
     el("figure", {}, lineagePicture()),

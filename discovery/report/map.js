@@ -14,7 +14,7 @@ const view = { x: 0, y: 0, scale: 1, fitted: 1, width: 0, height: 0, ratio: 1 };
 let image = null;
 let pixels = null;
 let showLabels = true;
-let pending = false;
+let pending = 0;
 
 const onScreen = (x, y) => [
   view.width / 2 + (x - view.x) * view.scale,
@@ -30,8 +30,7 @@ function stamps(radius, alpha) {
   const reach = Math.ceil(radius + 0.5);
   const made = [];
   for (let sub = 0; sub < 16; sub++) {
-    const cx = ((sub & 3) + 0.5) / 4;
-    const cy = ((sub >> 2) + 0.5) / 4;
+    const [cx, cy] = [((sub & 3) + 0.5) / 4, ((sub >> 2) + 0.5) / 4];
     const offsets = [];
     const weights = [];
     for (let dy = -reach; dy <= reach; dy++) {
@@ -88,7 +87,7 @@ function plot(from, to, radius, alpha) {
 }
 
 function draw() {
-  pending = false;
+  pending = 0;
   if (!view.width) return;
   const { width, height } = canvas;
   if (!image || image.width !== width || image.height !== height) {
@@ -106,8 +105,8 @@ function draw() {
   const alpha = Math.max(0.2, Math.min(0.9, 0.8 / Math.sqrt(Math.max(cover, 0.2))));
   const dim = state.selected === null ? 0.6 : 0.5;
   const size = radius * view.ratio;
-  let inside = plot(0, drawn.behind, size, alpha * dim);
-  inside += plot(drawn.behind, drawn.order.length, size, alpha);
+  const inside = plot(0, drawn.behind, size, alpha * dim) +
+    plot(drawn.behind, drawn.order.length, size, alpha);
   pen.putImageData(image, 0, 0);
   placeLabels();
   placeRing();
@@ -122,10 +121,7 @@ function draw() {
 }
 
 function redraw() {
-  if (!pending) {
-    pending = true;
-    requestAnimationFrame(draw);
-  }
+  pending ||= requestAnimationFrame(draw);
 }
 
 function fit() {
@@ -138,14 +134,12 @@ function fit() {
 function resize() {
   // On paper the image is what was drawn on the screen.
   if (printing.matches) return;
-  const { clientWidth: width, clientHeight: height } = map;
-  const zoom = view.width ? view.scale / view.fitted : null;
-  const { x, y } = view;
-  Object.assign(view, { width, height, ratio: window.devicePixelRatio || 1 });
-  canvas.width = Math.round(width * view.ratio);
-  canvas.height = Math.round(height * view.ratio);
+  const { x, y, scale, fitted, width } = view;
+  Object.assign(view, { width: map.clientWidth, height: map.clientHeight, ratio: devicePixelRatio });
+  canvas.width = Math.round(view.width * view.ratio);
+  canvas.height = Math.round(view.height * view.ratio);
   fit();
-  if (zoom) Object.assign(view, { x, y, scale: view.fitted * zoom });
+  if (width) Object.assign(view, { x, y, scale: (view.fitted * scale) / fitted });
   // A canvas loses its image when its size is set: draw in this frame, or it flickers.
   draw();
 }
@@ -168,15 +162,15 @@ function panBy(dx, dy) {
 // Labels: the largest cluster first; the number alone where the words do not fit, and nothing where
 // not even that fits.
 
-const labels = [...data.clusters]
+const labels = data.clusters
   .filter((cluster) => given(cluster.x) && given(cluster.y))
-  .sort((a, b) => b.share - a.share || a.cluster_id - b.cluster_id)
+  .sort(byShare)
   .map((cluster) => {
-    const node = el("span", { class: "label", ink: css(clusterColor(cluster.cluster_id)) },
+    const node = el("span", { class: "label", ink: clusterColor(cluster.cluster_id) },
       el("b", { text: cluster.cluster_id }), el("i", { text: cluster.label }));
     $("labels").append(node);
     const code = data.points.clusters.indexOf(cluster.cluster_id);
-    return { cluster, code, node, wide: 0, narrow: 0, at: null, box: null };
+    return { cluster, code, node };
   });
 
 function measureLabels() {
@@ -216,13 +210,11 @@ function placeLabels() {
     const [kind, words] = [
       ["rightward", [x1, y0, x1 + more, y1]],
       ["leftward", [x0 - more, y0, x0, y1]],
-    ].find(([, box]) => fits(box)) || ["short", null];
-    if (words) {
-      taken.push(words);
-      label.box = [Math.min(x0, words[0]), y0, Math.max(x1, words[2]), y1];
-    }
-    label.node.className = `label ${kind}`;
-    label.node.classList.toggle("chosen", chosen(label));
+      ["short", [x0, y0, x0, y1]],
+    ].find(([type, box]) => type === "short" || fits(box));
+    taken.push(words);
+    label.box = [Math.min(x0, words[0]), y0, Math.max(x1, words[2]), y1];
+    label.node.className = `label ${kind}${chosen(label) ? " chosen" : ""}`;
     // In shares of the frame, so that they stay in place when print scales it.
     const { style } = label.node;
     const [across, left] = [(100 * px) / view.width, kind === "leftward"];

@@ -3,29 +3,24 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
 const NOISE = -1;
 
-/** An element: attributes by name, `on*` as listeners, `class` and `text` as themselves. */
-function el(tag, attributes = {}, ...children) {
-  return dress(document.createElement(tag), attributes, children);
-}
-
-function svg(tag, attributes = {}, ...children) {
-  return dress(document.createElementNS(SVG, tag), attributes, children);
-}
-
-function dress(node, attributes, children) {
+/** Makes elements of a namespace: attributes by name, `on*` as listeners, `ink` as a colour, and
+ * children, of which null is left out. */
+const maker = (space) => (tag, attributes = {}, ...children) => {
+  const node = document.createElementNS(space, tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "text") node.textContent = value;
-    else if (name === "ink") node.style.setProperty("--ink", value);
+    else if (name === "ink") node.style.setProperty("--ink", css(value));
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return node;
-}
+};
+const el = maker(document.documentElement.namespaceURI);
+const svg = maker("http://www.w3.org/2000/svg");
 
 const whole = new Intl.NumberFormat("en-US");
 const given = (value) => typeof value === "number" && Number.isFinite(value);
@@ -74,26 +69,25 @@ const colorAt = (index) => ({ light: LIGHT[index % 64], dark: DARK[index % 64] }
 /** A colour as CSS: the light or the dark one, whichever the page is in (print is light). */
 const css = (color) => `light-dark(#${color.light}, #${color.dark})`;
 
-const clusterOf = new Map(data.clusters.map((cluster) => [cluster.cluster_id, cluster]));
-const parentOf = new Map(
-  (data.lineage?.parent_clusters || []).map((c) => [c.cluster_id, c]),
-);
+const byId = (entries) => new Map((entries || []).map((entry) => [entry.cluster_id, entry]));
+const clusterOf = byId(data.clusters);
+const parentOf = byId(data.lineage?.parent_clusters);
+const byShare = (a, b) => b.share - a.share || a.cluster_id - b.cluster_id;
 
-/** A cluster's colour follows from its id alone where it can, so that it is the same in every run. */
-const clusterColors = (() => {
+// A cluster's colour follows from its id alone where it can, so that it is the same in every run.
+const slots = new Map();
+{
   const ids = new Set([...clusterOf.keys(), ...parentOf.keys(), ...data.points.clusters]);
   ids.delete(NOISE);
-  const colors = new Map([[NOISE, NOISE_COLOR]]);
   const taken = new Set();
   for (const id of [...ids].sort((a, b) => a - b)) {
     let slot = id % 64;
     while (taken.has(slot) && taken.size < 64) slot = (slot + 1) % 64;
     taken.add(slot);
-    colors.set(id, colorAt(slot));
+    slots.set(id, slot);
   }
-  return colors;
-})();
-const clusterColor = (id) => clusterColors.get(id) || NOISE_COLOR;
+}
+const clusterColor = (id) => (slots.has(id) ? colorAt(slots.get(id)) : NOISE_COLOR);
 
 const ZONE_ORDER = ["syntax_floor", "semantic_bridge", "long_range", "structure_ripple", "diffuse"];
 const PHASE_ORDER = ["prompt", "think", "output"];
@@ -108,22 +102,20 @@ function clusterName(id) {
   return (clusterOf.get(id) || parentOf.get(id))?.label || `cluster ${id}`;
 }
 
-const swatch = (color) => el("span", { class: "swatch", ink: css(color), "aria-hidden": "true" });
-
+const swatch = (color) => el("span", { class: "swatch", ink: color, "aria-hidden": "true" });
 /** A cluster's id in a frame of its colour. */
-function idMark(id) {
-  return el("span", { class: "id-mark", ink: css(clusterColor(id)), text: `${id}` });
-}
+const idMark = (id) => el("span", { class: "id-mark", ink: clusterColor(id), text: id });
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const printing = matchMedia("print");
 
 // What happened to each cluster since the parent run.
 const events = data.lineage?.events || [];
-const eventOf = new Map(
-  events.filter((e) => !["died", "absorbed"].includes(e.event)).map((e) => [e.cluster_id, e]),
-);
+const isGone = ({ event }) => event === "died" || event === "absorbed";
+const eventOf = byId(events.filter((e) => !isGone(e)));
 const isFirstRun = !data.lineage?.parent;
+/** The events that changed something. */
+const news = isFirstRun ? [] : events.filter(({ event }) => event !== "kept");
 const EVENT_WORDS = {
   kept: "kept", merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed",
 };
@@ -144,6 +136,7 @@ function select(id) {
   state.selected = state.selected === id ? null : id;
   emit("select");
 }
+const deselect = () => state.selected !== null && select(state.selected);
 
 /** A row of radio buttons that look like one control. */
 function segments(fieldset, name, choices, chosen, onchange) {

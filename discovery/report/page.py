@@ -16,20 +16,8 @@ import pyarrow as pa
 
 from .points import map_points
 
-STYLE = "report.css"
-# In the order in which the page runs them: each may use those above it.
-SCRIPTS = (
-    "page.js",
-    "points.js",
-    "map.js",
-    "pointer.js",
-    "legend.js",
-    "charts.js",
-    "clusters.js",
-    "lineage.js",
-    "quality.js",
-    "report.js",
-)
+# In the order in which the page runs them: each may use those before it.
+SCRIPTS = "page points map pointer legend charts clusters lineage quality report".split()
 # Without what may differ in a run that was resumed elsewhere (stage_seconds, versions, created_at),
 # so that the page is the same byte for byte.
 SHOWN = (
@@ -54,8 +42,8 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
         "clusters": clusters.to_pylist(),
         "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
     }
-    style = _own_file(STYLE)
-    script = "\n".join(_own_file(name) for name in SCRIPTS)
+    style = _own_file("report.css")
+    script = "\n".join(_own_file(f"{name}.js") for name in SCRIPTS)
     page = Template(_own_file("template.html")).substitute(
         policy=(
             f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "

@@ -68,8 +68,7 @@ map.addEventListener("pointermove", (event) => {
   const [px, py] = pointerAt(event);
   const last = touching.get(event.pointerId);
   if (!last) {
-    const [x, y] = onMap(px, py);
-    hover(nearest(x, y, REACH / view.scale));
+    hover(nearest(...onMap(px, py), REACH / view.scale));
     map.classList.toggle("pointing", hovered >= 0 || labelAt(px, py) !== undefined);
     return;
   }
@@ -91,16 +90,14 @@ function release(event) {
   if (!touching.delete(event.pointerId)) return;
   map.classList.remove("dragging");
   if (event.type !== "pointerup" || dragged >= 4) return;
-  const [px, py] = pointerAt(event);
-  const label = labelAt(px, py);
-  const [x, y] = onMap(px, py);
-  const i = nearest(x, y, REACH / view.scale);
+  const at = pointerAt(event);
+  const label = labelAt(...at);
+  const i = nearest(...onMap(...at), REACH / view.scale);
   if (label) select(label.cluster.cluster_id);
   else if (i >= 0 && points.cluster[i] !== noiseCode) select(data.points.clusters[points.cluster[i]]);
-  else if (state.selected !== null) select(state.selected);
+  else deselect();
 }
-map.addEventListener("pointerup", release);
-map.addEventListener("pointercancel", release);
+for (const end of ["pointerup", "pointercancel"]) map.addEventListener(end, release);
 map.addEventListener("pointerleave", () => hover(-1));
 map.addEventListener("dblclick", (event) => zoomBy(2, ...pointerAt(event)));
 
@@ -114,17 +111,14 @@ map.addEventListener("wheel", (event) => {
   zoomBy(2 ** (-delta / 240), ...pointerAt(event));
 }, { passive: false });
 
+const BUTTONS = {
+  "zoom-in": () => zoomBy(1.5), "zoom-out": () => zoomBy(1 / 1.5), fit, "toggle-labels": toggleLabels,
+};
 const KEYS = {
-  ArrowLeft: () => panBy(60, 0),
-  ArrowRight: () => panBy(-60, 0),
-  ArrowUp: () => panBy(0, 60),
-  ArrowDown: () => panBy(0, -60),
-  "+": () => zoomBy(1.5),
-  "=": () => zoomBy(1.5),
-  "-": () => zoomBy(1 / 1.5),
-  0: fit,
-  l: toggleLabels,
-  Escape: () => state.selected !== null && select(state.selected),
+  ArrowLeft: () => panBy(60, 0), ArrowRight: () => panBy(-60, 0),
+  ArrowUp: () => panBy(0, 60), ArrowDown: () => panBy(0, -60),
+  "+": BUTTONS["zoom-in"], "=": BUTTONS["zoom-in"], "-": BUTTONS["zoom-out"], 0: fit, l: toggleLabels,
+  Escape: deselect,
 };
 map.addEventListener("keydown", (event) => {
   const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
@@ -140,18 +134,13 @@ function toggleLabels() {
   redraw();
 }
 
-$("zoom-in").addEventListener("click", () => zoomBy(1.5));
-$("zoom-out").addEventListener("click", () => zoomBy(1 / 1.5));
-$("fit").addEventListener("click", fit);
-$("toggle-labels").addEventListener("click", toggleLabels);
+for (const [id, act] of Object.entries(BUTTONS)) $(id).addEventListener("click", act);
 
 function rearrange() {
   hover(-1);
   arrange(dark.matches && !printing.matches);
-  const all = drawn.order.length === points.size;
-  $("map-status").textContent = all
-    ? plural(points.size, "point")
-    : `${count(drawn.order.length)} of ${plural(points.size, "point")}`;
+  const some = drawn.order.length < points.size ? `${count(drawn.order.length)} of ` : "";
+  $("map-status").textContent = some + plural(points.size, "point");
   redraw();
 }
 for (const what of ["filter", "color", "select"]) listen(what, rearrange);

@@ -1,5 +1,9 @@
 // The points: their columns, which are shown and in what colour, and the nearest one to a position.
 
+const KINDS = {
+  request: Uint32Array, cluster: Uint16Array, zone: Uint8Array, phase: Uint8Array,
+  position: Int32Array, token: Int32Array, layer: Int16Array, probability: Uint8Array,
+};
 const points = (() => {
   const { columns, extent, shown } = data.points;
   const unpack = (name, Kind) =>
@@ -10,14 +14,7 @@ const points = (() => {
     size: shown,
     x: coordinate("x", extent[0], extent[1]),
     y: coordinate("y", extent[2], extent[3]),
-    request: unpack("request", Uint32Array),
-    cluster: unpack("cluster", Uint16Array),
-    zone: unpack("zone", Uint8Array),
-    phase: unpack("phase", Uint8Array),
-    position: unpack("position", Int32Array),
-    token: unpack("token", Int32Array),
-    layer: unpack("layer", Int16Array),
-    probability: unpack("probability", Uint8Array),
+    ...Object.fromEntries(Object.entries(KINDS).map(([name, Kind]) => [name, unpack(name, Kind)])),
   };
 })();
 
@@ -38,7 +35,7 @@ const modes = {
     names: data.points.phases,
     color: (code) => phaseColor(data.points.phases[code]),
   },
-  request: { label: "Request", names: data.points.requests, color: null },
+  request: { label: "Request", names: data.points.requests },
 };
 
 for (const [name, mode] of Object.entries(modes)) {

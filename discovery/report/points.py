@@ -51,26 +51,26 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
     total = metadata.num_rows
     table = _take(embedding, metadata, even_rows(total, MOST_POINTS))
     x, y = (table[name].to_numpy().astype(np.float64) for name in ("x", "y"))
-    extent = [*_ends(x), *_ends(y)]
+    extent, view = ([*_ends(x, cut), *_ends(y, cut)] for cut in (0.0, OUTLIERS))
     ids = table["cluster_id"].to_numpy()
     known = sorted({-1, *cluster_ids, *np.unique(ids).tolist()})
-    requests, request = _codes(table["request_id"])
-    zones, zone = _codes(table["zone"])
-    phases, phase = _codes(table["phase"])
+    (requests, request), (zones, zone), (phases, phase) = (
+        _codes(table[name]) for name in ("request_id", "zone", "phase")
+    )
     token = pc.fill_null(table["token_id"], NO_TOKEN).to_numpy()
     probability = np.nan_to_num(table["probability"].to_numpy())
     return {
         "shown": table.num_rows,
         "total": total,
         "extent": extent,
-        "view": [*_bulk(x), *_bulk(y)],
+        "view": view,
         "requests": requests,
         "clusters": known,
         "zones": zones,
         "phases": phases,
         "columns": {
-            "x": _packed(_steps(x, *extent[:2]), "<u2"),
-            "y": _packed(_steps(y, *extent[2:]), "<u2"),
+            "x": _packed(np.rint((x - extent[0]) / (extent[1] - extent[0]) * STEPS), "<u2"),
+            "y": _packed(np.rint((y - extent[2]) / (extent[3] - extent[2]) * STEPS), "<u2"),
             "request": _packed(request, "<u4"),
             "cluster": _packed(np.searchsorted(known, ids), "<u2"),
             "zone": _packed(zone, "u1"),
@@ -133,19 +133,10 @@ def _codes(column: pa.ChunkedArray) -> tuple[list[str], NDArray[np.int64]]:
     return words.dictionary.to_pylist(), words.indices.to_numpy()
 
 
-def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+def _ends(values: NDArray[np.float64], cut: float) -> tuple[float, float]:
+    """The range of the values without a share `cut` at either end."""
+    low, high = np.quantile(values, [cut, 1 - cut]).tolist() if len(values) else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, low + 0.5)
-
-
-def _bulk(values: NDArray[np.float64]) -> tuple[float, float]:
-    if not len(values):
-        return 0.0, 1.0
-    return _ends(np.quantile(values, [OUTLIERS, 1 - OUTLIERS]))
-
-
-def _steps(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    return np.rint((values - low) / (high - low) * STEPS)
 
 
 def _packed(values: NDArray[Any], dtype: str) -> str:

@@ -18,6 +18,8 @@ function table(heads, rows, name) {
     el("tbody", {}, rows)));
 }
 
+const numberCell = (text) => el("td", { class: "number", text });
+
 function checkRow(check) {
   const interval = given(check.low) && given(check.high) ? `${figure(check.low)} to ${figure(check.high)}` : "–";
   // A check without a value passes, but measured nothing; identity has no number at all.
@@ -27,9 +29,7 @@ function checkRow(check) {
   return el("tr", { class: check.passed ? "" : "failed" },
     el("td", {}, el("span", { class: `verdict ${kind}`, text: verdict })),
     el("th", { scope: "row", text: sentence(spaced(check.name)) }),
-    el("td", { class: "number", text: figure(check.value) }),
-    el("td", { class: "number", text: figure(check.limit) }),
-    el("td", { class: "number", text: interval }),
+    [figure(check.value), figure(check.limit), interval].map(numberCell),
     el("td", {}, scalePicture(check)),
     el("td", { class: "wide", text: check.says || "" }));
 }
@@ -39,21 +39,19 @@ const CHECK_HEADS = [["", ""], ["Check", ""], ["Value", "number"], ["Limit", "nu
 
 /** Shares then and now, the largest change first. */
 function driftTable(drift, name, label, color) {
-  const names = Object.keys({ ...drift.parent_shares, ...drift.shares });
-  const rows = names.map((key) => ({
+  const rows = Object.keys({ ...drift.parent_shares, ...drift.shares }).map((key) => ({
     key, then: drift.parent_shares[key] || 0, now: drift.shares[key] || 0,
   })).sort((a, b) => Math.abs(b.now - b.then) - Math.abs(a.now - a.then) || (a.key < b.key ? -1 : 1));
   const top = Math.max(...rows.map((row) => Math.max(row.then, row.now)), 0.01);
   const x = (share) => 4 + (152 * share) / top;
   const lines = rows.map(({ key, then, now }) => el("tr", {},
     el("th", { scope: "row" }, swatch(color(key)), label(key)),
-    el("td", { class: "number", text: percent(then) }),
-    el("td", { class: "number", text: percent(now) }),
+    [percent(then), percent(now)].map(numberCell),
     el("td", {}, svg("svg", { class: "dumbbell", viewBox: "0 0 160 16", "aria-hidden": "true" },
-      svg("line", { class: "base", x1: 4, x2: 156, y1: 8, y2: 8 }),
-      svg("line", { class: "moved", ink: css(color(key)), x1: x(then), x2: x(now), y1: 8, y2: 8 }),
+      svg("path", { class: "base", d: "M4 8h152" }),
+      svg("path", { class: "moved", ink: color(key), d: `M${x(then)} 8H${x(now)}` }),
       svg("circle", { class: "then", cx: x(then), cy: 8, r: 3.5 }),
-      svg("circle", { class: "bar", ink: css(color(key)), cx: x(now), cy: 8, r: 4 })))));
+      svg("circle", { class: "bar", ink: color(key), cx: x(now), cy: 8, r: 4 })))));
   const frame = table([["", ""], ["Then", "number"], ["Now", "number"], ["", ""]], lines, name);
   lines.slice(MOST_DRIFTS).forEach((line) => (line.hidden = true));
   const more = rows.length > MOST_DRIFTS ? el("button", {
@@ -87,9 +85,8 @@ function fillQuality(section) {
   }
   const names = Object.keys(quality).filter((name) => given(quality[name]));
   const known = Object.keys(MEANINGS).filter((name) => names.includes(name));
-  const others = names.filter((name) => !known.includes(name));
   section.append(el("h3", { text: "Measures" }), el("dl", { class: "measures" },
-    [...known, ...others].map((name) => el("div", {},
+    [...new Set([...known, ...names])].map((name) => el("div", {},
       el("dt", { text: sentence(spaced(name)) }),
       el("dd", {}, el("b", { class: "big", text: name.endsWith("_share") ? percent(quality[name]) : figure(quality[name]) }),
         el("p", { class: "quiet", text: MEANINGS[name] || "" }))))));
@@ -100,7 +97,7 @@ function fillQuality(section) {
     el("div", { class: "halves" },
       drift.zones ? driftBlock(drift.zones, "Zones", spaced, zoneColor) : null,
       drift.clusters ? driftBlock(drift.clusters, "Clusters of the parent run",
-        (key) => (Number(key) === NOISE ? "noise" : `${key}  ${(parentOf.get(Number(key)) || {}).label || ""}`),
+        (key) => (Number(key) === NOISE ? "noise" : `${key}  ${parentOf.get(Number(key))?.label || ""}`),
         (key) => clusterColor(Number(key))) : null));
 }
 

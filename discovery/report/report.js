@@ -9,8 +9,7 @@ const facts = (pairs, kind) => el("dl", { class: kind }, pairs
 function windowWords() {
   const { start, end } = data.window || {};
   const plain = (time) => String(time).replace("T", " ").replace(/(:\d\d(\.\d+)?)?(\+00:00|Z)$/, "");
-  if (!start && !end) return "all that the store holds";
-  if (!start) return `up to ${plain(end)} UTC`;
+  if (!start) return end ? `up to ${plain(end)} UTC` : "all that the store holds";
   return `${plain(start)} to ${end ? plain(end) : "now"} UTC`;
 }
 
@@ -20,32 +19,27 @@ function summary() {
   const noise = given(quality.noise_share) ? `; ${percent(quality.noise_share)} of the rows are noise` : "";
   if (isFirstRun) return `${found} found${data.lineage ? " in the first run of this lineage" : ""}${noise}.`;
   const of = (event) => events.filter((e) => e.event === event).length;
-  const parts = [
-    [of("born"), "new"], [of("split"), "split off"], [of("merged"), "merged"],
-    // What was absorbed is in a merger already, where there is one.
-    [of("merged") ? 0 : of("absorbed"), "absorbed"], [of("died"), "gone"],
-  ].filter(([n]) => n).map(([n, word]) => `${n} ${word}`);
+  // What was absorbed is in a merger already, where there is one.
+  const changed = ["born", "split", "merged", of("merged") ? "" : "absorbed", "died"].filter(of);
+  const parts = changed.map((event) => `${of(event)} ${EVENT_WORDS[event]}`);
   const kept = of("kept");
   if (!parts.length) return `Nothing came or went: all ${plural(kept, "cluster")} are those of the run before${noise}.`;
   return `${sentence(listed(parts))}; ${plural(kept, "cluster")} kept${noise}.`;
 }
 
 function gateBox() {
-  const gate = quality.gate;
-  if (!gate) return null;
-  const checks = gate.checks || [];
-  if (gate.passed) {
-    return el("div", { class: "gate passed" },
+  if (!quality.gate) return null;
+  const { passed, checks = [], reasons = [] } = quality.gate;
+  return passed
+    ? el("div", { class: "gate passed" },
       el("strong", { text: "✓ Gate passed" }),
-      checks.length ? el("a", { href: "#quality", text: `${plural(checks.length, "check")}` }) : null);
-  }
-  return el("div", { class: "gate not", role: "alert" },
-    el("strong", { text: "✕ Gate not passed" }),
-    el("ul", {}, (gate.reasons || []).map((reason) => el("li", { text: reason }))));
+      checks.length ? el("a", { href: "#quality", text: plural(checks.length, "check") }) : null)
+    : el("div", { class: "gate not", role: "alert" },
+      el("strong", { text: "✕ Gate not passed" }),
+      el("ul", {}, reasons.map((reason) => el("li", { text: reason }))));
 }
 
 function fillHead(head) {
-  const news = isFirstRun ? [] : events.filter((event) => event.event !== "kept");
   head.append(
     el("p", { class: "eyebrow", text: "attn · discovery run" }),
     el("div", { class: "head-line" },
@@ -57,7 +51,7 @@ function fillHead(head) {
       ["Model", data.model], ["Layout", data.layout], ["Capture", el("code", { text: data.capture_id })],
       ["Window", windowWords()], ["Rows", count(counts.rows)], ["Clusters", count(data.clusters.length)],
       ["Noise", percent(quality.noise_share)],
-      ["Parent run", data.lineage && data.lineage.parent ? el("code", { text: data.lineage.parent }) : "none"],
+      ["Parent run", data.lineage?.parent ? el("code", { text: data.lineage.parent }) : "none"],
     ], "facts"));
   if (news.length) {
     head.append(el("ul", { class: "events news" }, news.slice(0, 6).map((event) => eventLine(event)),
@@ -67,10 +61,9 @@ function fillHead(head) {
 
 function fillZones(section) {
   const { shares = {}, over_time: overTime } = data.stages.zones || {};
-  const names = ZONE_ORDER.filter((zone) => zone in shares)
-    .concat(Object.keys(shares).filter((zone) => !ZONE_ORDER.includes(zone)));
+  const names = zonesOf(shares);
   const top = Math.max(0, ...Object.values(shares));
-  const mix = overTime && overTime.counts ? mixOverTime(overTime) : null;
+  const mix = overTime?.counts ? mixOverTime(overTime) : null;
   section.append(el("h2", { id: "zones-title", text: "Zones" }));
   if (!names.length) section.append(el("p", { class: "note", text: "No zones in this run." }));
   section.append(el("div", { class: mix ? "zones-both" : "" },
@@ -83,12 +76,10 @@ function fillZones(section) {
 function fillAxes(section) {
   const { axes = [], explained = [] } = data.stages.pca || {};
   section.append(el("h2", { id: "axes-title", text: "Axes" }));
-  if (!axes.length) {
-    section.append(el("p", { class: "note", text: explained.length
-      ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, not described in this run.`
-      : "This run records no principal axes." }));
-    return;
-  }
+  const unknown = explained.length
+    ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, not described in this run.`
+    : "This run records no principal axes.";
+  if (!axes.length) return section.append(el("p", { class: "note", text: unknown }));
   section.append(
     el("p", { class: "says", text: "The directions in which the rows differ most, before the map is made: what lies at either end." }),
     el("ol", { class: "axes" }, axes.map((axis) => el("li", {},
@@ -101,7 +92,7 @@ function fillAxes(section) {
 
 function leftOut() {
   const groups = counts.left_out || [];
-  if (!groups.length) return null;
+  if (!groups.length) return [];
   const layouts = { 1: "log16", 2: "layered" };
   return [el("h3", { text: "Left out: not comparable with these" }),
     table([["Model", ""], ["Layout", ""], ["Capture", ""], ["Rows", "number"]], groups.map((group) =>
@@ -118,8 +109,9 @@ function settings(title, values) {
     facts(names.map((name) => [spaced(name), words(values[name])]), "settings"));
 }
 
+const { shown, total } = data.points;
+
 function fillSampling(section) {
-  const { shown, total } = data.points;
   const placed = given(counts.rows) && given(counts.fit_rows) ? counts.rows - counts.fit_rows : null;
   section.append(el("h2", { id: "sampling-title", text: "Rows and parameters" }), facts([
     ["Rows in the window", count(counts.rows_in_window)],
@@ -130,7 +122,7 @@ function fillSampling(section) {
     ["Drawn on this page", `${count(shown)} of ${count(total)}`],
     ["Prototypes of the classifier", count(counts.landmarks)],
     ["Engine", data.engine],
-  ], "measures plain"), ...(leftOut() || []),
+  ], "measures plain"), ...leftOut(),
   settings("Parameters", data.parameters), settings("Zone rules", data.zone_rules));
 }
 
@@ -139,7 +131,6 @@ fillZones($("zones"));
 fillAxes($("axes"));
 fillSampling($("sampling"));
 
-const { shown, total } = data.points;
 $("map-says").textContent = shown < total
   ? `${count(shown)} of ${count(total)} rows are drawn: an even sample.`
   : `All ${plural(total, "row")} ${total === 1 ? "is" : "are"} drawn.`;

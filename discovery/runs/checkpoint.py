@@ -71,7 +71,7 @@ class StageCheckpoint:
     def has(self, name: str) -> bool:
         return self.path(name).exists()
 
-    def write_arrays(self, name: str, **arrays: NDArray[Any]) -> None:
+    def write_arrays(self, name: str, **arrays: Any) -> None:
         """Save named arrays as one `.npz` file whose bytes depend on the arrays alone.
 
         Raises:
@@ -79,10 +79,7 @@ class StageCheckpoint:
         """
         if objects := [key for key, array in arrays.items() if array.dtype.hasobject]:
             raise ValueError(f"{objects} hold Python objects, which would need pickle")
-        self._facts[name] = write_atomically(
-            self.path(name),
-            lambda file: np.savez(file, **arrays),  # type: ignore[arg-type]
-        )
+        self._facts[name] = write_atomically(self.path(name), lambda file: np.savez(file, **arrays))
 
     def read_arrays(self, name: str) -> Arrays:
         """The arrays of a file; ValueError as in `write_arrays`."""
@@ -128,10 +125,10 @@ class StageCheckpoint:
     def finish(self, summary: dict[str, Any], says: str, seconds: float) -> None:
         """Mark the stage as finished, with its summary and the hash of every file."""
         names = [n for n in self.names("") if n not in (KEY, STAGE) and not n.startswith(".")]
-        earlier = [self.path(name) for name in names if name not in self._facts]
-        known = dict(zip(earlier, facts_of(earlier), strict=True))
-        files = {name: self._facts.get(name) or known[self.path(name)] for name in names}
+        earlier = [name for name in names if name not in self._facts]
+        known = dict(zip(earlier, facts_of([self.path(name) for name in earlier]), strict=True))
         write_json(
             self.folder / STAGE,
-            {"key": self.key, "summary": summary, "says": says, "seconds": seconds, "parts": files},
-        )
+            {"key": self.key, "summary": summary, "says": says, "seconds": seconds,
+             "parts": known | self._facts},
+        )  # fmt: skip

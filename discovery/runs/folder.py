@@ -36,8 +36,7 @@ def new_run_id(output: Path, now: datetime) -> str:
 def run_folder(output: Path, run_id: str) -> Path:
     """The folder of an existing run; `latest` is resolved. ArtifactError names the newest runs."""
     if run_id == "latest":
-        served = latest_id(output)
-        if served is None:
+        if not (served := latest_id(output)):
             raise ArtifactError(f"{output} has no latest run: run attn discover first")
         run_id = served
     folder = output / run_id
@@ -78,20 +77,18 @@ def output_lock(output: Path) -> Iterator[None]:
         handle = os.open(output / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise RunError(f"cannot write to {output}: {error.strerror}; choose --output") from None
-    try:
+    with os.fdopen(handle, "r+", errors="replace") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = file.read(32).strip() or "unknown"
             raise RunError(
                 f"another discovery job (process {holder}) is writing to {output}: "
                 "wait for it, or choose another --output"
             ) from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
         yield
-    finally:
-        os.close(handle)
 
 
 def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -> int:
@@ -105,19 +102,17 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -
     """
     path = output / "next_cluster_id"
     state: dict[str, Any] = {"next": 0, "reserved": {}}
-    if path.exists():
-        try:
-            state = json.loads(path.read_text())
-        except ValueError:
-            raise RunError(f"{path} is damaged: delete it and resume") from None
-    held = state["reserved"].get(run_id)
-    if held and held[1] == count:
-        return int(held[0])
-    first = max(int(state["next"]), least)
-    state["reserved"][run_id] = [first, count]
-    state["next"] = first + count
-    write_json(path, state)
-    return first
+    try:
+        state = json.loads(path.read_text()) if path.exists() else state
+    except ValueError:
+        raise RunError(f"{path} is damaged: delete it and resume") from None
+    first, held = state["reserved"].get(run_id, (0, None))
+    if held != count:
+        first = max(int(state["next"]), least)
+        state["reserved"][run_id] = [first, count]
+        state["next"] = first + count
+        write_json(path, state)
+    return int(first)
 
 
 def release_reservation(output: Path, run_id: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from types import NoneType
 from typing import Any, NamedTuple
 
 from capture_kernels.errors import ArtifactError
@@ -47,15 +48,12 @@ class Ending(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """The composition of the events of several runs. "First" and "last" are the clusters before
-    and after them.
+    """The composition of the events of several runs.
 
-    origins: by last cluster, the first ones that its rows were in, in the order of its parents
-        (largest first); none where it was born since.
-    through: by last cluster that is not a first one, the ids that it came off on the way, oldest
-        first.
+    origins: by cluster after them, those before them that its rows were in, largest parent first.
+    through: by cluster that is new since, the ids that it came off on the way, oldest first.
     since: by the same, the run that gave it its id.
-    ended: by first cluster whose id is gone, how it ended.
+    ended: by cluster before them whose id is gone, how it ended.
     """
 
     origins: dict[int, tuple[int, ...]]
@@ -66,8 +64,7 @@ class Descent(NamedTuple):
 
 def history(manifest: Manifest) -> list[Event]:
     """Events up to this run that changed an id, oldest first; empty in runs without lineage."""
-    lineage = manifest.get("lineage") or {}
-    return list(lineage.get("history", []))
+    return list((manifest.get("lineage") or {}).get("history", []))
 
 
 def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
@@ -80,31 +77,26 @@ def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
         manifests: by run id, of every readable run; `run_id` is one of them.
     """
     events = history(manifests[run_id])
-    found, current = [run_id], run_id
+    known, current = {run_id, *(event["run_id"] for event in events)}, run_id
+    mark = itemgetter("run_id", "event", "cluster_id")
     while (parent := manifests[current]["parent_run"]) is not None:
-        found.append(parent)
+        known.add(parent)
         if parent not in manifests:
             older = [
                 other
                 for other, manifest in manifests.items()
                 if run_order(other) < run_order(parent)
                 and was_served(manifest)
-                and _extends(events, history(manifest))
+                and (own := [mark(event) for event in history(manifest)])
+                and own == [mark(event) for event in events[: len(own)]]
             ]
             if not older:
                 break
             parent = max(older, key=run_order)
-            found.append(parent)
+            known.add(parent)
         current = parent
-    known = {*found, *(event["run_id"] for event in events)}
     in_time = tuple(sorted(known, key=run_order))
     return Ancestry(in_time, tuple(run for run in in_time if run not in manifests))
-
-
-def _extends(later: Sequence[Event], earlier: Sequence[Event]) -> bool:
-    """Whether one history begins with another, which must not be empty."""
-    marks = [[(e["run_id"], e["event"], e["cluster_id"]) for e in h] for h in (later, earlier)]
-    return bool(earlier) and marks[0][: len(earlier)] == marks[1]
 
 
 def check_descent(before: Manifest, after: Manifest, known: Ancestry) -> None:
@@ -180,15 +172,10 @@ def clusters_by_run(
     Args:
         own: by run id, the clusters of the runs that are readable.
     """
-    found: dict[str, Clusters] = {}
-    for run_id in known.runs:
-        manifest = manifests.get(run_id)
-        if manifest is None:
-            continue
-        found[run_id] = own[run_id]
-        parent = manifest["parent_run"]
-        if parent in known.gone:
-            recorded = manifest["lineage"]["parent_clusters"]
+    found = {run_id: own[run_id] for run_id in known.runs if run_id in manifests}
+    for run_id in list(found):
+        if (parent := manifests[run_id]["parent_run"]) in known.gone:
+            recorded = manifests[run_id]["lineage"]["parent_clusters"]
             found[parent] = {c["cluster_id"]: Cluster(c["label"], c["share"]) for c in recorded}
     return found
 
@@ -230,18 +217,15 @@ def compare(
                 "parents": parents,
             }
             lists["split" if parents else "born"].append(one)
-    for cluster, (label, share) in then.items():
-        if cluster in now:
-            continue
+    for cluster in then.keys() - now.keys():
         ending = found.ended.get(cluster, Ending(after["run_id"], "died", ()))
-        lists["died"].append(
-            {"cluster_id": cluster, "label": label, "share_then": share, "run_id": ending.run_id,
-             "event": ending.event, "into": list(ending.into),
-             "lives_on_in": [c for c in now if cluster in found.origins.get(c, ())]}
-        )  # fmt: skip
-    for name in ("merged", "split", "born"):
-        lists[name].sort(key=lambda c: (-c["share"], c["cluster_id"]))
-    lists["died"].sort(key=lambda c: (-c["share_then"], c["cluster_id"]))
+        label, share = then[cluster]
+        one = {"cluster_id": cluster, "label": label, "share_then": share, **ending._asdict()}
+        lives_on_in = [c for c in now if cluster in found.origins.get(c, ())]
+        lists["died"].append({**one, "into": list(ending.into), "lives_on_in": lives_on_in})
+    for name, clusters in lists.items():
+        share_of = "share_then" if name == "died" else "share"
+        clusters.sort(key=lambda c: (-c[share_of], c["cluster_id"]))
     lists["kept"].sort(key=lambda c: (-abs(c["share"] - c["share_then"]), c["cluster_id"]))
     return {
         "from": before["run_id"],
@@ -257,11 +241,7 @@ def compare(
 
 def _figures(quality: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a run's quality, and whether it passed its gate."""
-    numbers = {
-        name: value
-        for name, value in quality.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
+    numbers = {n: value for n, value in quality.items() if type(value) in (int, float, NoneType)}
     return {"gate_passed": quality["gate"]["passed"], **numbers}
 
 

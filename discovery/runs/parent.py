@@ -5,6 +5,7 @@ A new run is compared with the parent's artifacts alone; the parent's rows may h
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from .state import survey
 
 # Earlier runs whose row counts are compared: a week, and the same weekday of the week before.
 VOLUMES_KEPT = 8
+# Fields of `Shares` that are one number.
+TOTALS = ("requests", "rows", "effective_rows")
 
 
 class Parent(NamedTuple):
@@ -75,43 +78,33 @@ def before_this_run(
     Returns:
         parent: run id of the newest undamaged one, or None; volumes: rows in the window of the
         earlier runs, newest first, with windows of the same length; served: the identity of
-        `latest`, or None.
+        `latest`, or None if there is no readable one.
     """
     identity = identity_of({**window, "layout": Layout(window["layout"]).label})
-    earlier = [
+    own = [
         run.manifest
         for run in reversed(survey(output))
         if run.served and run.manifest and runs.run_order(run.run_id) < runs.run_order(run_id)
+        if identity_of(run.manifest) == identity
     ]
-    own = [manifest for manifest in earlier if identity_of(manifest) == identity]
-    usable = [manifest for manifest in own if {REFERENCES, SHARES} <= set(manifest["files"])]
-    undamaged = (m["run_id"] for m in usable if is_undamaged(output / m["run_id"]))
+    usable = (m["run_id"] for m in own if {REFERENCES, SHARES} <= set(m["files"]))
+    alike = (m for m in own if m["parameters"]["hours"] == hours)
+    served = None
+    with suppress(ArtifactError):
+        served = identity_of(read_manifest(output / "latest"))
     return {
-        "parent": next(undamaged, None),
-        "volumes": [
-            manifest["counts"]["rows_in_window"]
-            for manifest in own
-            if manifest["parameters"]["hours"] == hours
-        ][:VOLUMES_KEPT],
-        "served": served_identity(output),
+        "parent": next((one for one in usable if is_undamaged(output / one)), None),
+        "volumes": [m["counts"]["rows_in_window"] for m in alike][:VOLUMES_KEPT],
+        "served": served,
     }
 
 
 def is_undamaged(folder: Path) -> bool:
     """Whether every file of a run is what was published."""
-    try:
+    with suppress(ArtifactError):
         open_artifacts(folder).verify()
-    except ArtifactError:
-        return False
-    return True
-
-
-def served_identity(output: Path) -> dict[str, str] | None:
-    """The identity of `latest`; None if there is no readable one."""
-    try:
-        return identity_of(read_manifest(output / "latest"))
-    except ArtifactError:
-        return None
+        return True
+    return False
 
 
 def open_parent(output: Path, run_id: str) -> Parent:
@@ -129,7 +122,8 @@ def open_parent(output: Path, run_id: str) -> Parent:
             f"the parent run {run_id} cannot be read ({error}): bring it back, or start a new run"
         ) from None
     ids = clusters.column("cluster_id").to_numpy()
-    codebook = prototypes.codebook
+    labels = index_of(ids, prototypes.codebook.labels).astype(np.int32)
+    vectors = [batch_vectors(batch) for batch in references.to_batches()]
     return Parent(
         run_id,
         ids,
@@ -137,11 +131,9 @@ def open_parent(output: Path, run_id: str) -> Parent:
         clusters.column("traits").to_pylist(),
         clusters.column("share").to_numpy(),
         clusters.column("born_in").to_pylist(),
-        np.concatenate([batch_vectors(batch) for batch in references.to_batches()])
-        if len(references)
-        else np.empty((0, DIMENSIONS), np.float32),
+        np.concatenate([np.empty((0, DIMENSIONS), np.float32), *vectors]),
         index_of(ids, references.column("cluster_id").to_numpy()),
-        codebook._replace(labels=index_of(ids, codebook.labels).astype(np.int32)),
+        prototypes.codebook._replace(labels=labels),
         prototypes.coordinates,
         *saved_shares(shares.to_pylist()),
         artifacts.manifest["lineage"]["history"],
@@ -153,13 +145,8 @@ def saved_shares(rows: list[dict[str, Any]]) -> tuple[Shares, Shares]:
     found = []
     for kind in ("zones", "clusters"):
         own = [row for row in rows if row["kind"] == kind]
-        found.append(
-            Shares(
-                np.array([row["share"] for row in own]),
-                np.array([row["covariance"] for row in own]),
-                **{name: own[0][name] for name in ("requests", "rows", "effective_rows")},
-            )
-        )
+        share, covariance = (np.array([row[n] for row in own]) for n in ("share", "covariance"))
+        found.append(Shares(share, covariance, **{name: own[0][name] for name in TOTALS}))
     return found[0], found[1]
 
 
@@ -169,17 +156,13 @@ def shares_table(zones: Shares, clusters: Shares, ids: NDArray[np.int32]) -> pa.
     Args:
         clusters: shares of the clusters `ids`, and of noise last.
     """
-    rows = []
-    for kind, shares, names in (
-        ("zones", zones, ZONES),
-        ("clusters", clusters, [str(i) for i in (*ids.tolist(), NOISE)]),
-    ):
-        for name, share, covariance in zip(names, shares.shares, shares.covariance, strict=True):
-            rows.append(
-                {"kind": kind, "name": name, "share": share, "covariance": covariance.tolist(),
-                 "requests": shares.requests, "rows": shares.rows,
-                 "effective_rows": shares.effective_rows}
-            )  # fmt: skip
+    names = [str(i) for i in (*ids.tolist(), NOISE)]
+    rows = [
+        {"kind": kind, "name": name, "share": share, "covariance": covariance.tolist(),
+         **{total: getattr(shares, total) for total in TOTALS}}
+        for kind, shares, own in (("zones", zones, ZONES), ("clusters", clusters, names))
+        for name, share, covariance in zip(own, shares.shares, shares.covariance, strict=True)
+    ]  # fmt: skip
     return pa.Table.from_pylist(rows, schema=SHARE_COLUMNS)
 
 

@@ -46,8 +46,7 @@ class RunState(NamedTuple):
 def survey(output: Path) -> list[RunState]:
     """All runs of an output folder, oldest first.
 
-    Skipped are symlinks, copies under another run id, and folders with neither a manifest nor a
-    checkpoint.
+    Skipped are copies under another run id, and folders with neither a manifest nor a checkpoint.
     """
     found = (state_of(output / run_id) for run_id in run_ids(output))
     return [run for run in found if run is not None]
@@ -61,19 +60,14 @@ def manifests(found: Sequence[RunState]) -> dict[str, Manifest]:
 def state_of(folder: Path) -> RunState | None:
     """The state of one run folder; None if it is not a run."""
     checkpoint, manifest = folder / CHECKPOINT, folder / MANIFEST
-    if folder.is_symlink():
-        return None
-    if checkpoint.is_dir() and not checkpoint.is_symlink():
-        unfinished = _unfinished(folder)
-        if unfinished and manifest.is_file():
-            # Killed between publishing and removing its checkpoint: the next run may follow it.
-            published = _finished(folder)
-            if published and published.manifest:
-                return published._replace(state=unfinished.state)
-        return unfinished
-    if manifest.is_file() and not manifest.is_symlink():
-        return _finished(folder)
-    return None
+    finished = _finished(folder) if manifest.is_file() and not manifest.is_symlink() else None
+    if not checkpoint.is_dir() or checkpoint.is_symlink():
+        return finished
+    unfinished = _unfinished(folder)
+    if unfinished and finished and finished.manifest:
+        # Killed between publishing and removing its checkpoint: the next run may follow it.
+        return finished._replace(state=unfinished.state)
+    return unfinished
 
 
 def _finished(folder: Path) -> RunState | None:

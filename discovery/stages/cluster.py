@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from discovery.algorithms.prototypes import Prototypes, train_prototypes
+from discovery.algorithms.prototypes import train_prototypes
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
@@ -41,45 +41,48 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    o = context.options
-    return {
-        "min_cluster_size": o.min_cluster_size,
-        "min_samples": o.min_samples,
-        "largest": LARGEST_CLUSTER,
-        "sparse": SPARSE,
-        "seed": o.seed,
-    }
+    given = context.options.some("min_cluster_size", "min_samples", "seed")
+    return {**given, "largest": LARGEST_CLUSTER, "sparse": SPARSE}
+
+
+class Fitted(NamedTuple):
+    """The n rows that the map was fitted on.
+
+    rows: int64[n], their numbers in the run; projected: float32[n, d]; points: float32[n, 2] of the
+    map; labels: int32[n], numbers of clusters (-1: noise); probabilities: float32[n].
+    """
+
+    rows: NDArray[np.int64]
+    projected: NDArray[np.float32]
+    points: NDArray[np.float32]
+    labels: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    fit = context.checkpoint_of("neighbors").read_arrays("fit.npz")
-    points = context.checkpoint_of("umap").read_arrays("map.npz")["points"]
+    fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
     largest = max(size, int(LARGEST_CLUSTER * len(points)))
     if not context.checkpoint.has("fit.npz"):
-        found = dense_clusters(context, points, size, largest)
-        context.checkpoint.write_arrays("fit.npz", **found._asdict())
-    found_arrays = context.checkpoint.read_arrays("fit.npz")
-    labels, probabilities = found_arrays["labels"], found_arrays["probabilities"]
+        dense = dense_clusters(context, points, size, largest)
+        context.checkpoint.write_arrays("fit.npz", **dense._asdict())
+    found = context.checkpoint.read_arrays("fit.npz")
+    clusters = len(found.pop("persistence"))
+    fitted = Fitted(fit["rows"], fit["projected"], points, **found)
 
-    noise_rows = 0
-    todo = [i for i in range(context.rows.chunks) if not context.checkpoint.has(rows_file(i))]
-    votes = votes_of_rest(context, todo, points, labels, probabilities)
-    for index in range(context.rows.chunks):
-        if index in todo:
-            found_rows = rows_of_chunk(
-                context, index, fit["rows"], points, found_arrays, next(votes)
-            )
-            context.checkpoint.write_arrays(rows_file(index), **found_rows)
-            label = found_rows["label"]
-        else:
-            label = context.checkpoint.read_arrays(rows_file(index))["label"]
-        noise_rows += int(np.count_nonzero(label < 0))
-        context.chunk_done(index + 1, context.rows.chunks)
-
-    prototypes = save_prototypes(context, fit, points, labels, probabilities)
-    clusters = len(found_arrays["persistence"])
+    files = [rows_file(index) for index in range(context.rows.chunks)]
+    context.compute_missing(
+        files,
+        lambda todo: (
+            rows_of_chunk(context, index, fitted, votes)
+            for index, votes in zip(todo, votes_of_rest(context, todo, fitted), strict=True)
+        ),
+    )
+    noise_rows = sum(
+        int(np.count_nonzero(context.checkpoint.read_arrays(file)["label"] < 0)) for file in files
+    )
+    prototypes = save_prototypes(context, fitted)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
                "landmarks": prototypes}  # fmt: skip
@@ -103,20 +106,14 @@ def dense_clusters(
 
 
 def votes_of_rest(
-    context: RunContext,
-    indices: list[int],
-    points: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
+    context: RunContext, indices: list[int], fitted: Fitted
 ) -> Iterator[Votes | None]:
     """For each of these chunks the votes on its rows that are not fit rows; None if all are."""
-    if len(points) == context.rows.count:
+    if len(fitted.rows) == context.rows.count:
         return iter([None] * len(indices))
     saved, shares_disk = context.checkpoint_of("neighbors"), context.executor.shares_disk
     chunks = (saved.arrays_for_worker(rest_file(index), shares_disk) for index in indices)
-    return context.executor.run(
-        votes_of_chunk, chunks, (context.engine, points, labels, probabilities)
-    )
+    return context.compute(votes_of_chunk, chunks, *fitted[2:])
 
 
 def votes_of_chunk(
@@ -134,35 +131,22 @@ def votes_of_chunk(
         engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
     )
     probability = votes.share * engine.array(probabilities)[near].max(axis=1)
-    return Votes(
-        engine.host(votes.cluster), engine.host(probability), engine.host(votes.coordinates)
-    )
+    return Votes(*map(engine.host, votes._replace(share=probability)))
 
 
-def rows_of_chunk(
-    context: RunContext,
-    index: int,
-    fit_rows: NDArray[np.int64],
-    points: NDArray[np.float32],
-    found: dict[str, NDArray[Any]],
-    votes: Votes | None,
-) -> dict[str, NDArray[Any]]:
+def rows_of_chunk(context: RunContext, index: int, fitted: Fitted, votes: Votes | None) -> Arrays:
     """label int32[n], coordinates float32[n, 2] and probability float32[n] of one chunk: its fit
     rows' own, the others' by the vote of their neighbours among the fit rows."""
-    labels, probabilities = found["labels"], found["probabilities"]
-    own = context.rows.among(index, fit_rows)
-    first = int(np.searchsorted(fit_rows, context.rows.offsets[index]))
-    fitted = slice(first, first + len(own))
-    if votes is None:
-        label, coordinates = labels[fitted], points[fitted]
-        probability = probabilities[fitted].copy()
-    else:
-        rest = context.rows.outside(index, fit_rows)
-        label = np.empty(len(rest), np.int32)
-        coordinates = np.empty((len(rest), 2), np.float32)
-        probability = np.empty(len(rest), np.float32)
-        label[own], coordinates[own] = labels[fitted], points[fitted]
-        probability[own] = probabilities[fitted]
+    own = context.rows.among(index, fitted.rows)
+    first = int(np.searchsorted(fitted.rows, context.rows.offsets[index]))
+    fit = slice(first, first + len(own))
+    count = context.rows.size(index)
+    label, probability = np.empty(count, np.int32), np.empty(count, np.float32)
+    coordinates = np.empty((count, 2), np.float32)
+    label[own], coordinates[own] = fitted.labels[fit], fitted.points[fit]
+    probability[own] = fitted.probabilities[fit]
+    if votes is not None:
+        rest = context.rows.outside(index, fitted.rows)
         label[rest], coordinates[rest] = votes.cluster, votes.coordinates
         probability[rest] = votes.share
     probability[label < 0] = 0.0
@@ -205,24 +189,17 @@ def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
     return max(LEAST_CLUSTER, round(asked * fraction))
 
 
-def save_prototypes(
-    context: RunContext,
-    fit: dict[str, NDArray[Any]],
-    points: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-) -> int:
+def save_prototypes(context: RunContext, fitted: Fitted) -> int:
     """Train the prototypes, measure the classifier on held-out rows; returns how many there are."""
-    projected, rows = fit["projected"], fit["rows"]
-    held = np.random.default_rng(context.options.seed).random(len(rows)) < HELD_OUT
-    seen = np.flatnonzero(~held)
-    engine = context.engine
-    found = train_prototypes(engine, projected[seen], labels[seen], context.options.seed)
+    engine, seed = context.engine, context.options.seed
+    _, projected, points, labels, probabilities = fitted
+    held = np.random.default_rng(seed).random(len(labels)) < HELD_OUT
+    found = train_prototypes(engine, projected[~held], labels[~held], seed)
     near = nearest_with_noise(
         engine.array(projected), found.points, found.labels, found.noise_factor
     )
     distance = engine.host(near.distance)
-    quantiles = np.quantile(distance[seen], QUANTILES)
+    quantiles = np.quantile(distance[~held], QUANTILES)
     answer = np.where(distance > quantiles[-1], NOISE, found.labels[engine.host(near.row)])
     inside, noise = held & (labels != NOISE), held & (labels == NOISE)
     right = answer == labels
@@ -234,44 +211,26 @@ def save_prototypes(
         noise_rows=np.array(noise.sum()),
     )
     # A trained prototype is not a row: it gets the coordinates of the nearest row of its label.
-    coordinates, probability = coordinates_of_prototypes(
-        context, fit, points, labels, probabilities, found
-    )
+    nearest = np.empty(len(found.labels), np.int64)
+    for label in np.unique(found.labels):
+        own, rows = found.labels == label, np.flatnonzero(labels == label)
+        index, _ = engine.neighbors(projected[rows], found.points[own], 1)
+        nearest[own] = rows[index[:, 0]]
     context.checkpoint.write_arrays(
         "landmarks.npz",
         projected=found.points,
-        coordinates=coordinates,
+        coordinates=points[nearest],
         label=found.labels,
-        probability=probability,
+        probability=probabilities[nearest],
         quantiles=quantiles,
         noise_factor=np.array(found.noise_factor),
     )
     return len(found.labels)
 
 
-def coordinates_of_prototypes(
-    context: RunContext,
-    fit: dict[str, NDArray[Any]],
-    points: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    found: Prototypes,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Coordinates float32[p, 2] and probability float32[p] of each prototype: those of the nearest
-    fit row of its label."""
-    coordinates = np.empty((len(found.labels), 2), np.float32)
-    probability = np.zeros(len(found.labels), np.float32)
-    for label in np.unique(found.labels):
-        own, rows = found.labels == label, np.flatnonzero(labels == label)
-        nearest, _ = context.engine.neighbors(fit["projected"][rows], found.points[own], 1)
-        coordinates[own] = points[rows[nearest[:, 0]]]
-        probability[own] = probabilities[rows[nearest[:, 0]]]
-    return coordinates, probability
-
-
 def run_codebook(context: RunContext) -> Codebook:
     """This run's prototypes; their labels are the numbers of the cluster stage."""
-    saved = context.checkpoint_of("cluster").read_arrays("landmarks.npz")
+    saved = context.saved("cluster", "landmarks.npz")
     return Codebook(
         saved_projection(context),
         context.layout,

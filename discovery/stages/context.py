@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from capture_kernels.fingerprint.vector import Layout
@@ -13,50 +15,38 @@ from discovery.execution.executor import Executor
 from discovery.execution.memory import MemoryPlan
 from discovery.execution.stopping import StopRequest
 from discovery.options import DiscoverOptions
-from discovery.runs.checkpoint import StageCheckpoint
+from discovery.runs.checkpoint import Arrays, StageCheckpoint
 from discovery.runs.chunks import Rows
 from discovery.runs.parent import Parent, open_parent
 from discovery.runs.state import CHECKPOINT
-from pipeline.store.base import Store
-from pipeline.store.open import open_store
 
 
+@dataclass
 class RunContext:
     """One discovery run in progress.
 
-    `checkpoint` belongs to the stage that is running; `checkpoint_of(name)` gives that of an
-    earlier stage, and `summaries` the summaries of all finished stages.
-
-    Args:
-        saved: run_id, created_at, window and follows, as run.json holds them.
+    started: run_id, created_at, window and follows, as run.json holds them. checkpoint: of the
+    stage that is running. summaries, seconds: of the finished stages.
     """
 
-    def __init__(
-        self,
-        options: DiscoverOptions,
-        saved: dict[str, Any],
-        engine: Engine,
-        executor: Executor,
-        log: EventLog,
-        stop: StopRequest,
-        memory: MemoryPlan,
-    ) -> None:
-        self.options = options
-        self.run_id: str = saved["run_id"]
-        self.window: dict[str, Any] = saved["window"]
+    options: DiscoverOptions
+    started: dict[str, Any]
+    engine: Engine
+    executor: Executor
+    log: EventLog
+    stop: StopRequest
+    memory: MemoryPlan
+    checkpoint: StageCheckpoint = field(init=False)
+    summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.run_id: str = self.started["run_id"]
+        self.window: dict[str, Any] = self.started["window"]
+        self.follows: dict[str, Any] = self.started["follows"]
         self.layout = Layout(self.window["layout"])
-        self.created_at: str = saved["created_at"]
-        self.follows: dict[str, Any] = saved["follows"]
-        self.executor = executor
-        self.engine = engine
-        self.memory = memory
-        self.log = log
-        self.folder = options.output_dir / self.run_id
-        self.summaries: dict[str, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}
-        self.checkpoint: StageCheckpoint
+        self.folder = self.options.output_dir / self.run_id
         self._stage: StageName
-        self._stop = stop
         self._finished: dict[str, StageCheckpoint] = {}
 
     def begin_stage(self, name: StageName, key: str) -> None:
@@ -67,27 +57,44 @@ class RunContext:
         self._finished[self._stage] = self.checkpoint
         self.summaries[self._stage], self.seconds[self._stage] = summary, seconds
 
-    def open_store(self, *, read_only: bool = False) -> Store:
-        return open_store(self.options.db, read_only=read_only)
-
     def checkpoint_of(self, stage: StageName) -> StageCheckpoint:
+        """The checkpoint of a finished stage."""
         return self._finished[stage]
+
+    def saved(self, stage: StageName, file: str) -> Arrays:
+        """The arrays that a finished stage saved in a file."""
+        return self._finished[stage].read_arrays(file)
 
     @functools.cached_property
     def rows(self) -> Rows:
         """The rows that extract kept."""
-        return Rows(
-            self.checkpoint_of("extract"),
-            self.summaries["extract"]["rows"],
-            self.options.chunk_rows,
-            self.executor.shares_disk,
-        )
+        count, size = self.summaries["extract"]["rows"], self.options.chunk_rows
+        return Rows(self.checkpoint_of("extract"), count, size, self.executor.shares_disk)
 
     @functools.cached_property
     def parent(self) -> Parent | None:
         """The run that this one is compared with, verified; None for the first of its lineage."""
         run_id = self.follows["parent"]
         return open_parent(self.options.output_dir, run_id) if run_id else None
+
+    def compute(
+        self, function: Callable[..., Any], chunks: Iterable[Any], *shared: Any
+    ) -> Iterator[Any]:
+        """`function(engine, *shared, chunk)` of each chunk, in order."""
+        return self.executor.run(function, chunks, (self.engine, *shared))
+
+    def compute_missing(
+        self, files: list[str], compute: Callable[[list[int]], Iterable[Arrays]]
+    ) -> None:
+        """Save the files of this stage that an interrupted run has not saved; each is a chunk.
+
+        Args:
+            compute: given the indices of the missing files, gives the arrays of each, in order.
+        """
+        todo = [index for index, file in enumerate(files) if not self.checkpoint.has(file)]
+        for done, (index, arrays) in enumerate(zip(todo, compute(todo), strict=True), start=1):
+            self.checkpoint.write_arrays(files[index], **arrays)
+            self.chunk_done(len(files) - len(todo) + done, len(files))
 
     def chunk_done(self, done: int, total: int) -> None:
         """Report a chunk, and stop or wait here if that was asked for."""
@@ -96,8 +103,8 @@ class RunContext:
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted if the run should stop; wait while it is paused."""
-        self._stop.check()
-        if self._stop.paused:
+        self.stop.check()
+        if self.stop.paused:
             self.log.emit(RunPaused)
-            self._stop.wait_while_paused()
+            self.stop.wait_while_paused()
             self.log.emit(RunResumed)

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -17,8 +18,10 @@ from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import request_hashes, row_hashes
 from discovery.execution.request_limit import RequestLimit
+from discovery.options import DiscoverOptions, option_name
 from discovery.runs.checkpoint import StageCheckpoint
 from pipeline.store.base import Group, Selection, Store
+from pipeline.store.open import open_store
 
 from .context import RunContext
 
@@ -26,12 +29,11 @@ COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at"
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    o = context.options
-    return {"window": context.window, "max_per_request": o.max_per_request, "seed": o.seed,
-            "batch_size": o.batch_size, "columns": list(COLUMNS)}  # fmt: skip
+    given = context.options.some("max_per_request", "seed", "batch_size")
+    return {**given, "window": context.window, "columns": list(COLUMNS)}
 
 
-def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
+def freeze_window(store: Store, options: DiscoverOptions, now: datetime) -> dict[str, Any]:
     """What this run reads, decided once and saved, so that a resumed run reads the same.
 
     Raises:
@@ -41,27 +43,22 @@ def freeze_window(store: Store, options: Any, now: datetime) -> dict[str, Any]:
     groups = store.groups(wanted)
     if not groups:
         raise RunError(nothing_found(store, options, now))
-    chosen = groups[0]
-    if chosen.rows < options.min_rows:
+    chosen = asdict(groups[0])
+    if chosen["rows"] < options.min_rows:
+        widen = "widen --hours or " if options.hours else ""
         raise RunError(
-            f"only {chosen.rows} fingerprints of {describe_group(chosen)} in the window, "
-            f"--min-rows is {options.min_rows}: "
-            + ("widen --hours or " if options.hours else "")
-            + "lower --min-rows"
+            f"only {chosen['rows']} fingerprints of {describe_group(groups[0])} in the window, "
+            f"--min-rows is {options.min_rows}: {widen}lower --min-rows"
         )
+    shown = ("model", "layout", "capture_id", "rows")
+    window = replace(wanted, model=None, layout=None, capture_id=None)
+    left_out = [{name: asdict(group)[name] for name in shown} for group in store.groups(window)]
     return {
         "start": wanted.start.isoformat() if wanted.start else None,
         "end": wanted.end.isoformat() if wanted.end else None,
-        "model": chosen.model,
-        "layout": chosen.layout,
-        "capture_id": chosen.capture_id,
-        "rows": chosen.rows,
+        **{name: chosen[name] for name in shown},
         "snapshot": store.snapshot(),
-        "left_out": [
-            {"model": g.model, "layout": g.layout, "capture_id": g.capture_id, "rows": g.rows}
-            for g in store.groups(Selection(start=wanted.start, end=wanted.end))
-            if (g.model, g.layout, g.capture_id) != (chosen.model, chosen.layout, chosen.capture_id)
-        ],
+        "left_out": [g for g in left_out if any(g[name] != chosen[name] for name in shown[:3])],
     }
 
 
@@ -69,27 +66,19 @@ def describe_group(group: Group) -> str:
     return f"{group.model} ({Layout(group.layout).label}, capture {group.capture_id})"
 
 
-def nothing_found(store: Store, options: Any, now: datetime) -> str:
+def nothing_found(store: Store, options: DiscoverOptions, now: datetime) -> str:
     """Why the window is empty, and which option would fill it."""
-    everything = store.groups(Selection())
+    everything = store.groups()
     total = sum(group.rows for group in everything)
     if total == 0:
         return f"{options.db} holds no fingerprints yet: run attn capture or attn db import first"
-    filters = [
-        f"--{name.replace('_', '-')} {value}"
-        for name in ("model", "layout", "capture_id")
-        if (value := getattr(options, name)) is not None
-    ]
-    matching = [
-        group
-        for group in everything
-        if options.model in (None, group.model)
-        and options.capture_id in (None, group.capture_id)
-        and (options.layout is None or Layout.parse(options.layout) == group.layout)
-    ]
+    matching = store.groups(wanted_rows(options, now, 0))
     if not matching:
+        given = options.some("model", "layout", "capture_id").items()
+        filters = " ".join(f"{option_name(name)} {value}" for name, value in given if value)
         there = "; ".join(describe_group(group) for group in everything[:3])
-        return f"none of the {total:,} fingerprints matches {' '.join(filters)}; there are: {there}"
+        return f"none of the {total:,} fingerprints matches {filters}; there are: {there}"
+    oldest = min(group.first for group in matching)
     newest = max(group.last for group in matching)
     rows = sum(group.rows for group in matching)
     if newest >= now:
@@ -97,25 +86,23 @@ def nothing_found(store: Store, options: Any, now: datetime) -> str:
             f"no fingerprints in the {options.hours:g} hours before {now:%Y-%m-%d %H:%M} UTC: all "
             f"{rows:,} are newer or older (the newest is of {newest:%Y-%m-%d %H:%M}): use --hours 0"
         )
-    oldest = min(group.first for group in matching)
+
+    def within(hours: float) -> int:
+        groups = store.groups(wanted_rows(options, now, hours))
+        return groups[0].rows if groups else 0
+
     reach, most = (math.ceil((now - t) / timedelta(hours=1)) for t in (newest, oldest))
     # The newest row alone is not enough for a run: widen until there are enough.
-    while reach < most and rows_within(store, options, now, reach) < options.min_rows:
+    while reach < most and within(reach) < options.min_rows:
         reach *= 2
     return (
         f"no fingerprints in the last {options.hours:g} hours: {options.db} holds {rows:,}, the "
-        f"newest of {newest:%Y-%m-%d %H:%M} UTC: --hours {reach} reaches "
-        f"{rows_within(store, options, now, reach):,}, --hours 0 takes all"
+        f"newest of {newest:%Y-%m-%d %H:%M} UTC: --hours {reach} reaches {within(reach):,}, "
+        "--hours 0 takes all"
     )
 
 
-def rows_within(store: Store, options: Any, now: datetime, hours: float) -> int:
-    """Rows of the commonest group in the `hours` before `now`."""
-    groups = store.groups(wanted_rows(options, now, hours))
-    return groups[0].rows if groups else 0
-
-
-def wanted_rows(options: Any, now: datetime, hours: float) -> Selection:
+def wanted_rows(options: DiscoverOptions, now: datetime, hours: float) -> Selection:
     """What the options select, in the `hours` before `now` (0: all)."""
     return Selection(
         start=now - timedelta(hours=hours) if hours else None,
@@ -126,34 +113,25 @@ def wanted_rows(options: Any, now: datetime, hours: float) -> Selection:
     )
 
 
-def selection_of(window: dict[str, Any]) -> Selection:
-    start, end = (
-        datetime.fromisoformat(t) if t else None for t in (window["start"], window["end"])
-    )
-    return Selection(
-        start=start, end=end, model=window["model"], layout=window["layout"],
-        capture_id=window["capture_id"],
-    )  # fmt: skip
-
-
 def chunk_file(index: int) -> str:
     return f"rows-{index:05d}.arrow"
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    most, expected = context.options.max_per_request, context.window["rows"]
+    options, left_out = context.options, context.window["left_out"]
+    most, expected = options.max_per_request, context.window["rows"]
     scratch = context.checkpoint.folder / ".hashes"
     with (
-        context.open_store(read_only=True) as store,
+        open_store(options.db, read_only=True) as store,
         RequestLimit(scratch, most, expected, context.memory.scratch_bytes) as limit,
     ):
         hash_rows(context, store, limit)
         keep = limit.kept()
         kept = int(np.count_nonzero(keep))
-        if kept < context.options.min_rows:
+        if kept < options.min_rows:
             raise RunError(
                 f"--max-per-request {most} leaves {kept} of {len(keep):,} "
-                f"rows, --min-rows is {context.options.min_rows}: raise it, or 0 for all"
+                f"rows, --min-rows is {options.min_rows}: raise it, or 0 for all"
             )
         times = write_chunks(context, kept_rows(scan(context, store, COLUMNS), keep), kept)
     summary = {
@@ -161,12 +139,13 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         "rows": kept,
         "captured_at": list(times),
         "over_request_limit": len(keep) - kept,
-        "left_out": context.window["left_out"],
+        "left_out": left_out,
     }
     says = f"{kept:,} rows of {context.window['model']}"
     if kept < len(keep):
         says += f"; {len(keep) - kept:,} over {most} a request left out"
-    if other := sum(group["rows"] for group in context.window["left_out"]):
+    if left_out:
+        other = sum(group["rows"] for group in left_out)
         says += f"; {other:,} of other models, layouts or captures left out"
     return summary, says
 
@@ -193,11 +172,11 @@ def write_chunks(
                 times = captured_at(batch)
                 first.append(int(times.min()))
                 last.append(int(times.max()))
-            if writing is not None:
+            if writing:
                 writing.result()
                 context.chunk_done(index, total)
             writing = writer.submit(write_chunk, context.checkpoint, chunk_file(index), rows)
-        if writing is not None:
+        if writing:
             writing.result()
             context.chunk_done(total, total)
     return min(first), max(last)
@@ -214,17 +193,26 @@ def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
 
 
 def scan(context: RunContext, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """These columns of the rows of the window, as it was frozen."""
+    window = context.window
+    ends = (window["start"], window["end"])
+    start, end = (datetime.fromisoformat(moment) if moment else None for moment in ends)
+    identity = {name: window[name] for name in ("model", "layout", "capture_id")}
     return store.scan(
-        selection_of(context.window),
-        snapshot=context.window["snapshot"],
+        Selection(start, end, **identity),
+        snapshot=window["snapshot"],
         columns=columns,
         batch_rows=context.options.chunk_rows,
     )
 
 
 def hash_rows(context: RunContext, store: Store, limit: RequestLimit) -> None:
-    """Give the hashes of all rows of the scan to `limit`, so that one long answer does not dominate
-    the map."""
+    """Give the hashes of all rows of the window to `limit`, and check that a resumed run finds the
+    rows that it began with.
+
+    Raises:
+        NewRunNeededError: rows were deleted since.
+    """
     digest = hashlib.sha256()
     for batch in scan(context, store, ("request_id", "position", "layer")):
         context.stop_if_asked()
@@ -234,22 +222,10 @@ def hash_rows(context: RunContext, store: Store, limit: RequestLimit) -> None:
         limit.add(requests, rows)
     if not limit.rows:
         raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
-    check_same_rows(context, digest.digest())
-
-
-def check_same_rows(context: RunContext, found: bytes) -> None:
-    """Check that the chunks of a resumed run are of the rows that it now finds.
-
-    Args:
-        found: the digest of their hashes.
-
-    Raises:
-        NewRunNeededError: rows were deleted since the run began.
-    """
-    digest = np.frombuffer(found, np.uint8)
+    found = np.frombuffer(digest.digest(), np.uint8)
     if not context.checkpoint.has("found.npz"):
-        context.checkpoint.write_arrays("found.npz", digest=digest)
-    elif not np.array_equal(context.checkpoint.read_arrays("found.npz")["digest"], digest):
+        context.checkpoint.write_arrays("found.npz", digest=found)
+    elif not np.array_equal(context.checkpoint.read_arrays("found.npz")["digest"], found):
         raise NewRunNeededError("rows of this run were deleted from the store: start a new run")
 
 
@@ -261,9 +237,8 @@ def kept_rows(
     for batch in batches:
         start, end = end, end + batch.num_rows
         own = keep[start:end]
-        if not own.any():
-            continue
-        yield batch if own.all() else batch.filter(pa.array(own))
+        if own.any():
+            yield batch if own.all() else batch.filter(pa.array(own))
 
 
 def full_chunks(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[list[pa.RecordBatch]]:

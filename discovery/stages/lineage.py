@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,38 +32,22 @@ LEAST_LINK = 1e-4
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    return {
-        "parent": context.parent.run_id if context.parent else None,
-        "references": REFERENCES_EACH,
-    }
+    return {"parent": context.follows["parent"], "references": REFERENCES_EACH}
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    count = len(context.checkpoint_of("cluster").read_arrays("fit.npz")["persistence"])
-    codebook = run_codebook(context)
-    seen = label_rows(context, codebook, count)
-    context.checkpoint.write_arrays(
-        "shares.npz",
-        inconsistent=np.array(seen.inconsistent),
-        **as_arrays("zones", seen.zones),
-        **as_arrays("clusters", seen.clusters),
-    )
-    context.checkpoint.write_arrays("references.npz", **seen.references._asdict())
-    context.checkpoint.write_arrays(
-        "of_parent.npz",
-        contingency=seen.contingency,
-        beyond=np.array(seen.beyond),
-        **as_arrays("labelled", seen.labelled),
-    )
     parent = context.parent
+    codebook = run_codebook(context)
+    count = len(context.saved("cluster", "fit.npz")["persistence"])
+    contingency, kin = label_rows(context, codebook, count)
+    rows = contingency.sum()
     # Without a parent nothing is matched, and every cluster is born.
     known = parent.ids if parent else np.empty(0, np.int32)
     their_share = parent.share if parent else np.empty(0)
-    rows = seen.contingency.sum()
     found = match(
-        seen.kin[:count, :-1] / rows,
+        kin[:count, :-1] / rows,
         seen_by_own(parent, codebook, count) if parent else np.empty((count, 0)),
-        seen.contingency[:count].sum(axis=1) / rows,
+        contingency[:count].sum(axis=1) / rows,
         their_share,
     )
     fresh = int((found.heir_of < 0).sum())
@@ -72,26 +56,23 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
     changes = events(found, ids, known)
-    says = in_one_sentence(parent.run_id if parent else None, changes)
+    says = in_one_sentence(context.follows["parent"], changes)
+    described = zip(
+        known.tolist(), parent.labels if parent else [], their_share.tolist(), strict=True
+    )
     summary = {
-        "parent": parent.run_id if parent else None,
+        "parent": context.follows["parent"],
         "says": says,
         "parent_clusters": [
-            {"cluster_id": i, "label": label, "share": share}
-            for i, label, share in zip(
-                known.tolist(), parent.labels if parent else [], their_share.tolist(), strict=True
-            )
+            {"cluster_id": i, "label": label, "share": share} for i, label, share in described
         ],
         "links": [
-            {
-                "parent": int(known[j]),
-                "child": int(ids[i]),
-                "share": round(float(found.common[i, j]), 6),
-            }
+            {"parent": int(known[j]), "child": int(ids[i]),
+             "share": round(float(found.common[i, j]), 6)}
             for i, j in np.argwhere(found.linked | (found.common >= LEAST_LINK))
         ],
         "events": changes,
-    }
+    }  # fmt: skip
     return summary, says
 
 
@@ -99,12 +80,10 @@ def in_one_sentence(parent: str | None, changes: list[dict[str, Any]]) -> str:
     """What happened to the clusters since the parent run."""
     if parent is None:
         return f"the first run of its lineage: {counted(len(changes), 'new cluster')}"
-    count = {kind: sum(e["event"] == kind for e in changes)
-             for kind in ("kept", "merged", "born", "died", "split")}  # fmt: skip
+    count = Counter(change["event"] for change in changes)
     words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
-    words += [f"{count[kind]} {word}" for kind, word in
-              (("born", "born"), ("died", "died"), ("split", "split off"), ("merged", "merged"))
-              if count[kind]]  # fmt: skip
+    names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
+    words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
     return ", ".join(words)
 
 
@@ -114,8 +93,7 @@ def counted(count: int, noun: str) -> str:
 
 def highest_id(parent: Parent) -> int:
     """The highest cluster id that the parent's lineage used; -1 for none."""
-    noted = [event["cluster_id"] for event in parent.history]
-    return max([*parent.ids.tolist(), *noted], default=-1)
+    return max([*parent.ids.tolist(), *(e["cluster_id"] for e in parent.history)], default=-1)
 
 
 class References(NamedTuple):
@@ -135,10 +113,9 @@ class References(NamedTuple):
             vectors: float32[n, 20]; label: int32[n], -1 for noise, which is not kept; order:
                 uint64[n], evenly spread.
         """
-        # Noise, label -1, is the last of the groups.
+        # Noise, label -1, is the first of the groups.
         counts = np.bincount(label + 1, minlength=1)
-        quota = np.full(len(counts), REFERENCES_EACH)
-        highest = highest_keys(counts, quota)[1:]
+        highest = highest_keys(counts, np.full(len(counts), REFERENCES_EACH))[1:]
         inside = np.flatnonzero(label >= 0)
         inside = inside[order[inside] <= highest[label[inside]]]
         label = np.concatenate([self.label, label[inside]])
@@ -148,27 +125,19 @@ class References(NamedTuple):
         return References(vectors[kept], label[kept], order[kept])
 
 
-class Labelled(NamedTuple):
-    """What one pass over all rows gave.
+def label_rows(
+    context: RunContext, codebook: Codebook, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Label every row with this run's prototypes and with the parent's, and save what that gives.
 
-    zones, clusters: shares of this run's rows, clusters as its prototypes label them;
-    contingency int64[c + 1, p + 1]: rows by own cluster and by the parent's label; kin, the same by
-    the parent's nearest cluster; labelled: shares of the parent's labels; noise is last in each.
-    beyond: rows beyond the parent's reach. inconsistent: rows whose numbers contradict one another.
+    zones.npz, clusters.npz and labelled.npz hold shares: of the zones, of this run's clusters as
+    its prototypes label them, and of the parent's labels. counts.npz holds the contingency, the
+    rows beyond the parent's reach, and the rows whose numbers contradict one another.
+
+    Returns:
+        contingency int64[c + 1, p + 1], rows by own cluster and by the parent's label; kin, the
+        same by the parent's nearest cluster. Noise is last in each.
     """
-
-    references: References
-    zones: Shares
-    clusters: Shares
-    contingency: NDArray[np.int64]
-    kin: NDArray[np.int64]
-    labelled: Shares
-    beyond: int
-    inconsistent: int
-
-
-def label_rows(context: RunContext, codebook: Codebook, count: int) -> Labelled:
-    """Label every row with this run's prototypes and with the parent's, chunk by chunk."""
     parent = context.parent
     known = len(parent.ids) if parent else 0
     zones, clusters, labelled = (RequestCounts(n) for n in (len(ZONES), count + 1, known + 1))
@@ -178,41 +147,38 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> Labelled:
     )
     requests = DistinctCount()
     beyond = wrong = 0
-    shared = (context.engine, codebook, parent.codebook if parent else None)
-    answers = context.executor.run(label_both, context.rows.references(), shared)
+    shared = codebook, parent.codebook if parent else None
+    answers = context.compute(label_both, context.rows.references(), *shared)
     for index, (chunk, answer) in enumerate(zip(labelled_rows(context), answers, strict=True)):
         table, request = request_table(chunk.batch)
         hashes = table[request]
-        zones.add(hashes, context.checkpoint_of("zones").read_arrays(zones_file(index))["zone"])
+        zones.add(hashes, context.saved("zones", zones_file(index))["zone"])
         # Noise is label -1, which counts as the last category.
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))
-        own = chunk.label % (count + 1)
-        contingency += crossed(own, answer.parent % (known + 1), contingency.shape)
-        kin += crossed(own, answer.kin % (known + 1), kin.shape)
+        contingency += crossed(chunk.label, answer.parent, contingency.shape)
+        kin += crossed(chunk.label, answer.kin, kin.shape)
         beyond += answer.beyond
         wrong += answer.inconsistent
         order = row_hashes(hashes, chunk.batch, context.options.seed)
         references = references.keep_lowest(chunk.vectors, chunk.label, order)
         requests.add(table)
         context.chunk_done(index + 1, context.rows.chunks)
-    return Labelled(
-        references,
-        zones.shares(requests.estimate),
-        clusters.shares(requests.estimate),
-        contingency,
-        kin,
-        labelled.shares(requests.estimate),
-        beyond,
-        wrong,
-    )
+    save = context.checkpoint.write_arrays
+    for name, counts in (("zones", zones), ("clusters", clusters), ("labelled", labelled)):
+        shares = counts.shares(requests.estimate)
+        save(f"{name}.npz", **{field: np.array(value) for field, value in vars(shares).items()})
+    save("references.npz", **references._asdict())
+    save("counts.npz", contingency=contingency, beyond=np.array(beyond),
+         inconsistent=np.array(wrong))  # fmt: skip
+    return contingency, kin
 
 
 def crossed(
-    rows: NDArray[np.int32], columns: NDArray[np.int32], shape: tuple[int, ...]
+    rows: NDArray[np.int32], columns: NDArray[np.integer[Any]], shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """How many of n rows are in each pair of categories: int64[shape]."""
-    pair = rows.astype(np.int64) * shape[1] + columns
+    """How many of n rows are in each pair of categories, -1 being the last: int64[shape]."""
+    pair = (rows % shape[0]).astype(np.int64) * shape[1] + columns % shape[1]
     return np.bincount(pair, minlength=shape[0] * shape[1]).reshape(shape)
 
 
@@ -247,15 +213,11 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> NDArray[np.fl
     """Share of the parent's rows in each of its clusters that this run labels with each of its own:
     float64[c, p]."""
     labels = codebook.nearest_member(parent.references)
-    table = np.zeros((count + 1, len(parent.ids)))
-    np.add.at(table, (labels, parent.reference_cluster), 1.0)
-    return table[:count] / np.maximum(table.sum(axis=0), 1.0) * parent.share
+    table = crossed(labels, parent.reference_cluster, (count + 1, len(parent.ids)))
+    return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
 
 
-def as_arrays(name: str, shares: Shares) -> dict[str, NDArray[Any]]:
-    return {f"{name}_{field}": np.array(value) for field, value in shares.as_dict().items()}
-
-
-def from_arrays(name: str, saved: dict[str, NDArray[Any]]) -> Shares:
-    """What `as_arrays` made of shares."""
-    return Shares.from_dict({f.name: saved[f"{name}_{f.name}"].tolist() for f in fields(Shares)})
+def saved_shares(context: RunContext, name: str) -> Shares:
+    """The shares that `label_rows` saved: "zones", "clusters" or "labelled"."""
+    saved: dict[str, Any] = context.saved("lineage", f"{name}.npz")
+    return Shares(**{n: array if array.ndim else array.item() for n, array in saved.items()})

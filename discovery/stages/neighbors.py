@@ -5,7 +5,7 @@ The fit rows' neighbours are UMAP's; the other rows' neighbours place them on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from discovery.algorithms.sampling import cell_fit_rows, fit_cells, stratified_r
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.engines.protocol import Engine
+from discovery.runs.checkpoint import Arrays
 from discovery.runs.chunks import ChunkVectors
 
 from .context import RunContext
@@ -28,12 +29,7 @@ PLACING_NEIGHBORS = 5
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    o = context.options
-    return {
-        "umap_sample_size": o.umap_sample_size,
-        "umap_neighbors": o.umap_neighbors,
-        "seed": o.seed,
-    }
+    return context.options.some("umap_sample_size", "umap_neighbors", "seed")
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
@@ -41,35 +37,23 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         choose_fit_rows(context)
     fit = context.checkpoint.read_arrays("fit.npz")
     projected, rows = fit["projected"], fit["rows"]
-    k = fitted_neighbors(context, len(rows))
+    k, placing = fitted_neighbors(context, len(rows)), min(PLACING_NEIGHBORS, len(rows))
     step = int(fit["search_rows"])
-    fit_starts = range(0, len(rows), step)
+    starts = range(0, len(rows), step)
+    files = [fit_file(start) for start in starts]
     sampled = len(rows) < context.rows.count
-    total = len(fit_starts) + (context.rows.chunks if sampled else 0)
-
-    todo = [start for start in fit_starts if not context.checkpoint.has(fit_file(start))]
-    done = len(fit_starts) - len(todo)
-    chunks = ((start, start + step) for start in todo)
-    found = context.executor.run(search_fit_rows, chunks, (context.engine, projected, k))
-    for start, (indices, distances) in zip(todo, found, strict=True):
-        context.checkpoint.write_arrays(fit_file(start), indices=indices, distances=distances)
-        done += 1
-        context.chunk_done(done, total)
-
     if sampled:
-        todo = [i for i in range(context.rows.chunks) if not context.checkpoint.has(rest_file(i))]
-        done = total - len(todo)
-        placing = min(PLACING_NEIGHBORS, len(rows))
-        rests = ((context.rows.reference(i), context.rows.outside(i, rows)) for i in todo)
-        found = context.executor.run(
-            search_rest,
-            rests,
-            (context.engine, saved_projection(context), context.layout, projected, placing),
-        )
-        for index, (indices, distances) in zip(todo, found, strict=True):
-            context.checkpoint.write_arrays(rest_file(index), indices=indices, distances=distances)
-            done += 1
-            context.chunk_done(done, total)
+        files += [rest_file(index) for index in range(context.rows.chunks)]
+
+    def search(todo: list[int]) -> Iterator[Arrays]:
+        own = ((starts[i], starts[i] + step) for i in todo if i < len(starts))
+        yield from context.compute(search_fit_rows, own, projected, k)
+        chunks = [i - len(starts) for i in todo if i >= len(starts)]
+        rests = ((context.rows.reference(i), context.rows.outside(i, rows)) for i in chunks)
+        shared = (saved_projection(context), context.layout, projected, placing)
+        yield from context.compute(search_rest, rests, *shared)
+
+    context.compute_missing(files, search)
     method, recall = str(fit["method"]), float(fit["recall"])
     summary = {"fit_rows": len(rows), "sampled": sampled, "k": k, "method": method,
                "recall": recall}  # fmt: skip
@@ -88,10 +72,12 @@ def fitted_neighbors(context: RunContext, fit_rows: int) -> int:
 
 def search_fit_rows(
     engine: Engine, fit: NDArray[np.float32], k: int, chunk: tuple[int, int]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The k nearest of the fit rows from the first number of the chunk to before the second."""
+) -> Arrays:
+    """indices int32[m, k] and distances float32[m, k] of the k nearest of the m fit rows from the
+    first number of the chunk to before the second."""
     start, end = chunk
-    return self_first(*engine.neighbors(fit, fit[start:end], k), start)
+    indices, distances = self_first(*engine.neighbors(fit, fit[start:end], k), start)
+    return {"indices": indices, "distances": distances}
 
 
 def search_rest(
@@ -101,11 +87,12 @@ def search_rest(
     fit: NDArray[np.float32],
     k: int,
     chunk: tuple[ChunkVectors, NDArray[np.bool_]],
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+) -> Arrays:
     """The k fit rows nearest to those rows of a chunk that the mask bool[n] has."""
     source, rest = chunk
-    vectors = source.load(engine)[engine.array(rest)]
-    return engine.neighbors(fit, engine.host(projection(vectors, layout)), k)
+    queries = projection(source.load(engine)[engine.array(rest)], layout)
+    indices, distances = engine.neighbors(fit, engine.host(queries), k)
+    return {"indices": indices, "distances": distances}
 
 
 def choose_fit_rows(context: RunContext) -> None:
@@ -117,11 +104,8 @@ def choose_fit_rows(context: RunContext) -> None:
         rows = np.arange(count)
     else:
         centres = fit_cells(projected_rows(context, cell_fit_rows(count, seed)), size, seed)
-        found = context.executor.run(
-            cells_of_chunk,
-            context.rows.references(),
-            (context.engine, saved_projection(context), context.layout, centres),
-        )
+        shared = (saved_projection(context), context.layout, centres)
+        found = context.compute(cells_of_chunk, context.rows.references(), *shared)
         cell = np.empty(count, np.uint8)
         for offset, own in zip(context.rows.offsets, found, strict=True):
             context.stop_if_asked()
@@ -158,8 +142,7 @@ def projected_rows(context: RunContext, rows: NDArray[np.int64]) -> NDArray[np.f
         for index in range(context.rows.chunks)
         if len(own := context.rows.among(index, rows))
     )
-    shared = (context.engine, saved_projection(context), context.layout)
-    return joined(list(context.executor.run(project_chunk, chunks, shared)))
+    return joined(context.compute(project_chunk, chunks, saved_projection(context), context.layout))
 
 
 def project_chunk(
@@ -182,7 +165,7 @@ def self_first(
     # Nearly every row is where it should be already.
     rows = np.flatnonzero(indices[:, 0] != own)
     is_own = indices[rows] == own[rows, None]
-    # Where a row is not among its own neighbours, the last one makes room.
+    # If a row is not among its own neighbours, the last one makes room.
     at = np.where(is_own.any(axis=1), is_own.argmax(axis=1), indices.shape[1] - 1)
     column = np.arange(indices.shape[1])
     order = np.where(column[None] <= at[:, None], column[None] - 1, column[None])
@@ -203,25 +186,22 @@ def rest_file(index: int) -> str:
 
 def fit_neighbors(context: RunContext) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """int32[n, k] and float32[n, k] of all fit rows."""
-    return joined(list(fit_chunks(context, "indices"))), joined(
-        list(fit_chunks(context, "distances"))
-    )
+    return joined(fit_chunks(context, "indices")), joined(fit_chunks(context, "distances"))
 
 
 def fit_distances(context: RunContext, neighbor: int) -> NDArray[np.float32]:
     """Distance of each fit row to this neighbour (0: itself), or to its last one: float32[n]."""
     found = (distances.T for distances in fit_chunks(context, "distances"))
-    return joined([columns[min(neighbor, len(columns) - 1)] for columns in found])
+    return joined(columns[min(neighbor, len(columns) - 1)] for columns in found)
 
 
 def fit_chunks(context: RunContext, name: str) -> Iterator[NDArray[Any]]:
     """The saved "indices" or "distances" of the fit rows, chunk by chunk."""
     saved = context.checkpoint_of("neighbors")
-    for file in saved.names(".npz"):
-        if file.startswith("fit-"):
-            yield saved.read_arrays(file)[name]
+    return (saved.read_arrays(f)[name] for f in saved.names(".npz") if f.startswith("fit-"))
 
 
-def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+def joined(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
     """The arrays one after another, without a copy if there is only one."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    found = list(arrays)
+    return found[0] if len(found) == 1 else np.concatenate(found)

@@ -22,9 +22,7 @@ def standardize_parameters(context: RunContext) -> dict[str, Any]:
 
 def standardize(context: RunContext) -> tuple[dict[str, Any], str]:
     moments = Moments.empty()
-    found = context.executor.run(
-        moments_of_chunk, context.rows.references(), (context.engine, context.layout)
-    )
+    found = context.compute(moments_of_chunk, context.rows.references(), context.layout)
     for done, own in enumerate(found, start=1):
         moments = moments + own
         context.chunk_done(done, context.rows.chunks)
@@ -49,22 +47,16 @@ def pca_parameters(context: RunContext) -> dict[str, Any]:
 
 
 def pca(context: RunContext) -> tuple[dict[str, Any], str]:
-    projection = fit_projection(**context.checkpoint_of("standardize").read_arrays("moments.npz"))
-    context.checkpoint.write_arrays(
-        "projection.npz",
-        mean=projection.mean,
-        scale=projection.scale,
-        components=projection.components,
-        explained=projection.explained,
-    )
+    projection = fit_projection(**context.saved("standardize", "moments.npz"))
+    context.checkpoint.write_arrays("projection.npz", **vars(projection))
     count, held = len(projection.explained), float(projection.explained.sum())
     summary = {
         "components": count,
-        "explained": [float(x) for x in projection.explained],
+        "explained": projection.explained.tolist(),
         "axes": axes_in_words(projection.components, projection.explained, context.layout),
     }
     return summary, f"{count} components hold {held:.1%} of the variance"
 
 
 def saved_projection(context: RunContext) -> Projection:
-    return Projection(**context.checkpoint_of("pca").read_arrays("projection.npz"))
+    return Projection(**context.saved("pca", "projection.npz"))

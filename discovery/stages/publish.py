@@ -21,21 +21,28 @@ from discovery.artifacts.schema import (
 )
 from discovery.artifacts.tables import landmarks_table, projection_table
 from discovery.artifacts.write import write_parquet
-from discovery.describe.lineage_words import event_in_words
+from discovery.describe.clusters import event_in_words
 from discovery.options import FREE_ON_RESUME, RULES
 from discovery.report.page import report_html
 from discovery.runs import folder as runs
 from discovery.runs.parent import references_table, shares_table
 from pipeline.durable import write_atomically, write_json
+from pipeline.store.open import open_store
 
-from . import lineage
 from .cluster import run_codebook
 from .context import RunContext
+from .lineage import saved_shares
 from .tables import clusters_table, embedding_batches
 
 # Stages whose summary stands elsewhere in the manifest.
 OMITTED_SUMMARIES = {"extract", "lineage", "quality", "publish"}
 REPORT = "report.html"
+# Where the manifest's counts stand in the summaries.
+COUNTS = (
+    ("extract", ("rows_in_window", "over_request_limit", "left_out", "rows")),
+    ("neighbors", ("fit_rows", "sampled")),
+    ("cluster", ("landmarks",)),
+)
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
@@ -43,7 +50,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    ids = context.checkpoint_of("lineage").read_arrays("ids.npz")["ids"]
+    ids = context.saved("lineage", "ids.npz")["ids"]
     # Noise is label -1, which picks the last element.
     lookup = np.append(ids, np.int32(-1))
     embedding = pa.RecordBatchReader.from_batches(
@@ -54,11 +61,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         writing = writer.submit(write_parquet, context.folder / "embedding.parquet", embedding)
         clusters = clusters_table(context, ids)
         files = {"embedding.parquet": writing.result()}
-    tables = {
-        "clusters.parquet": clusters,
-        **prototype_tables(context, lookup),
-        **tables_for_next_run(context, ids, lookup),
-    }
+    tables = {"clusters.parquet": clusters, **other_tables(context, ids, lookup)}
     for name, table in tables.items():
         files[name] = write_parquet(context.folder / name, table)
     manifest = build_manifest(context, clusters.to_pylist())
@@ -78,7 +81,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         runs.move_latest(context.options.output_dir, context.run_id)
         says = f"{context.folder} is latest"
     try:
-        with context.open_store() as store:
+        with open_store(context.options.db) as store:
             store.record_run(run_record(context, manifest), clusters.to_pylist())
     except StoreError as error:
         # The artifacts are published: a store that is read-only does not change that.
@@ -86,27 +89,21 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     return {}, says
 
 
-def prototype_tables(context: RunContext, lookup: NDArray[np.int32]) -> dict[str, pa.Table]:
-    """The classifier, by the names of its files."""
-    codebook = run_codebook(context)
-    saved = context.checkpoint_of("cluster").read_arrays("landmarks.npz")
-    named = codebook._replace(labels=lookup[codebook.labels])
-    return {
-        "landmarks.parquet": landmarks_table(named, saved["coordinates"], saved["probability"]),
-        "projection.parquet": projection_table(named, saved["quantiles"]),
-    }
-
-
-def tables_for_next_run(
+def other_tables(
     context: RunContext, ids: NDArray[np.int32], lookup: NDArray[np.int32]
 ) -> dict[str, pa.Table]:
-    """What the next run of this lineage is compared with, by the names of its files."""
-    checkpoint = context.checkpoint_of("lineage")
-    kept = checkpoint.read_arrays("references.npz")
-    references = references_table(kept["vectors"], lookup[kept["label"]])
-    saved = checkpoint.read_arrays("shares.npz")
-    zones, clusters = (lineage.from_arrays(kind, saved) for kind in ("zones", "clusters"))
-    return {REFERENCES: references, SHARES: shares_table(zones, clusters, ids)}
+    """The classifier, and what the next run of this lineage is compared with, by file name."""
+    codebook = run_codebook(context)
+    codebook = codebook._replace(labels=lookup[codebook.labels])
+    saved = context.saved("cluster", "landmarks.npz")
+    kept = context.saved("lineage", "references.npz")
+    zones, clusters = (saved_shares(context, name) for name in ("zones", "clusters"))
+    return {
+        "landmarks.parquet": landmarks_table(codebook, saved["coordinates"], saved["probability"]),
+        "projection.parquet": projection_table(codebook, saved["quantiles"]),
+        REFERENCES: references_table(kept["vectors"], lookup[kept["label"]]),
+        SHARES: shares_table(zones, clusters, ids),
+    }
 
 
 def lineage_entry(context: RunContext, clusters: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,10 +126,9 @@ def run_record(context: RunContext, manifest: dict[str, Any]) -> dict[str, Any]:
     same = ("run_id", "created_at", "engine", "model", "capture_id")
     return {
         **{name: manifest[name] for name in same},
+        **{name: manifest["counts"][name] for name in ("rows", "clusters")},
         "layout": int(context.layout),
         "status": "published" if was_served(manifest) else "failed its check",
-        "rows": manifest["counts"]["rows"],
-        "clusters": manifest["counts"]["clusters"],
         "noise_share": manifest["quality"]["noise_share"],
         "output": str(context.folder),
         "manifest": manifest,
@@ -144,36 +140,27 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
     quality = summaries["quality"]
     # A run that --no-gate lets through is served, and the next run follows it.
     served = context.options.no_gate or quality["gate"]["passed"]
-    given = context.options.as_json()
-    free = {*FREE_ON_RESUME, *RULES}
-    parameters = {name: value for name, value in given.items() if name not in free}
+    left_out = {*FREE_ON_RESUME, *RULES}
+    given = context.options.as_json().items()
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": context.run_id,
-        "created_at": context.created_at,
+        "created_at": context.started["created_at"],
         "layout": context.layout.label,
         "capture_id": window["capture_id"],
         "model": window["model"],
         "engine": context.engine.name,
         "versions": context.engine.versions,
-        "parameters": parameters,
+        "parameters": {name: value for name, value in given if name not in left_out},
         "window": {k: window[k] for k in ("start", "end")},
         "counts": {
-            "rows_in_window": summaries["extract"]["rows_in_window"],
-            "over_request_limit": summaries["extract"]["over_request_limit"],
-            "left_out": window["left_out"],
-            "rows": summaries["extract"]["rows"],
-            "fit_rows": summaries["neighbors"]["fit_rows"],
-            "sampled": summaries["neighbors"]["sampled"],
-            "landmarks": summaries["cluster"]["landmarks"],
+            **{name: summaries[stage][name] for stage, names in COUNTS for name in names},
             "clusters": len(clusters),
         },
-        "stages": {
-            name: found for name, found in summaries.items() if name not in OMITTED_SUMMARIES
-        },
+        "stages": {k: found for k, found in summaries.items() if k not in OMITTED_SUMMARIES},
         "stage_seconds": context.seconds,
         "quality": {**quality, "gate": {**quality["gate"], "served": served}},
         "zone_rules": context.options.zone_rules.as_dict(),
-        "parent_run": context.summaries["lineage"]["parent"],
+        "parent_run": context.follows["parent"],
         "lineage": lineage_entry(context, clusters),
     }

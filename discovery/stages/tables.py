@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.lineage import GONE
 from discovery.artifacts.projection import Projection, context_octave
 from discovery.artifacts.schema import CLUSTER_COLUMNS, EMBEDDING_COLUMNS
 from discovery.describe.clusters import Earlier, describe_clusters
@@ -20,8 +19,8 @@ from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors
-from pipeline.record import PHASES
-from pipeline.token_text import TokenText, open_tokens
+from pipeline.record import KEY, PHASES
+from pipeline.token_text import open_tokens
 
 from .cluster import labelled_rows, rows_file
 from .context import RunContext
@@ -44,21 +43,19 @@ def embedding_batches(context: RunContext, lookup: NDArray[np.int32]) -> Iterato
     zones = context.checkpoint_of("zones")
     for index, rows in enumerate(labelled_rows(context)):
         zoned = zones.read_arrays(zones_file(index))
+        x, y = rows.coordinates.T
         columns = {
-            **{name: rows.batch.column(name) for name in ("request_id", "position", "layer")},
+            **{name: rows.batch.column(name) for name in (*KEY, "token_id")},
             # Every row group has the whole dictionary, whichever values a chunk has.
             "phase": encoded(phase_codes(rows.batch), PHASES),
-            "token_id": rows.batch.column("token_id"),
-            "x": pa.array(rows.coordinates[:, 0]),
-            "y": pa.array(rows.coordinates[:, 1]),
-            "cluster_id": pa.array(lookup[rows.label]),
-            "probability": pa.array(rows.probability),
+            "x": x,
+            "y": y,
+            "cluster_id": lookup[rows.label],
+            "probability": rows.probability,
             "zone": encoded(zoned["zone"], ZONES),
-            "zone_confidence": pa.array(zoned["confidence"]),
+            "zone_confidence": zoned["confidence"],
         }
-        yield pa.record_batch(
-            [columns[field.name] for field in EMBEDDING_COLUMNS], schema=EMBEDDING_COLUMNS
-        )
+        yield pa.RecordBatch.from_pydict(columns, schema=EMBEDDING_COLUMNS)
 
 
 def encoded(codes: NDArray[Any], names: Sequence[str]) -> pa.DictionaryArray:
@@ -75,45 +72,46 @@ def phase_codes(batch: pa.RecordBatch) -> NDArray[np.int64]:
 def clusters_table(context: RunContext, ids: NDArray[np.int32]) -> pa.Table:
     """One row for each cluster: coordinates, profile, label, and exemplars."""
     profiles = profiles_of(context, len(ids))
+    parent, tokenizer = context.parent, context.options.tokenizer
+    earlier = {}
+    born: dict[int, str] = {}
+    if parent:
+        words = map(Earlier, parent.labels, parent.traits)
+        before = dict(zip(parent.ids.tolist(), words, strict=True))
+        earlier = {i: before[own] for i, own in enumerate(ids.tolist()) if own in before}
+        born = dict(zip(parent.ids.tolist(), parent.born_in, strict=True))
+    token_text = open_tokens(Path(tokenizer) if tokenizer else None, context.window["model"])
+    described = describe_clusters(profiles, token_text, earlier)
     found = [profiles.cluster(index) for index in range(len(ids))]
-    described = describe_clusters(profiles, token_texts(context), earlier_words(context, ids))
-    centroids = np.array([profile.centroid for profile in found], np.float32).reshape(
-        -1, DIMENSIONS
-    )
-    shown = exemplars(context, centroids)
-    fit = context.checkpoint_of("cluster").read_arrays("fit.npz")
-    points = context.checkpoint_of("umap").read_arrays("map.npz")["points"]
+    centroids = np.array([profile.centroid for profile in found], np.float32)
+    shown = exemplars(context, centroids.reshape(-1, DIMENSIONS))
+    fit = context.saved("cluster", "fit.npz")
+    points = context.saved("umap", "map.npz")["points"]
+    # The events of this run's clusters come first, in their order.
     events = context.summaries["lineage"]["events"]
-    event_of = {event["cluster_id"]: event for event in events if event["event"] not in GONE}
-    born = (
-        dict(zip(context.parent.ids.tolist(), context.parent.born_in, strict=True))
-        if context.parent
-        else {}
-    )
-
     out: list[dict[str, Any]] = []
-    for index, (cluster_id, profile, words) in enumerate(
+    for index, (cluster_id, profile, words_of) in enumerate(
         zip(ids.tolist(), found, described, strict=True)
     ):
-        middle = np.median(points[fit["labels"] == index], axis=0)
+        x, y = np.median(points[fit["labels"] == index], axis=0).tolist()
         out.append(
             {
                 "cluster_id": cluster_id,
-                "label": words.label,
-                "says": words.says,
+                "label": words_of.label,
+                "says": words_of.says,
                 "zone": max(ZONES, key=profile.zones.__getitem__),
                 "size": profile.size,
                 "share": profile.share,
                 "persistence": float(fit["persistence"][index]),
                 "centroid": centroids[index].tolist(),
-                "x": float(middle[0]),
-                "y": float(middle[1]),
-                "traits": words.traits,
+                "x": x,
+                "y": y,
+                "traits": words_of.traits,
                 "phases": profile.phases,
-                "tokens": [token._asdict() for token in words.tokens],
+                "tokens": [token._asdict() for token in words_of.tokens],
                 "exemplars": shown.of(index),
                 "born_in": born.get(cluster_id, context.run_id),
-                "parents": event_of[cluster_id]["parents"],
+                "parents": events[index]["parents"],
             }
         )
     return pa.Table.from_pylist(out, schema=CLUSTER_COLUMNS)
@@ -135,9 +133,7 @@ def profiles_of(context: RunContext, clusters: int) -> Profiles:
 
     profiles = Profiles(clusters, context.layout)
     chunks = map(columns, range(context.rows.chunks))
-    for own in context.executor.run(
-        profile_chunk, chunks, (context.engine, clusters, context.layout)
-    ):
+    for own in context.compute(profile_chunk, chunks, clusters, context.layout):
         context.stop_if_asked()
         profiles.join(own)
     return profiles
@@ -154,30 +150,9 @@ def profile_chunk(
     vectors = source.load(engine)
     moved = {name: engine.array(column) for name, column in columns.items()}
     profiles = Profiles(clusters, layout)
-    profiles.add(
-        vectors=vectors,
-        octave=context_octave(vectors, layout),
-        has_token=moved["token_ids"] >= 0,
-        **moved,
-    )
+    octave, has_token = context_octave(vectors, layout), moved["token_ids"] >= 0
+    profiles.add(vectors=vectors, octave=octave, has_token=has_token, **moved)
     return profiles
-
-
-def token_texts(context: RunContext) -> TokenText:
-    tokenizer = context.options.tokenizer
-    return open_tokens(Path(tokenizer) if tokenizer else None, context.window["model"])
-
-
-def earlier_words(context: RunContext, ids: NDArray[np.int32]) -> dict[int, Earlier]:
-    """Labels and traits in the parent run of the clusters that kept their ids, by index."""
-    if not context.parent:
-        return {}
-    at = {cluster_id: index for index, cluster_id in enumerate(context.parent.ids.tolist())}
-    return {
-        index: Earlier(context.parent.labels[at[cluster_id]], context.parent.traits[at[cluster_id]])
-        for index, cluster_id in enumerate(ids.tolist())
-        if cluster_id in at
-    }
 
 
 def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
@@ -191,9 +166,9 @@ def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
         label = cluster.read_arrays(rows_file(index))["label"]
         return context.rows.reference(index), label, request.to_numpy(), found.reach.copy()
 
-    shared = (context.engine, projection, context.layout, projection(centroids, context.layout))
+    shared = (projection, context.layout, projection(centroids, context.layout))
     chunks = map(chunk, range(context.rows.chunks))
-    for index, own in enumerate(context.executor.run(candidates_of_chunk, chunks, shared)):
+    for index, own in enumerate(context.compute(candidates_of_chunk, chunks, *shared)):
         context.stop_if_asked()
         found.add(own, cluster.read_arrays(rows_file(index))["label"], context.rows.batch(index))
     return found
@@ -208,11 +183,7 @@ def candidates_of_chunk(
 ) -> Candidates:
     """The rows of a chunk that may be exemplars of their clusters."""
     vectors, label, request, reach = chunk
-    return candidates(
-        projection(vectors.load(engine), layout),
-        engine.array(label),
-        engine.array(request),
-        engine.array(targets),
-        engine.array(reach),
-        EXEMPLARS,
-    )
+    projected = projection(vectors.load(engine), layout)
+    own, requests = engine.array(label), engine.array(request)
+    near = engine.array(targets), engine.array(reach)
+    return candidates(projected, own, requests, *near, EXEMPLARS)

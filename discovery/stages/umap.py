@@ -17,7 +17,7 @@ from discovery.runs.chunks import ChunkVectors
 from discovery.runs.parent import Parent
 
 from .context import RunContext
-from .neighbors import fit_neighbors
+from .neighbors import fit_neighbors, joined
 
 # umap-learn spreads its own initial layouts over this range.
 INIT_SPREAD = 10.0
@@ -31,37 +31,29 @@ def parameters(context: RunContext) -> dict[str, Any]:
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    fit = context.checkpoint_of("neighbors").read_arrays("fit.npz")
-    projected = fit["projected"]
-    before = coordinates_of_parent(context, context.parent, fit["rows"]) if context.parent else None
+    fit = context.saved("neighbors", "fit.npz")
+    projected, parent = fit["projected"], context.parent
+    seed, min_dist = context.options.seed, context.options.umap_min_dist
+    before = coordinates_of_parent(context, parent, fit["rows"]) if parent else None
     # The first two components keep the global structure, are stable from run to run, and need no
     # eigensolver of the neighbour graph, which fails if the graph is not connected.
     init = projected[:, :2] if before is None else before
     widest = float(np.abs(init).max())
     init = init * np.float32(INIT_SPREAD / widest) if widest else init
     # umap-learn divides by each axis' range, which is 0 if all rows are alike.
-    alike = np.ptp(init, axis=0) == 0
-    spread = np.random.default_rng(context.options.seed).uniform(
-        -INIT_SPREAD, INIT_SPREAD, init.shape
-    )
-    init = np.where(alike, spread, init).astype(np.float32)
-    points = context.engine.layout(
-        projected,
-        fit_neighbors(context),
-        init,
-        context.options.umap_min_dist,
-        context.options.seed,
-        context.chunk_done,
-    )
+    spread = np.random.default_rng(seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
+    init = np.where(np.ptp(init, axis=0) == 0, spread, init).astype(np.float32)
+    near = fit_neighbors(context)
+    points = context.engine.layout(projected, near, init, min_dist, seed, context.chunk_done)
     says = f"{len(points):,} rows laid out"
     summary: dict[str, Any] = {"rows": len(points), "moved": None}
-    if before is not None:
+    if parent and before is not None:
         points = rotated_onto(points, before)
         # Relative to the width of the map, so that runs can be compared.
         width = float(np.linalg.norm(points.std(axis=0)))
         moved = float(np.median(np.linalg.norm(points - before, axis=1)))
         summary["moved"] = round(moved / width, 6) if width else 0.0
-        says += f" from the map of {context.parent.run_id}" if context.parent else ""
+        says += f" from the map of {parent.run_id}"
     context.checkpoint.write_arrays("map.npz", points=points)
     return summary, says
 
@@ -75,8 +67,7 @@ def coordinates_of_parent(
         for index in range(context.rows.chunks)
         if len(own := context.rows.among(index, rows))
     )
-    shared = (context.engine, parent.codebook, parent.coordinates)
-    return np.concatenate(list(context.executor.run(starting_points, chunks, shared)))
+    return joined(context.compute(starting_points, chunks, parent.codebook, parent.coordinates))
 
 
 def starting_points(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
 from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.fingerprint.zones import ZONES, Zoned, ZoneRules
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.engines.protocol import Engine
+from discovery.runs.checkpoint import Arrays
 from discovery.runs.chunks import ChunkVectors
 
 from .context import RunContext
@@ -33,45 +35,40 @@ def parameters(context: RunContext) -> dict[str, Any]:
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    files = [zones_file(index) for index in range(context.rows.chunks)]
+    context.compute_missing(
+        files,
+        lambda todo: context.compute(
+            zones_of_chunk, map(context.rows.reference, todo), context.options.zone_rules,
+            context.layout,
+        ),
+    )  # fmt: skip
     first, last = context.summaries["extract"]["captured_at"]
     step = bin_seconds(first, last)
     start = first // (step * MICROS)
     bins = last // (step * MICROS) - start + 1
-    counts = np.zeros((len(ZONES), bins), np.int64)
-    total = context.rows.chunks
-    todo = [index for index in range(total) if not context.checkpoint.has(zones_file(index))]
-    found = context.executor.run(
-        zones_of_chunk,
-        map(context.rows.reference, todo),
-        (context.engine, context.options.zone_rules, context.layout),
-    )
-    for index in range(total):
-        if index in todo:
-            zoned = next(found)
-            context.checkpoint.write_arrays(zones_file(index), **zoned._asdict())
-        else:
-            zoned = Zoned(**context.checkpoint.read_arrays(zones_file(index)))
-        zone = zoned.zone.astype(np.int64)
+    counts = np.zeros(len(ZONES) * bins, np.int64)
+    for index, file in enumerate(files):
+        zone = context.checkpoint.read_arrays(file)["zone"].astype(np.int64)
         when = captured_at(context.rows.batch(index)) // (step * MICROS) - start
-        cells = np.bincount(zone * bins + when, minlength=counts.size)
-        counts += cells.reshape(counts.shape)
-        context.chunk_done(index + 1, total)
-    shares = counts.sum(axis=1) / context.rows.count
-    summary = {zone: float(share) for zone, share in zip(ZONES, shares, strict=True)}
+        counts += np.bincount(zone * bins + when, minlength=counts.size)
+    by_zone = counts.reshape(len(ZONES), bins)
+    shares = (by_zone.sum(axis=1) / context.rows.count).tolist()
     over_time = {
         "start": datetime.fromtimestamp(start * step, UTC).isoformat(),
         "step_seconds": step,
-        "counts": dict(zip(ZONES, counts.tolist(), strict=True)),
+        "counts": dict(zip(ZONES, by_zone.tolist(), strict=True)),
     }
+    summary = dict(zip(ZONES, shares, strict=True))
     says = ", ".join(f"{zone} {share:.0%}" for zone, share in summary.items() if share >= 0.005)
     return {"shares": summary, "over_time": over_time}, says
 
 
 def zones_of_chunk(
     engine: Engine, rules: ZoneRules, layout: Layout, vectors: ChunkVectors
-) -> Zoned:
+) -> Arrays:
     found = rules.classify(vectors.load(engine), layout)
-    return Zoned(engine.host(found.zone), engine.host(found.confidence))
+    return {name: engine.host(array) for name, array in found._asdict().items()}
 
 
 def bin_seconds(first: int, last: int) -> int:
@@ -82,12 +79,12 @@ def bin_seconds(first: int, last: int) -> int:
     Args:
         first, last: microseconds since 1970.
     """
-    steps = list(STEPS)
-    while True:
-        for step in steps:
-            if last // (step * MICROS) - first // (step * MICROS) < MOST_BINS:
-                return step
-        steps = [2 * steps[-1]]
+    doubled = (STEPS[-1] << power for power in itertools.count(1))
+    return next(
+        step
+        for step in itertools.chain(STEPS, doubled)
+        if last // (step * MICROS) - first // (step * MICROS) < MOST_BINS
+    )
 
 
 def zones_file(index: int) -> str:

@@ -541,7 +541,7 @@ def test_a_step_neither_synchronises_nor_allocates():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(200):
-            steps.plan.run(steps.statistics, steps.num_rows)
+            steps.plan.run(steps.statistics, steps.rows)
             steps.drain.mark()
             steps.drain.poll()
     finally:

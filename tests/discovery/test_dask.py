@@ -54,7 +54,7 @@ def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
     for extra, said in (
         (["--scheduler", empty], f"{empty} has no workers"),
         (["--max-memory-gb", "0.1"], "--max-memory-gb must be 0."),
-        (["--scheduler", empty, "--max-memory-gb", "4"], "of the job's own"),
+        (["--scheduler", empty, "--max-memory-gb", "4"], "that the job starts"),
     ):
         done = attn("discover", "--db", db, "--output", output, *OPTIONS, *extra)
         assert done.returncode == 2

@@ -313,7 +313,7 @@ def test_kinds_of_tokens(text, kinds):
 
 
 def axes(vectors, layout):
-    moments = Moments.empty().add(vectors, layout)
+    moments = Moments.of(vectors, layout)
     projection = fit_projection(moments.means, np.ones(20), moments.covariance)
     return projection, axes_in_words(projection.components, projection.explained, layout)
 

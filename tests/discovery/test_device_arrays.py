@@ -250,6 +250,7 @@ def test_a_part_is_loaded_to_the_device_with_the_rows_asked_for():
     assert on_host(part.load(DeviceEngine())).dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_night_and_the_next_publish_the_same_clusters_from_a_device(
     planted_store, tmp_path, monkeypatch
 ):

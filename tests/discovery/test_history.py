@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nightly import Lineage, run_id_of
 
 from discovery.artifacts.read import read_manifest
-from discovery.commands.history_words import sparkline
+from discovery.commands.history import sparkline
 from discovery.runs.history import ancestry, descent
 from discovery.runs.state import manifests, survey
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from discovery.algorithms.lineage import GONE, cluster_ids, events, match
-from discovery.describe.lineage_words import event_in_words
+from discovery.describe.clusters import event_in_words
 
 PARENTS = np.array([4, 7, 9], np.int32)
 

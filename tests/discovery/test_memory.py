@@ -68,6 +68,7 @@ def without_limit(fresh_attn, tmp_path_factory) -> tuple[Path, Path]:
     return db, base / "out" / RUN_ID
 
 
+@pytest.mark.slow
 def test_any_limit_gives_the_same_artifacts(fresh_attn, without_limit, tmp_path):
     db, folder = without_limit
     found = {}
@@ -159,7 +160,9 @@ def test_a_limit_without_long_running_is_taken_and_with_a_scheduler_refused():
 
 
 def resident_gb() -> float:
-    return psutil.Process().memory_info().rss / 1e9
+    """Of this process and its children: the fork server of the `attn` fixture is one."""
+    own = psutil.Process()
+    return sum(one.memory_info().rss for one in (own, *own.children(recursive=True))) / 1e9
 
 
 def wait_until(happened, seconds: float = 30.0) -> None:

@@ -27,10 +27,10 @@ def fitted(moments: Moments) -> Projection:
 
 @given(vectors=VECTORS, cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_moments_of_chunks_add_up_to_those_of_all_rows(vectors, cuts):
-    whole = Moments.empty().add(vectors, Layout.LOG16)
+    whole = Moments.of(vectors, Layout.LOG16)
     in_chunks = Moments.empty()
     for chunk in np.split(vectors, sorted(min(cut, len(vectors)) for cut in cuts)):
-        in_chunks = in_chunks.add(chunk, Layout.LOG16)
+        in_chunks += Moments.of(chunk, Layout.LOG16)
     assert in_chunks.rows == whole.rows == len(vectors)
     np.testing.assert_array_equal(in_chunks.counts, whole.counts)
     np.testing.assert_allclose(in_chunks.means, whole.means, atol=1e-12)
@@ -43,7 +43,7 @@ def test_moments_are_the_means_and_the_covariance_of_the_roots(rows, layout):
     vectors = planted(rows, rows)[0] if layout is Layout.LOG16 else layered(rows, rows)
     roots = np.sqrt(vectors.astype(np.float64))
     octave = context_octave(vectors, layout)
-    moments = Moments.empty().add(vectors, layout)
+    moments = Moments.of(vectors, layout)
     for one in np.unique(octave):
         roots[octave == one] -= roots[octave == one].mean(axis=0)
         np.testing.assert_allclose(
@@ -56,7 +56,7 @@ def test_moments_are_the_means_and_the_covariance_of_the_roots(rows, layout):
 @pytest.mark.parametrize("rows", [2, 23, 501, 3_000])
 def test_projected_rows_have_mean_zero_within_each_octave(rows, layout):
     vectors = planted(rows, 1)[0] if layout is Layout.LOG16 else layered(rows, 1)
-    projection = fitted(Moments.empty().add(vectors, layout))
+    projection = fitted(Moments.of(vectors, layout))
     projected = projection(vectors, layout)
     octave = context_octave(vectors, layout)
     assert len(np.unique(octave)) > 1 or layout is Layout.LAYERED or rows < 20
@@ -68,7 +68,7 @@ def test_projected_rows_have_mean_zero_within_each_octave(rows, layout):
 @pytest.mark.parametrize("rows", [1, 2, 23, 3_000])
 def test_components_are_orthonormal_ordered_and_enough(rows, layout):
     vectors = planted(rows, 2)[0] if layout is Layout.LOG16 else layered(rows, 2)
-    projection = fitted(Moments.empty().add(vectors, layout))
+    projection = fitted(Moments.of(vectors, layout))
     components = projection.components.astype(np.float64)
     count = components.shape[1]
     assert 2 <= count <= MAX_COMPONENTS
@@ -83,7 +83,7 @@ def test_components_are_orthonormal_ordered_and_enough(rows, layout):
 
 def test_distances_of_the_projection_are_those_of_the_centred_roots():
     vectors, _ = planted(400, 3)
-    projection = fitted(Moments.empty().add(vectors, Layout.LOG16))
+    projection = fitted(Moments.of(vectors, Layout.LOG16))
     centred = np.sqrt(vectors) - projection.mean[context_octave(vectors, Layout.LOG16)]
     before = np.linalg.norm(centred[:, None] - centred[None], axis=2)
     projected = projection(vectors, Layout.LOG16)
@@ -110,7 +110,7 @@ def test_an_octave_without_rows_has_the_mean_of_the_nearest_one_that_has_some():
     vectors = np.zeros((3, 20), np.float32)
     vectors[0, [0, 4]] = 0.25  # octave 0
     vectors[1:, [1, 4 + 9]] = 0.64  # octave 9
-    means = Moments.empty().add(vectors, Layout.LOG16).means
+    means = Moments.of(vectors, Layout.LOG16).means
     for octave in range(16):
         expected = np.zeros(20)
         if octave <= 4:
@@ -122,7 +122,7 @@ def test_an_octave_without_rows_has_the_mean_of_the_nearest_one_that_has_some():
 
 @given(arrays(np.float32, (5, 20), elements=st.floats(-1e6, 1e6, width=32)))
 def test_any_finite_vector_has_a_finite_projection(vectors):
-    projection = fitted(Moments.empty().add(planted(300, 4)[0], Layout.LOG16))
+    projection = fitted(Moments.of(planted(300, 4)[0], Layout.LOG16))
     vectors[0] = 0.0
     vectors[1] = -np.abs(vectors[1])
     for layout in Layout:
@@ -132,7 +132,7 @@ def test_any_finite_vector_has_a_finite_projection(vectors):
 @pytest.mark.parametrize("value", [0.0, 0.05, 1.0])
 def test_rows_that_are_all_alike_have_a_finite_projection_at_the_origin(value):
     vectors = np.full((17, 20), value, np.float32)
-    projection = fitted(Moments.empty().add(vectors, Layout.LOG16))
+    projection = fitted(Moments.of(vectors, Layout.LOG16))
     projected = projection(vectors, Layout.LOG16)
     assert projected.shape[0] == 17
     np.testing.assert_allclose(projected, 0, atol=1e-6)

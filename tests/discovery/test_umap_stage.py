@@ -81,7 +81,7 @@ def test_a_map_whose_rows_are_all_in_one_place_is_shifted_there():
 def projected(rows: int, seed: int) -> NDArray[np.float32]:
     """Planted fingerprints in the space that neighbours are looked for in."""
     vectors = planted(rows, seed)[0]
-    moments = Moments.empty().add(vectors, Layout.LOG16)
+    moments = Moments.of(vectors, Layout.LOG16)
     fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
     return fitted(vectors, Layout.LOG16)
 

@@ -73,7 +73,7 @@ class PendingLayers:
         capacity: for how many layers there is a workspace.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device | str) -> None:
         self.capacity = capacity
         self._noted = min(NOTED, triton.next_power_of_2(capacity))
         lines = triton.cdiv(capacity, self._noted) * self._noted

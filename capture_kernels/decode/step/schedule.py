@@ -23,6 +23,7 @@ Tensors (R rows; all written by `Schedule.run`, which neither allocates nor wait
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -193,39 +194,25 @@ def _check_indices(indices: Tensor, name: str) -> None:
         raise OptionError(f"{name} must have one dimension and be contiguous")
 
 
+@dataclass(eq=False)
 class Schedule:
-    """The rows of a step and their blocks; made once, run once a step.
+    """The rows of a step and their blocks; made once, run once a step."""
 
-    Args:
-        max_rows: the most rows of a step.
-        block_keys: keys in a block.
-        device: where all tensors are.
-        programs: how many programs share the blocks.
-        max_length: the most keys of a row; a longer row counts as disabled.
-        visibility: which keys a fingerprint describes.
-        window: the model's own sliding window, the query's own key included; 0 for none.
-        all_keys: also read the keys that no fingerprint describes, of every active row.
-    """
+    max_rows: int  # the most rows of a step
+    block_keys: int  # keys in a block, a power of two
+    device: torch.device | str  # where all tensors are
+    programs: int  # how many programs share the blocks
+    max_length: int  # the most keys of a row; a longer row counts as disabled
+    visibility: Visibility  # which keys a fingerprint describes
+    window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
+    all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
 
-    def __init__(
-        self,
-        max_rows: int,
-        block_keys: int,
-        device: torch.device,
-        *,
-        programs: int,
-        max_length: int,
-        visibility: Visibility,
-        window: int = 0,
-        all_keys: bool = False,
-    ) -> None:
-        self.max_rows, self.block_keys, self.programs = max_rows, block_keys, programs
-        self._max_length, self._visibility = max_length, visibility
-        self._window, self._all_keys = window, all_keys
-        self.block_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.program_ptr = torch.zeros(programs + 1, dtype=torch.int32, device=device)
-        self.row_table = torch.zeros(ROW_FIELDS * max_rows, dtype=torch.int32, device=device)
-        self.base = torch.zeros(max_rows, dtype=torch.int64, device=device)
+    def __post_init__(self) -> None:
+        lengths = (self.max_rows + 1, self.programs + 1, ROW_FIELDS * self.max_rows)
+        self.block_ptr, self.program_ptr, self.row_table = (
+            torch.zeros(length, dtype=torch.int32, device=self.device) for length in lengths
+        )
+        self.base = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         self.num_rows, self.kv_slots = 0, self.row_table
 
     @property
@@ -273,10 +260,9 @@ class Schedule:
             raise OptionError(f"enabled must be a contiguous bool or uint8[{rows}]")
         if num_active is not None and (num_active.dtype != torch.int32 or num_active.numel() != 1):
             raise OptionError("num_active must be int32[1]")
-        if masks is not None:
-            check(masks, "masks", [rows], {torch.int32})
+        check(masks, "masks", [rows], {torch.int32})
         self.num_rows, self.kv_slots = rows, table.kv_slots
-        absent, visibility = self.block_ptr, self._visibility
+        absent, visibility = self.block_ptr, self.visibility
         _schedule_rows[(1,)](
             absent if table.seq_lens is None else table.seq_lens,
             table.starts,
@@ -284,13 +270,13 @@ class Schedule:
             absent if num_active is None else num_active,
             absent if masks is None else masks,
             *(self.block_ptr, self.program_ptr, self.row_table, self.base),
-            *(table.kv_slots.stride(0), rows, self.programs, self._max_length, self._window),
+            *(table.kv_slots.stride(0), rows, self.programs, self.max_length, self.window),
             *(visibility.window, visibility.mask_prefix, visibility.sink_tokens),
             HAS_LENGTHS=table.seq_lens is not None,
             HAS_ENABLED=enabled is not None,
             HAS_ACTIVE=num_active is not None,
             HAS_MASKS=masks is not None,
-            ALL_KEYS=self._all_keys,
+            ALL_KEYS=self.all_keys,
             BLOCK_KEYS=self.block_keys,
             ROWS=triton.next_power_of_2(self.max_rows),
             num_warps=4,

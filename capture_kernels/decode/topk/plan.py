@@ -30,12 +30,14 @@ a block; K rounded up to a power of two):
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from capture_kernels.decode.step.schedule import Schedule
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import HeadGroups, launch, processors
 
@@ -71,26 +73,11 @@ class TopK(NamedTuple):
     mean_masses: Tensor  # float32[R, mean_k]: mean of the heads' probabilities; 0 there
 
 
+@dataclass(kw_only=True, eq=False)
 class TopKPlan:
     """Buffers and launches of the top k.
 
     A run neither allocates, copies nor waits, so that a CUDA graph can hold it.
-
-    Args:
-        layers: how many layers a step has.
-        max_rows: the most rows of a step.
-        max_length: the most keys of a row.
-        groups: the chosen query heads.
-        block_keys: keys in a block, a power of two.
-        tile: keys of a product of matrices, a power of two, block_keys at most.
-        programs: how many programs share the blocks of a group of heads.
-        all_keys: whether disabled rows have blocks as well.
-        k: how many keys of each head, 0..64.
-        mean_k: how many keys of the mean over the heads, 0..64.
-        hubs: whether that mean may be added up by position.
-        partial_bytes: what the pass keeps of a layer without any top k.
-        scratch_bytes: what may be kept of pending layers, logits included. Rows beyond it have
-            their keys read again.
 
     Attributes:
         pending_layers: for how many layers the scratch has workspaces: so many may wait to be
@@ -103,77 +90,73 @@ class TopKPlan:
         OptionError: a k that is too large, or rows too long for a top k.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        max_rows: int,
-        max_length: int,
-        groups: HeadGroups,
-        block_keys: int,
-        tile: int,
-        programs: int,
-        all_keys: bool,
-        k: int,
-        mean_k: int,
-        hubs: bool,
-        partial_bytes: int,
-        scratch_bytes: int,
-    ) -> None:
+    layers: int  # of a step
+    groups: HeadGroups  # the chosen query heads
+    scheduled: Schedule  # the rows of a step and their blocks
+    tile: int  # keys of a product of matrices, a power of two
+    k: int  # how many keys of each head, 0..64
+    mean_k: int  # how many keys of the mean over the heads, 0..64
+    hubs: bool  # whether that mean may be added up by position
+    partial_bytes: int  # what the pass keeps of a layer without any top k
+    scratch_bytes: int  # what may be kept of pending layers; rows beyond it are read again
+
+    def __post_init__(self) -> None:
+        k, mean_k, heads, schedule = self.k, self.mean_k, self.groups.count, self.scheduled
+        max_rows, programs, block_keys = schedule.max_rows, schedule.programs, schedule.block_keys
         for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
             if not 0 <= asked <= LARGEST_K:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
-        if tile < power(max(k, mean_k)):
-            raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
-        self.k, self.mean_k, self.hubs, self._heads = k, mean_k, hubs, groups.count
-        self._device = groups.table.device
-        self._row_blocks = triton.cdiv(max_length, block_keys)
+        if self.tile < power(max(k, mean_k)):
+            raise OptionError(
+                f"a tile of {self.tile} keys: use a power of two, as large as the top k"
+            )
+        self._row_blocks = triton.cdiv(schedule.max_length, block_keys)
         blocks = max_rows * self._row_blocks
-        has_mean = bool(mean_k) or hubs
-        logit_bytes = block_keys * (groups.count + bool(mean_k)) * 4
-        self.logit_blocks = min(blocks, scratch_bytes // logit_bytes) if has_mean else 0
+        has_mean = bool(mean_k) or self.hubs
+        logit_bytes = block_keys * (heads + bool(mean_k)) * 4
+        self.logit_blocks = min(blocks, self.scratch_bytes // logit_bytes) if has_mean else 0
         self._recompute = has_mean and self.logit_blocks < blocks
         buckets = top_splits = 0
         if k:
             splits = 1 + programs / max_rows
             # A row longer than planned lets others have no larger shares than these.
             share = self._row_blocks
-            if not all_keys:
+            if not schedule.all_keys:
                 share = min(share, triton.cdiv(blocks, programs))
-            buckets = _buckets(power(k), splits, tile, share * block_keys, max_length)
+            buckets = self._buckets(splits, share * block_keys)
             top_splits = triton.next_power_of_2(math.ceil(splits))
             top_splits = min(top_splits, MERGED_AT_ONCE // buckets)
-        tops = (max_rows, groups.count, power(k))
+        tops = (max_rows, heads, power(k))
         rescanned = max_rows * power(mean_k) * self._recompute
         kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "candidates": ((programs + max_rows, groups.count, 2, buckets), torch.int64),
+            "candidates": ((programs + max_rows, heads, 2, buckets), torch.int64),
             "uncertain_tops": (tops, torch.int64),
             "uncertain_buckets": (tops, torch.int32),
-            "logits": ((self.logit_blocks, groups.count, block_keys), torch.float32),
+            "logits": ((self.logit_blocks, heads, block_keys), torch.float32),
             "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
             "chosen_blocks": ((rescanned,), torch.int32),
             "chosen_tops": ((rescanned * RESCAN_PROGRAMS_A_ROW,), torch.int64),
         }
-        layer_bytes = partial_bytes + sum(
+        layer_bytes = self.partial_bytes + sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in kept.values()
         )
         # Logits that overfill the scratch leave no room for a second layer.
-        self.pending_layers = (
-            1 if self._recompute else max(1, min(layers, scratch_bytes // layer_bytes))
-        )
+        room = 1 if self._recompute else self.scratch_bytes // layer_bytes
+        self.pending_layers = max(1, min(self.layers, room))
         self._kept = {
             name: self._zeros(self.pending_layers, *shape, dtype=dtype)
             for name, (shape, dtype) in kept.items()
         }
-        heads = self.pending_layers * max_rows * groups.count * bool(k)
-        self._kept["rescan_queue"] = self._zeros(1 + heads, dtype=torch.int32)
+        queued = self.pending_layers * max_rows * heads * bool(k)
+        self._kept["rescan_queue"] = self._zeros(1 + queued, dtype=torch.int32)
+        rows = (self.layers, max_rows)
         self.answers = TopK(
-            self._zeros(layers, max_rows, groups.count, k, dtype=torch.int32),
-            self._zeros(layers, max_rows, groups.count, k),
-            self._zeros(layers, max_rows, groups.count * bool(k)),
-            self._zeros(layers, max_rows, mean_k, dtype=torch.int32),
-            self._zeros(layers, max_rows, mean_k),
+            self._zeros(*rows, heads, k, dtype=torch.int32),
+            self._zeros(*rows, heads, k),
+            self._zeros(*rows, heads * bool(k)),
+            self._zeros(*rows, mean_k, dtype=torch.int32),
+            self._zeros(*rows, mean_k),
         )
         shared = {
             "logit_blocks": self.logit_blocks,
@@ -192,7 +175,25 @@ class TopKPlan:
         self.arguments = {**NO_TOP, **self._kept, **shared, **self._outputs(self.answers[:3], k)}
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+        return torch.zeros(shape, dtype=dtype, device=self.scheduled.device)
+
+    def _buckets(self, splits: float, split_keys: int) -> int:
+        """Into how many buckets the at most `split_keys` keys of a split are sorted.
+
+        Raises:
+            OptionError: a bucket would have too many keys for a 16-bit index.
+        """
+        size = power(self.k)
+        wanted = math.ceil(BUCKETS_A_KEY * size / splits)
+        buckets = min(self.tile, max(LEAST_BUCKETS, size, triton.next_power_of_2(wanted)))
+        while split_keys >= ABSENT.value * buckets:
+            if buckets == self.tile:
+                raise OptionError(
+                    f"max_length {self.scheduled.max_length} is too long for a top_k: use a "
+                    "smaller one"
+                )
+            buckets *= 2
+        return buckets
 
     def _outputs(self, answers: tuple[Tensor, ...], k: int) -> dict[str, Any]:
         """What kernels are launched with that write a top k to these answers."""
@@ -223,11 +224,12 @@ class TopKPlan:
                 by position as `TopK` counts it; what lies beyond `longest` is left out. None for
                 none.
         """
-        rows, most = step["num_rows"], processors(self._device)
+        rows, heads = step["num_rows"], self.groups.count
+        most = processors(self.scheduled.device)
         if self.k:
             launch(
                 rescan_heads,
-                (min(layers * rows * self._heads, RESCAN_PROGRAMS * most),),
+                (min(layers * rows * heads, RESCAN_PROGRAMS * most),),
                 step,
                 BUCKETS_AT_ONCE=RESCAN_BUCKETS,
                 KEYS_AT_ONCE=RESCAN_KEYS,
@@ -238,7 +240,7 @@ class TopKPlan:
         step = {**step, **self._outputs(self.answers[3:], self.mean_k)}
         step["RECOMPUTE"] = self._recompute
         # With all logits kept, two warps were faster than four for 32 heads.
-        warps = 2 if self._heads <= 32 and not self._recompute else 4 if self._heads <= 64 else 8
+        warps = 2 if heads <= 32 and not self._recompute else 4 if heads <= 64 else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
             head_mean,
@@ -263,19 +265,3 @@ class TopKPlan:
 def power(k: int) -> int:
     """To how many the top k is sorted out: a power of two, 2 at least; 0 for none."""
     return max(2, triton.next_power_of_2(k)) if k else 0
-
-
-def _buckets(size: int, splits: float, tile: int, split_keys: int, max_length: int) -> int:
-    """Into how many buckets the keys of a split are sorted for a top k of `size`.
-
-    Raises:
-        OptionError: a bucket of `split_keys` keys, the most of a split, would have too many for a
-            16-bit index.
-    """
-    wanted = math.ceil(BUCKETS_A_KEY * size / splits)
-    buckets = min(tile, max(LEAST_BUCKETS, size, triton.next_power_of_2(wanted)))
-    while split_keys >= ABSENT.value * buckets:
-        if buckets == tile:
-            raise OptionError(f"max_length {max_length} is too long for a top_k: use a smaller one")
-        buckets *= 2
-    return buckets

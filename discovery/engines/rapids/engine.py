@@ -14,7 +14,7 @@ from discovery.engines.protocol import Clustering, Search
 from .device import freed_when_full, set_up_device
 from .hdbscan import clusters_of_tree
 from .kernels import launch
-from .neighbors import Neighbors, measured_recall, method_of
+from .neighbors import PROBES, Neighbors, lists_of, measured_recall
 from .plane import nearest, plane_tree, spanning_tree
 
 LIBRARIES = ("cuml-cu13", "cuvs-cu13", "rmm-cu13", "cupy-cuda13x", "numpy")
@@ -70,8 +70,9 @@ class RapidsEngine:
     def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
         if fit.shape[1] == 2:
             return Search("exact", 1.0)
-        method = method_of(len(fit))
-        return Search(method.says, measured_recall(self._neighbors, fit, k, seed))
+        lists = lists_of(len(fit))
+        method = f"IVF-Flat, {PROBES} of {lists:,} lists" if lists else "exact"
+        return Search(method, measured_recall(self._neighbors, fit, k, seed))
 
     @freed_when_full
     def neighbors(
@@ -97,11 +98,7 @@ class RapidsEngine:
         on_epoch: Callable[[int, int], None],
     ) -> NDArray[np.float32]:
         import cupy
-        from cuml.manifold.umap import (
-            find_ab_params,
-            fuzzy_simplicial_set,
-            simplicial_set_embedding,
-        )
+        from cuml.manifold import umap
 
         indices, distances = neighbors
         epochs = epochs_for(len(fit))
@@ -110,15 +107,15 @@ class RapidsEngine:
         low, high = init.min(0), init.max(0)
         init = UMAP_RANGE * (init - low) / (high - low)
         # The estimator would bring the graph to the host, which takes longer than the layout.
-        graph = fuzzy_simplicial_set(
+        graph = umap.fuzzy_simplicial_set(
             rows,
             n_neighbors=indices.shape[1],
             random_state=seed,
             knn_indices=cupy.asarray(indices).astype(np.int64),
             knn_dists=cupy.asarray(distances),
         )
-        a, b = find_ab_params(1.0, min_dist)
-        points = simplicial_set_embedding(
+        a, b = umap.find_ab_params(1.0, min_dist)
+        points = umap.simplicial_set_embedding(
             rows, graph, a=a, b=b, n_epochs=epochs, init=cupy.asarray(init), random_state=seed
         )
         found = self.host(points).astype(np.float32)

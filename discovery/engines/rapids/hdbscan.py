@@ -110,19 +110,6 @@ def condensed_tree(
     return CondensedTree(cluster, leaves, parent[:c], born[:c], size[:c])
 
 
-def stabilities(tree: CondensedTree) -> NDArray[np.float64]:
-    """Excess of mass of each cluster, float64[c]: over its points the lambda at which each leaves
-    it, or it splits, less that at which it began."""
-    inside = tree.cluster != NONE
-    c = len(tree.size)
-    mass = np.bincount(tree.cluster[inside], tree.leaves[inside], c)
-    split = tree.parent != NONE
-    mass += np.bincount(tree.parent[split], tree.born[split] * tree.size[split], c)
-    # Where everything is at infinity nothing is left: inf - inf is no number.
-    with np.errstate(invalid="ignore"):
-        return np.asarray(mass - tree.born * tree.size)
-
-
 def chosen_clusters(
     tree: CondensedTree, stability: NDArray[np.float64], max_cluster_size: int
 ) -> NDArray[np.bool_]:
@@ -160,7 +147,14 @@ def clusters_of_tree(
     """
     tree = condensed_tree(low, high, weight, min_cluster_size)
     c = len(tree.size)
-    stability = stabilities(tree)
+    inside, split = tree.cluster != NONE, tree.parent != NONE
+    # Excess of mass of each cluster: over its points the lambda at which each leaves it, or it
+    # splits, less that at which it began.
+    mass = np.bincount(tree.cluster[inside], tree.leaves[inside], c)
+    mass += np.bincount(tree.parent[split], tree.born[split] * tree.size[split], c)
+    # Where everything is at infinity nothing is left: inf - inf is not a number.
+    with np.errstate(invalid="ignore"):
+        stability = mass - tree.born * tree.size
     chosen = chosen_clusters(tree, stability, max_cluster_size)
     number = np.where(chosen, np.cumsum(chosen) - 1, NONE)
     for node in range(c - 2, -1, -1):
@@ -170,10 +164,8 @@ def clusters_of_tree(
     labels = np.append(number, NONE)[tree.cluster]
 
     # A cluster lives until its last point leaves it, or it splits.
-    inside = tree.cluster != NONE
     death = np.zeros(c)
     np.maximum.at(death, tree.cluster[inside], tree.leaves[inside])
-    split = tree.parent != NONE
     np.maximum.at(death, tree.parent[split], tree.born[split])
     ends = np.append(death[chosen], 0.0)[labels]
     probabilities = np.ones(len(labels))

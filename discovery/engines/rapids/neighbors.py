@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,38 +21,23 @@ QUERY_SHARE, LEAST_QUERIES = 0.25, 16_384
 MEASURED = 2_000
 
 
-class Method(NamedTuple):
-    """lists: of the inverted file, 0 for brute force; probes: lists that a search looks through."""
-
-    lists: int
-    probes: int
-
-    @property
-    def says(self) -> str:
-        if not self.lists:
-            return "exact"
-        return f"IVF-Flat, {self.probes} of {self.lists:,} lists"
-
-
-def method_of(rows: int) -> Method:
-    """How the nearest of so many rows are found."""
-    if rows <= BRUTE_ROWS:
-        return Method(0, 0)
-    return Method(rows // ROWS_EACH_LIST, PROBES)
+def lists_of(rows: int) -> int:
+    """Lists of the inverted file of as many rows; 0 for brute force."""
+    return 0 if rows <= BRUTE_ROWS else rows // ROWS_EACH_LIST
 
 
 class Neighbors:
     """Finds neighbours among fit rows, and keeps the index of the last ones."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the device's memory back."""
         self._fit: NDArray[np.float32] | None = None
         self._rows: Any = None
         self._index: Any = None
         self._brute: Any = None
-
-    def forget(self) -> None:
-        """Give the device's memory back."""
-        self._fit = self._rows = self._index = self._brute = None
 
     def find(
         self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int, exact: bool = False
@@ -60,13 +45,19 @@ class Neighbors:
         """The k nearest fit rows of each query, on the device: int32[m, k], float32[m, k]."""
         import cupy
 
-        self._take(fit)
+        if self._fit is not fit:
+            self.forget()
+            self._fit, self._rows = fit, cupy.asarray(fit, np.float32)
         if not len(queries):
             return cupy.empty((0, k), np.int32), cupy.empty((0, k), np.float32)
-        method = Method(0, 0) if exact else method_of(len(fit))
-        step = affordable_queries(queries.shape[1], k)
+        lists = 0 if exact else lists_of(len(fit))
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        # The query, and of each neighbour twice an index of 64 bits and a distance: as a library
+        # found it, and in its exact order.
+        each = 4 * queries.shape[1] + 2 * (8 + 4) * k
+        step = max(LEAST_QUERIES, int(free * QUERY_SHARE) // each)
         found = [
-            self._found(cupy.asarray(queries[start : start + step], np.float32), k, method)
+            self._found(cupy.asarray(queries[start : start + step], np.float32), k, lists)
             for start in range(0, len(queries), step)
         ]
         if len(found) == 1:
@@ -74,12 +65,12 @@ class Neighbors:
         index, distance = map(cupy.concatenate, zip(*found, strict=True))
         return index, distance
 
-    def _found(self, asked: Any, k: int, method: Method) -> tuple[Any, Any]:
+    def _found(self, asked: Any, k: int, lists: int) -> tuple[Any, Any]:
         import cupy
 
-        if not method.lists:
+        if not lists:
             return self._refined(asked, self._by_brute_force(asked, k))
-        index, distance = self._refined(asked, self._by_lists(asked, k, method))
+        index, distance = self._refined(asked, self._by_lists(asked, k, lists))
         # Lists can hold fewer than k rows between them.
         few = cupy.flatnonzero(~cupy.isfinite(distance[:, -1]))
         if len(few):
@@ -87,13 +78,6 @@ class Neighbors:
                 asked[few], self._by_brute_force(asked[few], k)
             )
         return index, distance
-
-    def _take(self, fit: NDArray[np.float32]) -> None:
-        import cupy
-
-        if self._fit is not fit:
-            self.forget()
-            self._fit, self._rows = fit, cupy.asarray(fit, np.float32)
 
     def _by_brute_force(self, asked: Any, k: int) -> Any:
         import cupy
@@ -104,17 +88,14 @@ class Neighbors:
         _, found = brute_force.search(self._brute, asked, k)
         return cupy.asarray(found)
 
-    def _by_lists(self, asked: Any, k: int, method: Method) -> Any:
+    def _by_lists(self, asked: Any, k: int, lists: int) -> Any:
         import cupy
         from cuvs.neighbors import ivf_flat
 
         if self._index is None:
-            self._index = ivf_flat.build(
-                ivf_flat.IndexParams(n_lists=method.lists, metric="sqeuclidean"), self._rows
-            )
-        _, found = ivf_flat.search(
-            ivf_flat.SearchParams(n_probes=method.probes), self._index, asked, k
-        )
+            parameters = ivf_flat.IndexParams(n_lists=lists, metric="sqeuclidean")
+            self._index = ivf_flat.build(parameters, self._rows)
+        _, found = ivf_flat.search(ivf_flat.SearchParams(n_probes=PROBES), self._index, asked, k)
         return cupy.asarray(found)
 
     def _refined(self, asked: Any, found: Any) -> tuple[Any, Any]:
@@ -133,23 +114,12 @@ class Neighbors:
         return index, distance
 
 
-def affordable_queries(d: int, k: int) -> int:
-    """Queries that are looked for at a time, so that they take a quarter of the free memory."""
-    import cupy
-
-    free, _ = cupy.cuda.runtime.memGetInfo()
-    # The query, and of each neighbour twice an index of 64 bits and a distance: as a library found
-    # it, and in its exact order.
-    each = 4 * d + 2 * (8 + 4) * k
-    return max(LEAST_QUERIES, int(free * QUERY_SHARE) // each)
-
-
 def measured_recall(finder: Neighbors, fit: NDArray[np.float32], k: int, seed: int) -> float:
     """Share of the k nearest that `finder` finds, on a sample of the fit rows; 1 where it is exact.
 
     A row as near as the k-th nearest counts, whichever of several it is.
     """
-    if not method_of(len(fit)).lists:
+    if not lists_of(len(fit)):
         return 1.0
     rng = np.random.default_rng(seed)
     queries = fit[rng.choice(len(fit), min(MEASURED, len(fit)), replace=False)]
