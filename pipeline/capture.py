@@ -175,11 +175,11 @@ def _json_prompts(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Prom
         request_id = row.get("id")
         if isinstance(request_id, int) and not isinstance(request_id, bool):
             request_id = str(request_id)
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise OptionError(f"{where} must have a string or an integer as its id")
-        if request_id is not None and request_id in seen:
-            raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
         if request_id is not None:
+            if not isinstance(request_id, str) or not request_id:
+                raise OptionError(f"{where} must have a string or an integer as its id")
+            if request_id in seen:
+                raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
             seen[request_id] = number
         yield Prompt(request_id, row["prompt"])
 

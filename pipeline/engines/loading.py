@@ -73,9 +73,8 @@ def _device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             raise MissingExtraError("no CUDA device is available: use --device cpu")
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise OptionError(
-                f"there is no device {name}: {torch.cuda.device_count()} are available"
-            )
+            available = torch.cuda.device_count()
+            raise OptionError(f"there is no device {name}: {available} are available")
     return device
 
 

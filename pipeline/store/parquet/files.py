@@ -172,9 +172,9 @@ def read_file(root: Path, name: str) -> DataFile:
     sequences = sequences_in_name(name)
     try:
         metadata = pq.read_metadata(root / name)
-    except FileNotFoundError:
-        raise
     except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         raise damaged(root / name, error) from None
     packed = (metadata.metadata or {}).get(FOOTER_KEY.encode())
     if packed is None or sequences is None:

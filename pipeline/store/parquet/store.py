@@ -143,12 +143,15 @@ class ParquetStore(Store):
         pending: deque[Future[pa.RecordBatch]] = deque()
         with ThreadPoolExecutor(READERS) as readers:
             for file in files:
-                keep = _rows_to_keep(file, duplicates.get(file.name), sequence)
-                if not file.summary.matching(selection) or (keep is not None and not keep.any()):
+                if not file.summary.matching(selection):
                     continue
-                for row_group, span in file.row_groups:
-                    mask = None if keep is None else keep[span]
-                    pending.append(readers.submit(_read, file, row_group, mask, selection, names))
+                keep = np.ones(file.rows, bool)
+                if sequence is not None:
+                    keep[file.rows_until(sequence) :] = False
+                keep[duplicates.get(file.name, [])] = False
+                for row_group, span in file.row_groups if keep.any() else ():
+                    task = readers.submit(_read, file, row_group, keep[span], selection, names)
+                    pending.append(task)
                     if len(pending) > READERS + 1 and (batch := pending.popleft().result()):
                         yield batch
             while pending:
@@ -211,7 +214,7 @@ class ParquetStore(Store):
 def _read(
     file: DataFile,
     row_group: int,
-    keep: NDArray[np.bool_] | None,
+    mask: NDArray[np.bool_],
     selection: Selection,
     names: list[str],
 ) -> pa.RecordBatch:
@@ -220,7 +223,6 @@ def _read(
     exact = selection.exact if len(file.summary.groups) > 1 else {}
     needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
     table = file.read(row_group, list(needed))
-    mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
     if not inside:
         start, end = selection.window
         times = integers(table.column("captured_at"))
@@ -232,16 +234,3 @@ def _read(
     arrays = [record.one_chunk(table.column(field.name)).cast(field.type) for field in fields]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     return batch if mask.all() else batch.filter(pa.array(mask))
-
-
-def _rows_to_keep(
-    file: DataFile, duplicates: Ints | None, sequence: int | None
-) -> NDArray[np.bool_] | None:
-    """The rows of a file that a snapshot has, without duplicates: bool[rows], or None for all."""
-    last = file.rows if sequence is None else file.rows_until(sequence)
-    if duplicates is None and last == file.rows:
-        return None
-    keep = np.arange(file.rows) < last
-    if duplicates is not None:
-        keep[duplicates] = False
-    return keep

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
@@ -42,10 +42,7 @@ _MEANINGS = (
                 "send it again"),
     ("disk I/O", "{path} cannot be read or written (disk full, over quota or failing): nothing of "
                  "this batch was stored"),
-    ("unable to open", "{path} cannot be opened: is its folder there, and may you read and write "
-                       "in it?"),
-    ("failed to open", "{path} cannot be opened: is its folder there, and may you read and write "
-                       "in it?"),
+    ("to open", "{path} cannot be opened: is its folder there, and may you read and write in it?"),
 )  # fmt: skip
 
 
@@ -126,11 +123,10 @@ class Database:
         except dbapi.Error as error:
             raise store_error(self.path, error) from None
 
-    def insert(self, table: str, columns: Mapping[str, Any], conflict: str = "") -> None:
-        """Insert rows from Arrow or NumPy columns or lists; `conflict` is "OR IGNORE", say."""
-        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        sql = f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})"
-        self.run(sql, pa.record_batch(dict(columns)))
+    def insert(self, table: str, rows: pa.RecordBatch, conflict: str = "") -> None:
+        """Insert the rows of a batch; `conflict` is "OR IGNORE", say."""
+        names, marks = ", ".join(rows.schema.names), ", ".join("?" * rows.num_columns)
+        self.run(f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})", rows)
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:

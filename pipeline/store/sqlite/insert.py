@@ -65,7 +65,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.
         zones = helper.submit(_zones, rows)
-        db.insert("fingerprints", arrays)
+        db.insert("fingerprints", pa.record_batch(arrays))
     _add_to_blocks(db, seq, captures, times)
     _add_to_sessions(db, zones.result(), keys, sessions, session_refs, times, newest)
     return count
@@ -134,8 +134,8 @@ def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Disti
 
 def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
     """References of the rows of `table` with these values, inserted if they are new: int64[m]."""
-    db.insert(table, values, "OR IGNORE")
     batch = pa.record_batch(values)
+    db.insert(table, batch, "OR IGNORE")
     sql = f"SELECT {ref} FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in values)}"
     return integers(db.table(sql, batch, len(batch)).column(0))
 

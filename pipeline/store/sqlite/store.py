@@ -105,9 +105,9 @@ class SqliteStore(Store):
     def _record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         with self._lock, self._db.transaction():
             self._db.run("DELETE FROM clusters WHERE run_id = ?", (run["run_id"],))
-            self._db.insert("discovery_runs", {k: [v] for k, v in run.items()}, "OR REPLACE")
+            self._db.insert("discovery_runs", pa.RecordBatch.from_pylist([run]), "OR REPLACE")
             for cluster in clusters:
-                self._db.insert("clusters", {k: [v] for k, v in cluster.items()})
+                self._db.insert("clusters", pa.RecordBatch.from_pylist([cluster]))
 
     # -- reading
 
