@@ -128,11 +128,9 @@ class CaptureSummary:
             out.append(f"{count} rows rejected: {reason}")
         if self.refused:
             out.append(f"{len(self.refused)} prompts refused: {', '.join(self.refused[:10])}")
-        if self.zones:
-            out.append("".join([f"{'phase':<8}", *(f"{zone:>18}" for zone in ZONES)]))
-        for phase in PHASES:
-            if counts := self.zones.get(phase):
-                out.append("".join([f"{phase:<8}", *(f"{counts[zone]:>18}" for zone in ZONES)]))
+        table = {p: [self.zones[p][z] for z in ZONES] for p in PHASES if p in self.zones}
+        for name, cells in {"phase": ZONES, **table}.items() if table else ():
+            out.append(f"{name:<8}" + "".join(f"{cell:>18}" for cell in cells))
         return out
 
 
@@ -177,11 +175,11 @@ def _json_prompts(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Prom
         request_id = row.get("id")
         if isinstance(request_id, int) and not isinstance(request_id, bool):
             request_id = str(request_id)
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise OptionError(f"{where} must have a string or an integer as its id")
-        if request_id is not None and request_id in seen:
-            raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
         if request_id is not None:
+            if not isinstance(request_id, str) or not request_id:
+                raise OptionError(f"{where} must have a string or an integer as its id")
+            if request_id in seen:
+                raise OptionError(f"{where} has the id {request_id!r} of line {seen[request_id]}")
             seen[request_id] = number
         yield Prompt(request_id, row["prompt"])
 
@@ -224,9 +222,8 @@ def run_capture(
     rules = rules or ZoneRules()
     began = stopwatch()
     with first_interrupt_deferred() as interrupts, suppress(KeyboardInterrupt):
-        for prompt, request_id in zip(
-            prompts, request_ids(prompts, engine.capture_id), strict=True
-        ):
+        ids = request_ids(prompts, engine.capture_id)
+        for prompt, request_id in zip(prompts, ids, strict=True):
             summary.interrupted = True  # unless this prompt gets to its end
             if interrupts:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
@@ -16,12 +17,14 @@ from pipeline.engines.options import CaptureOptions
 
 from .capture import CaptureSummary, read_prompts, run_capture
 from .progress import shown_progress
+from .store.commands import AsJson
 
 # Exit code of a program that Ctrl+C ended: 128 + SIGINT.
 INTERRUPTED = 130
 
 
 def capture(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
     prompts: Annotated[
         Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one per line.')
@@ -30,9 +33,7 @@ def capture(
     layers: Annotated[
         str, typer.Option(help="last, auto (4 over the depth), all, or indices: 2,18,27.")
     ] = "last",
-    layout: Annotated[str, typer.Option(help="Layout of the vector: log16 or layered.")] = (
-        "log16"
-    ),
+    layout: Annotated[str, typer.Option(help="Vector layout: log16 or layered.")] = "log16",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
     stride: Annotated[int, typer.Option(help="Capture every Nth position.")] = 1,
     max_steps: Annotated[
@@ -54,25 +55,12 @@ def capture(
     session_id: Annotated[
         str | None, typer.Option(help="Session id of the records. Default: a new one.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Capture the attention of a local model on a file of prompts."""
-    options = CaptureOptions(
-        layers=layers,
-        layout=Layout.parse(layout),
-        max_new_tokens=max_new_tokens,
-        stride=stride,
-        max_steps=max_steps,
-        window=window,
-        mask_prefix=mask_prefix,
-        sink_tokens=sink_tokens,
-        heads=heads,
-        per_layer=per_layer,
-        think_tags=think_tags,
-        device=device,
-    )
+    # Every field of the options is an option of this command, by the same name.
+    chosen = {field.name: ctx.params[field.name] for field in fields(CaptureOptions)}
+    options = CaptureOptions(**chosen | {"layout": Layout.parse(layout)})
     work = read_prompts(prompts)
     try:
         from transformers.utils import logging as transformers_logging
@@ -82,9 +70,8 @@ def capture(
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers"):
             raise
-        raise MissingExtraError(
-            "capture needs torch and transformers: pip install 'attn[capture]'"
-        ) from None
+        missing = "capture needs torch and transformers: pip install 'attn[capture]'"
+        raise MissingExtraError(missing) from None
     from .store.open import open_store
 
     # Its bars and warnings about generation would mix with ours.
@@ -120,11 +107,7 @@ def capture(
             warn=lambda line: display.say(f"warning: {line}"),
             progress=show,
         )
-    if as_json:
-        typer.echo(json.dumps(summary.as_dict()))
-    else:
-        for line in summary.lines():
-            typer.echo(line)
+    print(json.dumps(summary.as_dict()) if as_json else "\n".join(summary.lines()))
     if summary.interrupted:
         print(f"interrupted: {summary.prompts} of {len(work)} prompts are stored", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)

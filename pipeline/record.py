@@ -57,12 +57,15 @@ class Conformed(NamedTuple):
 
 def vectors(batch: pa.RecordBatch | pa.Table) -> NDArray[np.float32]:
     """The vectors of a batch as float32[n, 20], without a copy if the batch is one chunk."""
-    column = batch.column("vector")
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    if isinstance(column, pa.ChunkedArray):  # no rows at all
-        return np.empty((0, DIMENSIONS), np.float32)
+    column = one_chunk(batch.column("vector"))
     return column.flatten().to_numpy(zero_copy_only=True).reshape(-1, DIMENSIONS)
+
+
+def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column as one array; a copy only if it has several chunks."""
+    if isinstance(column, pa.ChunkedArray):
+        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    return column
 
 
 def vector_array(rows: NDArray[np.float32]) -> pa.FixedSizeListArray:
@@ -97,8 +100,7 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
     if field.name == "vector" and isinstance(value, np.ndarray):
         return vector_array(value)
     try:
-        if isinstance(value, pa.ChunkedArray):
-            value = value.combine_chunks()
+        value = one_chunk(value)
         if not isinstance(value, pa.Array):
             scalar = isinstance(value, str) or not hasattr(value, "__len__")
             value = pa.repeat(pa.scalar(value), rows) if scalar else pa.array(value)
@@ -123,13 +125,13 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
         RecordError: a required column is missing or cannot be cast, so that no row can be read.
     """
     rows = batch.num_rows
-    values, wrong_length = _vectors(_one_chunk(batch, "vector"))
+    values, wrong_length = _vectors(_required(batch, "vector"))
     columns: dict[str, Any] = {"vector": values}
     missing = np.zeros(rows, bool)
     for field in SCHEMA:
         if field.name == "vector" or (field.nullable and field.name not in batch.schema.names):
             continue
-        column = columns[field.name] = _column(field, _one_chunk(batch, field.name), rows)
+        column = columns[field.name] = _column(field, _required(batch, field.name), rows)
         if not field.nullable:
             missing |= column.is_null().to_numpy(zero_copy_only=False)
 
@@ -179,13 +181,10 @@ def _vectors(lists: pa.Array) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     return values, ~right
 
 
-def _one_chunk(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
+def _required(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
     if name not in batch.schema.names:
         raise RecordError(f"column {name!r} is missing")
-    column = batch.column(name)
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    return column
+    return one_chunk(batch.column(name))
 
 
 def _in_dictionary(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -34,16 +35,13 @@ def open_tokens(path: Path | None, model: str) -> TokenText:
         OptionError: `path` holds no tokenizer that can be read.
         MissingExtraError: `path` is given and the library `tokenizers` is not installed.
     """
-    if path is None:
-        # An empty name would be the working folder.
-        local = Path(model) / FILE
-        if not model or not local.is_file():
-            return _unknown
-        try:
-            return _texts(local)
-        except (OptionError, MissingExtraError):
-            return _unknown
-    return _texts(path / FILE if path.is_dir() else path)
+    if path is not None:
+        return _texts(path / FILE if path.is_dir() else path)
+    # An empty name would be the working folder.
+    if model and (Path(model) / FILE).is_file():
+        with suppress(OptionError, MissingExtraError):
+            return _texts(Path(model) / FILE)
+    return lambda token_id: None
 
 
 def visible(text: str) -> str:
@@ -51,22 +49,13 @@ def visible(text: str) -> str:
     invisible characters escaped."""
     names = {" ": BLANK, "\n": LINE_BREAK, "\t": TAB}
     shown = [
-        names.get(character)
-        or (
-            character
-            if character.isprintable()
-            else character.encode("unicode_escape").decode("ascii")
-        )
-        for character in text[: MOST_CHARACTERS + 1]
+        names.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode("ascii"))
+        for c in text[: MOST_CHARACTERS + 1]
     ]
     lengths = list(accumulate(map(len, shown)))
     if bisect_right(lengths, MOST_CHARACTERS) == len(text):
         return "".join(shown)
     return "".join(shown[: bisect_right(lengths, MOST_CHARACTERS - 1)]) + "…"
-
-
-def _unknown(token_id: int) -> str | None:
-    return None
 
 
 def _texts(path: Path) -> TokenText:
@@ -79,9 +68,8 @@ def _texts(path: Path) -> TokenText:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise MissingExtraError(
-            "token texts need the library tokenizers: pip install 'attn[texts]'"
-        ) from None
+        missing = "token texts need the library tokenizers: pip install 'attn[texts]'"
+        raise MissingExtraError(missing) from None
     try:
         # From a file or a str, the library raises a bare Exception.
         tokenizer = Tokenizer.from_buffer(content)

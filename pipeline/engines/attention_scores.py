@@ -86,17 +86,13 @@ def read_first_keys(call: AttentionCall, queries: Tensor) -> Tensor | None:
     found = []
     for chunk in queries.split(max(1, _MASK_CELLS // keys)):
         block = mask[0, 0].index_select(0, chunk.to(mask.device))
-        if block.dtype == torch.bool:
-            seen, clear = block, None
-        else:
-            seen = block == 0
-            clear = (seen | (block <= torch.finfo(block.dtype).min / 2)).all(dim=1)
+        seen = block if block.dtype == torch.bool else block == 0
         own = (chunk + keys - rows).to(mask.device)
         marks = seen.to(torch.uint8)
         first, last = marks.argmax(dim=1), keys - 1 - marks.flip(1).argmax(dim=1)
         good = (last == own) & (seen.sum(dim=1) == own - first + 1)
-        if clear is not None:
-            good &= clear
+        if block.dtype != torch.bool:
+            good &= (seen | (block <= torch.finfo(block.dtype).min / 2)).all(dim=1)
         found.append(torch.stack([first, good.long()]))
     first, good = torch.cat(found, dim=1).cpu()
     if not bool(good.all()):

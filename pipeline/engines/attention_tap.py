@@ -24,8 +24,8 @@ from capture_kernels.errors import OptionError
 # The implementations whose scores are known: softmax(scale q.k + mask), modified by kwargs only.
 _BASES: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
 _TAPS: WeakKeyDictionary[torch.nn.Module, AttentionTap] = WeakKeyDictionary()
-
-
+# What a registered implementation is called, before the name of the one that it taps.
+_NAME = "attn_capture_"
 # Arguments that sdpa ignores: some models pass them, and some releases drop them silently.
 _EAGER_ONLY = ("softcap", "s_aux")
 
@@ -87,7 +87,7 @@ class AttentionTap:
         ]
 
     def __enter__(self) -> AttentionTap:
-        self.model.set_attn_implementation(_tapped_name(self.base))
+        self.model.set_attn_implementation(_NAME + self.base)
         for module in self.modules:
             _TAPS[module] = self
         return self
@@ -96,10 +96,6 @@ class AttentionTap:
         for module in self.modules:
             _TAPS.pop(module, None)
         self.model.set_attn_implementation(self.base)
-
-
-def _tapped_name(base: str) -> str:
-    return f"attn_capture_{base}"
 
 
 def _original(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -132,16 +128,13 @@ def _tapped(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         result = _original(module, base)(module, query, key, value, attention_mask, **options)
         if tap is not None:
             layer: Any = module.layer_idx
-            tap.observe(
-                AttentionCall(
-                    layer, base, module, query, key, value, attention_mask, options, result[0]
-                )
-            )
+            tensors = query, key, value, attention_mask
+            tap.observe(AttentionCall(layer, base, module, *tensors, options, result[0]))
         return result
 
     return attention
 
 
 for _base, _mask in _BASES.items():
-    AttentionInterface.register(_tapped_name(_base), _tapped(_base))
-    AttentionMaskInterface.register(_tapped_name(_base), _mask)
+    AttentionInterface.register(_NAME + _base, _tapped(_base))
+    AttentionMaskInterface.register(_NAME + _base, _mask)

@@ -27,12 +27,11 @@ def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
         MissingExtraError: the device does not answer, or the checkpoint needs another package.
     """
     device = _device(options.device)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         config = AutoConfig.from_pretrained(name)
         if config.is_encoder_decoder:
             raise OptionError(f"{name} is an encoder-decoder model, which cannot be captured")
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
         raise MissingExtraError(f"model {name!r}: {_first_line(error)}") from None
@@ -74,9 +73,8 @@ def _device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             raise MissingExtraError("no CUDA device is available: use --device cpu")
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise OptionError(
-                f"there is no device {name}: {torch.cuda.device_count()} are available"
-            )
+            available = torch.cuda.device_count()
+            raise OptionError(f"there is no device {name}: {available} are available")
     return device
 
 

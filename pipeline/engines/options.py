@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from capture_kernels.errors import AttnError, OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 class PromptError(AttnError):
     """A prompt that this model cannot take; the other prompts can still run."""
@@ -33,9 +31,7 @@ class CaptureOptions:
         heads: query heads to average over, as `0,3`; None for all.
         per_layer: one record per captured layer instead of one for their mean.
         think_tags: rows from <think> to </think> in the generated text get the phase `think`.
-        prompt_rows: capture the rows of the prompt too.
         device: auto, cpu, cuda or cuda:N.
-        dtype: auto (that of the checkpoint), float32, bfloat16 or float16.
 
     Raises:
         OptionError: a value, or a combination, that cannot be used.
@@ -52,22 +48,14 @@ class CaptureOptions:
     heads: str | None = None
     per_layer: bool = False
     think_tags: bool = False
-    prompt_rows: bool = True
     device: str = "auto"
-    dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise OptionError(f"stride must be 1 or more, got {self.stride}")
-        for name in ("max_new_tokens", "max_steps"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name, least in (("stride", 1), ("max_new_tokens", 0), ("max_steps", 0)):
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if self.layout is Layout.LAYERED and self.per_layer:
             raise OptionError("layout layered puts several layers in one record: drop --per-layer")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"unknown dtype {self.dtype!r}: use {', '.join(DTYPES)}")
-        if not self.prompt_rows and self.max_new_tokens < 2:
-            raise OptionError("without prompt rows, max_new_tokens must be 2 or more")
         _ = self.visibility
 
     @property
@@ -91,9 +79,7 @@ class CaptureOptions:
             chosen = [capturable[i] for i in quarters]
         else:
             chosen = _numbers("layers", self.layers, "last, auto, all or indices such as 2,18,27")
-            for layer in chosen:
-                if not 0 <= layer < layers:
-                    raise OptionError(f"there is no layer {layer}: layers are 0..{layers - 1}")
+            _check_range("layer", chosen, layers)
         chosen = sorted(set(chosen))
         if self.layout is Layout.LAYERED and len(chosen) < 2:
             raise OptionError("layout layered needs several layers: try --layers auto")
@@ -104,9 +90,7 @@ class CaptureOptions:
         if self.heads is None:
             return None
         chosen = _numbers("heads", self.heads, "indices such as 0,3")
-        for head in chosen:
-            if not 0 <= head < heads:
-                raise OptionError(f"there is no head {head}: heads are 0..{heads - 1}")
+        _check_range("head", chosen, heads)
         return tuple(sorted(set(chosen)))
 
 
@@ -115,3 +99,9 @@ def _numbers(name: str, text: str, usage: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise OptionError(f"{name} {text!r} is not supported: use {usage}") from None
+
+
+def _check_range(name: str, numbers: list[int], count: int) -> None:
+    for number in numbers:
+        if not 0 <= number < count:
+            raise OptionError(f"there is no {name} {number}: {name}s are 0..{count - 1}")

@@ -22,19 +22,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.eager import (
-    LayerStatistics,
-    RowPlan,
-    combine,
-    layer_statistics,
-    plan_rows,
-)
+from capture_kernels.fingerprint import eager
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline.record import MEAN_LAYER, capture_id, make_batch
 
 from .attention_scores import check_output, read_first_keys, read_scores
 from .attention_tap import AttentionCall, AttentionTap, NeedsEagerError
 from .options import CaptureOptions, PromptError
+
+_NOT_ONCE = "it does not run its attention once over every token"
+_NO_SOFTMAX = "it has no softmax attention"
 
 
 class CapturedPrompt(NamedTuple):
@@ -70,11 +67,9 @@ class TransformersEngine:
     ) -> None:
         self.model, self.tokenizer, self.options = model.eval(), tokenizer, options
         self.name, self.revision = name, revision
-        self.visibility = options.visibility
         self.config = model.config.get_text_config()
         self.tags = _think_tags(tokenizer) if options.think_tags else None
-        parameters = inspect.signature(model.forward).parameters
-        self._one_logit = "logits_to_keep" in parameters
+        self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
         try:
             self.layers, self.heads = self._probe()
         except NeedsEagerError:
@@ -142,15 +137,14 @@ class TransformersEngine:
         while True:
             wanted = np.arange(begin, begin + len(feed), dtype=np.int64)
             wanted = wanted[wanted % self.options.stride == 0]
-            if begin == 0 and not self.options.prompt_rows:
-                wanted = wanted[:0]
-            elif begin > 0:
+            if begin > 0:
                 if self.options.max_steps and captured >= self.options.max_steps:
                     wanted = wanted[:0]
                 captured += len(wanted)
             steps.append(_Step(begin, len(feed), torch.from_numpy(wanted), clock()))
             token = int(self._forward(feed, cache)[-1].argmax())
-            self._check_step(steps[-1])
+            if missing := sorted(set(self.layers) - steps[-1].seen):
+                raise self._refusal(missing[0], _NO_SOFTMAX)
             if len(new) == self.options.max_new_tokens:
                 return new
             new.append(token)
@@ -191,17 +185,14 @@ class TransformersEngine:
     def _observe(self, call: AttentionCall, step: _Step, check: bool) -> None:
         """Take the statistics of one layer's wanted rows."""
         if call.layer in step.seen or call.query.shape[2] != step.tokens:
-            raise self._not_once(call.layer)
+            raise self._refusal(call.layer, _NOT_ONCE)
         step.seen.add(call.layer)
         if not (check or len(step.wanted)):
             return
         scores = read_scores(call)
         offset = step.begin + step.tokens - call.key.shape[2]
         if offset < 0:
-            raise OptionError(
-                f"layer {call.layer} of {self.name} cannot be captured: it has keys that belong "
-                "to no token"
-            )
+            raise self._refusal(call.layer, "it has keys that belong to no token")
         first, plan = step.plan(call, offset, self.options)
         if check:
             check_output(call, scores, 0 if first is None else int(first[-1]))
@@ -211,7 +202,7 @@ class TransformersEngine:
         if plan.rows < step.tokens:
             rows = (step.wanted - step.begin).to(query.device)
             query = query.index_select(0, rows)
-        step.statistics[call.layer] = layer_statistics(
+        step.statistics[call.layer] = eager.layer_statistics(
             query,
             call.key[0].transpose(0, 1),
             plan,
@@ -220,17 +211,8 @@ class TransformersEngine:
             soft_cap=scores.soft_cap,
         )
 
-    def _not_once(self, layer: int) -> OptionError:
-        return OptionError(
-            f"layer {layer} of {self.name} cannot be captured: it does not run its attention once "
-            "over every token"
-        )
-
-    def _check_step(self, step: _Step) -> None:
-        if missing := sorted(set(self.layers) - step.seen):
-            raise OptionError(
-                f"layer {missing[0]} of {self.name} cannot be captured: it has no softmax attention"
-            )
+    def _refusal(self, layer: int, reason: str) -> OptionError:
+        return OptionError(f"layer {layer} of {self.name} cannot be captured: {reason}")
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The layers and heads to capture, found by running two tokens."""
@@ -240,7 +222,7 @@ class TransformersEngine:
         def observe(call: AttentionCall) -> None:
             try:
                 if call.layer in heads or call.query.shape[2] != 2:
-                    raise self._not_once(call.layer)
+                    raise self._refusal(call.layer, _NOT_ONCE)
                 read_scores(call)
                 read_first_keys(call, torch.arange(2))
                 heads[call.layer] = call.query.shape[1]
@@ -250,10 +232,8 @@ class TransformersEngine:
         with torch.inference_mode(), AttentionTap(self.model, observe):
             try:
                 self._forward([0, 0], DynamicCache(config=self.model.config))
-            except (
-                TypeError,
-                ValueError,
-            ) as error:  # the model needs another kind of cache or input
+            # The model needs another kind of cache or input.
+            except (TypeError, ValueError) as error:
                 raise OptionError(f"{self.name} cannot be captured: {error}") from error
         capturable = sorted(set(heads) - set(refusals))
         if not capturable:
@@ -264,9 +244,7 @@ class TransformersEngine:
             if layer in refusals:
                 raise refusals[layer]
             if layer not in heads:
-                raise OptionError(
-                    f"layer {layer} of {self.name} cannot be captured: it has no softmax attention"
-                )
+                raise self._refusal(layer, _NO_SOFTMAX)
         return layers, self.options.choose_heads(min(heads[layer] for layer in layers))
 
     def _records(
@@ -278,17 +256,19 @@ class TransformersEngine:
         session_id: str | None,
     ) -> CapturedPrompt:
         per_layer = self.options.per_layer
-        groups = [(layer,) for layer in self.layers] if per_layer else [self.layers]
         captured = [step for step in steps if len(step.wanted)]
         ids = np.array(tokens, np.int32)
         phases = np.array(self._phases(tokens, prompt_len), dtype=object)
-        times = [step.time for step in captured for _ in range(len(step.wanted))]
+        times = pa.array(
+            [step.time for step in captured for _ in range(len(step.wanted))],
+            pa.timestamp("us", tz="UTC"),
+        )
         positions = np.concatenate(
             [step.wanted.numpy() for step in captured] or [np.empty(0, np.int64)]
         )
         batches = []
         blind = 0
-        for group in groups:
+        for group in [(layer,) for layer in self.layers] if per_layer else [self.layers]:
             vector, sink_mass, valid = self._vectors(captured, positions, group)
             kept = positions[valid]
             blind += int((~valid).sum())
@@ -298,9 +278,7 @@ class TransformersEngine:
                 "position": kept,
                 "prompt_len": prompt_len,
                 "layer": group[0] if per_layer else MEAN_LAYER,
-                "captured_at": pa.array(times, pa.timestamp("us", tz="UTC")).filter(
-                    pa.array(valid)
-                ),
+                "captured_at": times.filter(pa.array(valid)),
                 "model": self.name,
                 "capture_id": self.capture_id,
                 "layout": int(self.options.layout),
@@ -310,8 +288,7 @@ class TransformersEngine:
                 "vector": vector[valid],
             }
             batches.append(make_batch(columns, len(kept)))
-        batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        return CapturedPrompt(batch, prompt_len, tokens[prompt_len:], blind)
+        return CapturedPrompt(pa.concat_batches(batches), prompt_len, tokens[prompt_len:], blind)
 
     def _vectors(
         self, steps: list[_Step], positions: NDArray[np.int64], group: tuple[int, ...]
@@ -319,19 +296,15 @@ class TransformersEngine:
         """Vectors, sink masses and which rows see a key, of all steps, with one device transfer."""
         if not steps:
             return np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.float32), np.empty(0, bool)
-        layers = [
-            LayerStatistics(
-                *(torch.cat(c) for c in zip(*(s.statistics[i] for s in steps), strict=True))
-            )
-            for i in group
-        ]
-        plan = plan_rows(
+        of_layers = [zip(*(step.statistics[i] for step in steps), strict=True) for i in group]
+        layers = [eager.LayerStatistics(*map(torch.cat, columns)) for columns in of_layers]
+        plan = eager.plan_rows(
             torch.from_numpy(positions),
             layers[0].entropy.device,
             layout=self.options.layout,
-            visibility=self.visibility,
+            visibility=self.options.visibility,
         )
-        vector, sink_mass, valid = (column.cpu().numpy() for column in combine(layers, plan))
+        vector, sink_mass, valid = (column.cpu().numpy() for column in eager.combine(layers, plan))
         return vector, sink_mass, valid
 
     def _phases(self, tokens: list[int], prompt_len: int) -> list[str]:
@@ -342,10 +315,8 @@ class TransformersEngine:
         phases, inside = [], False
         for position, token in enumerate(tokens):
             inside = inside or token == opening
-            if position < prompt_len:
-                phases.append("prompt")
-            else:
-                phases.append("think" if inside else "output")
+            own = "think" if inside else "output"
+            phases.append("prompt" if position < prompt_len else own)
             inside = inside and token != closing
         return phases
 
@@ -359,16 +330,16 @@ class _Step:
     wanted: Tensor  # int64[R] on the host: absolute positions
     time: datetime
     seen: set[int] = field(default_factory=set)
-    statistics: dict[int, LayerStatistics] = field(default_factory=dict)
+    statistics: dict[int, eager.LayerStatistics] = field(default_factory=dict)
     # Keyed by the mask's identity and the offset: layers of one kind share a mask. Holding the mask
     # keeps its id from being used again.
-    _plans: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, RowPlan]] = field(
+    _plans: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, eager.RowPlan]] = field(
         default_factory=dict
     )
 
     def plan(
         self, call: AttentionCall, offset: int, options: CaptureOptions
-    ) -> tuple[Tensor | None, RowPlan]:
+    ) -> tuple[Tensor | None, eager.RowPlan]:
         """`read_first_keys` of the wanted rows and then of the last row, and the wanted rows' plan.
 
         Args:
@@ -378,7 +349,7 @@ class _Step:
         if key not in self._plans:
             queries = torch.cat([self.wanted - self.begin, torch.tensor([self.tokens - 1])])
             first = read_first_keys(call, queries)
-            plan = plan_rows(
+            plan = eager.plan_rows(
                 self.wanted,
                 call.query.device,
                 layout=options.layout,
@@ -395,6 +366,5 @@ def _think_tags(tokenizer: Any) -> tuple[int, int]:
     try:
         return vocabulary["<think>"], vocabulary["</think>"]
     except KeyError as error:
-        raise OptionError(
-            f"the tokenizer has no token {error.args[0]}: drop --think-tags"
-        ) from None
+        message = f"the tokenizer has no token {error.args[0]}: drop --think-tags"
+        raise OptionError(message) from None

@@ -226,10 +226,14 @@ class Store(AbstractContextManager["Store"], ABC):
             raise StoreError(f"{self.path} was opened read-only: open it for writing")
 
 
+def as_utc(time: datetime) -> datetime:
+    """`time`, in UTC if it has no zone."""
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
 def to_micros(time: datetime) -> int:
     """Microseconds since 1970, UTC, exact; a time without a zone is taken as UTC."""
-    aware = time if time.tzinfo else time.replace(tzinfo=UTC)
-    delta = aware - _EPOCH
+    delta = as_utc(time) - _EPOCH
     return (delta.days * 86_400 + delta.seconds) * 1_000_000 + delta.microseconds
 
 
@@ -242,16 +246,24 @@ def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=min(max(micros, _EARLIEST), _LATEST))
 
 
+def check_parent(path: Path) -> None:
+    """StoreError if the folder that a store is to be in does not exist."""
+    if not path.parent.is_dir():
+        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+
+
+def locked_error(path: Path) -> StoreError:
+    return StoreError(f"{path} is locked by another process: wait until it is done, or stop it")
+
+
 def columns_to_scan(columns: Sequence[str] | None) -> list[str]:
     """The columns to scan; StoreError for a name that is not a record field."""
     names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
     if not names:
         raise StoreError("a scan needs at least one column")
-    for name in names:
-        if name not in record.SCHEMA.names:
-            raise StoreError(
-                f"no column {name!r} in a record: use some of {', '.join(record.SCHEMA.names)}"
-            )
+    if unknown := [name for name in names if name not in record.SCHEMA.names]:
+        known = ", ".join(record.SCHEMA.names)
+        raise StoreError(f"no column {unknown[0]!r} in a record: use some of {known}")
     return names
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.record import one_chunk
+
 Ints = NDArray[np.int64]
 
 
@@ -55,13 +57,6 @@ def dictionary_column(codes: Ints, strings: pa.Array) -> pa.DictionaryArray:
     unique = strings.dictionary_encode()
     indices = unique.indices.to_numpy(zero_copy_only=False).astype(np.int32)[codes]
     return pa.DictionaryArray.from_arrays(pa.array(indices), unique.dictionary)
-
-
-def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """A column as one array; a copy only if it has several chunks."""
-    if isinstance(column, pa.ChunkedArray):
-        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    return column
 
 
 def integers(column: pa.Array | pa.ChunkedArray) -> Ints:

@@ -17,10 +17,10 @@ from rich.table import Table
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.progress import ProgressDisplay, shown_progress
-from pipeline.store.base import Selection
+from pipeline.store.base import Selection, as_utc
 from pipeline.store.open import open_store
 
-from .transfer import Imported, export_file, import_file
+from .transfer import export_file, import_file
 
 # Rows between two lines of progress without a terminal.
 PROGRESS_ROWS = 1_000_000
@@ -60,11 +60,10 @@ def info(db: Db, as_json: AsJson = False) -> None:
         "discovery runs": f"{len(runs):,}" + (f", last {runs[0]['run_id']}" if runs else ""),
     }
     _show(str(db), ("", ""), list(facts.items()))
-    rows = [
-        (g.model, Layout(g.layout).label, g.capture_id, f"{g.rows:,}", _time(g.first),
-         _time(g.last))
-        for g in groups
-    ]  # fmt: skip
+    rows = []
+    for g in groups:
+        times = _time(g.first), _time(g.last)
+        rows.append((g.model, Layout(g.layout).label, g.capture_id, f"{g.rows:,}", *times))
     if rows:
         titles = ("model", "layout", "capture_id", "fingerprints", "first", "last")
         _show("Groups of comparable fingerprints", titles, rows)
@@ -87,7 +86,10 @@ def import_command(
         print(json.dumps({name: vars(imported) for name, imported in results.items()}))
         return
     for name, imported in results.items():
-        print(f"{name}: {_import_line(imported)}")
+        print(
+            f"{name}: {imported.rows:,} rows, {imported.inserted:,} stored, "
+            f"{imported.duplicates:,} duplicates, {sum(imported.rejected.values()):,} rejected"
+        )
         for reason, count in sorted(imported.rejected.items()):
             line = imported.first_lines.get(reason)
             where = f", first on line {line:,}" if line else ""
@@ -149,21 +151,12 @@ def _limit(before: datetime | None, older_than_days: float | None, now: datetime
     if (before is None) == (older_than_days is None):
         raise OptionError("give either --before TIME or --older-than-days DAYS")
     if before is not None:
-        return before.replace(tzinfo=UTC) if before.tzinfo is None else before
+        return as_utc(before)
     assert older_than_days is not None
-    aware = now.replace(tzinfo=UTC) if now.tzinfo is None else now
     try:
-        return aware - timedelta(days=older_than_days)
+        return as_utc(now) - timedelta(days=older_than_days)
     except (OverflowError, ValueError):
         raise OptionError(f"--older-than-days {older_than_days} is out of range") from None
-
-
-def _import_line(imported: Imported) -> str:
-    rejected = sum(imported.rejected.values())
-    return (
-        f"{imported.rows:,} rows, {imported.inserted:,} stored, "
-        f"{imported.duplicates:,} duplicates, {rejected:,} rejected"
-    )
 
 
 def _time(time: datetime | None) -> str:

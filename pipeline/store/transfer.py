@@ -27,7 +27,7 @@ from pipeline import record
 from pipeline.durable import write_atomically
 from pipeline.store.parquet.files import damaged
 
-from .base import BATCH_ROWS, EVERYTHING, Selection, Store
+from .base import BATCH_ROWS, EVERYTHING, Selection, Store, as_utc, check_parent
 
 # Lines in one batch; a line takes about a hundred times the memory of its record.
 BATCH_LINES = 8_192
@@ -82,10 +82,8 @@ def import_file(store: Store, path: Path, progress: Progress = lambda rows: None
         imported.inserted += appended.inserted
         imported.duplicates += appended.duplicates
         for reason, count in appended.rejected.items():
-            line = None
-            if lines and reason not in imported.first_lines:
-                line = lines[_first_rejected(batch, reason)]
-            imported.reject(reason, count, line)
+            new = lines and reason not in imported.first_lines
+            imported.reject(reason, count, lines[_first_rejected(batch, reason)] if new else None)
         if not lines:
             imported.rows += batch.num_rows
         progress(imported.rows)
@@ -108,8 +106,7 @@ def export_file(
         WriteError: the file cannot be written.
     """
     kind = file_kind(path)
-    if not path.parent.is_dir():
-        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+    check_parent(path)
     rows = 0
 
     def write(file: IO[bytes]) -> None:
@@ -193,10 +190,10 @@ def _python_type(kind: pa.DataType) -> Any:
 _Line = msgspec.defstruct(
     "_Line",
     [
-        (field.name, _python_type(field.type) | None, None)
-        if field.nullable
-        else (field.name, _python_type(field.type))
-        for field in record.SCHEMA
+        (f.name, _python_type(f.type) | None, None)
+        if f.nullable
+        else (f.name, _python_type(f.type))
+        for f in record.SCHEMA
     ],
     kw_only=True,
 )
@@ -219,10 +216,8 @@ def _values(line: bytes) -> tuple[Any, ...]:
         raise RecordError("not JSON") from None
     values = msgspec.structs.asdict(row)
     try:
-        time = datetime.fromisoformat(values["captured_at"])
-        values["captured_at"] = (
-            time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-        )
+        time = as_utc(datetime.fromisoformat(values["captured_at"]))
+        values["captured_at"] = time.astimezone(UTC)
     except (ValueError, OverflowError):
         raise RecordError("captured_at: not an ISO 8601 time") from None
     for name, value in values.items():

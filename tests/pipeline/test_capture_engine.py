@@ -249,9 +249,9 @@ def test_thinking_tags_that_the_tokenizer_does_not_have_are_refused():
 
 
 def test_rows_can_be_limited_to_some_generated_ones():
-    engine = make_engine(make_model("llama"), max_new_tokens=10, max_steps=3, prompt_rows=False)
+    engine = make_engine(make_model("llama"), max_new_tokens=10, max_steps=3)
     captured = run(engine, words(7))
-    assert captured.batch.column("position").to_pylist() == [7, 8, 9]
+    assert captured.batch.column("position").to_pylist() == list(range(1, 10))
     assert len(captured.new_tokens) == 10
     prompt_only = make_engine(make_model("llama"), max_new_tokens=0)
     captured = run(prompt_only, words(7))

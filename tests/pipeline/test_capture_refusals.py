@@ -111,8 +111,6 @@ def test_a_layer_that_changes_its_scores_is_refused_by_the_name_of_the_change(
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"max_steps": -1}, "max_steps"),
         ({"window": -1}, "window"),
-        ({"dtype": "int8"}, "unknown dtype"),
-        ({"prompt_rows": False, "max_new_tokens": 1}, "without prompt rows"),
     ],
     ids=str,
 )

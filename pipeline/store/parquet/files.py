@@ -24,7 +24,7 @@ from pipeline import record
 from pipeline.durable import sync
 from pipeline.hashing import Hashes, mix64, string_hashes
 from pipeline.store.base import BATCH_ROWS
-from pipeline.store.columns import Ints, encoded, integers, one_chunk
+from pipeline.store.columns import Ints, encoded, integers
 
 from .summary import Summary, merge, pack, summarize, unpack
 
@@ -115,7 +115,7 @@ def key_hashes(rows: pa.Table) -> tuple[Hashes, Hashes]:
     Two of a billion keys share a hash with a probability of about 1/40. Only rows whose request is
     in two files at overlapping positions are ever compared by it.
     """
-    codes, ids = encoded(one_chunk(rows.column("request_id")))
+    codes, ids = encoded(record.one_chunk(rows.column("request_id")))
     requests = string_hashes(ids)[codes]
     low = integers(rows.column("position")) << 16 | integers(rows.column("layer")) + 1
     return requests, mix64(requests + mix64(low.astype(np.uint64)))
@@ -172,9 +172,9 @@ def read_file(root: Path, name: str) -> DataFile:
     sequences = sequences_in_name(name)
     try:
         metadata = pq.read_metadata(root / name)
-    except FileNotFoundError:
-        raise
     except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         raise damaged(root / name, error) from None
     packed = (metadata.metadata or {}).get(FOOTER_KEY.encode())
     if packed is None or sequences is None:

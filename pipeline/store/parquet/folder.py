@@ -25,6 +25,7 @@ from typing import Any
 
 from capture_kernels.errors import StoreError, WriteError
 from pipeline.durable import sync, write_atomically
+from pipeline.store.base import check_parent, locked_error
 
 from .files import DataFile, read_file, sequences_in_name, write_error
 
@@ -57,24 +58,18 @@ class Folder:
 
     def _check_marker(self, create: bool) -> None:
         root = self.root
-        if not root.parent.is_dir():
-            raise StoreError(
-                f"the folder {root.parent} does not exist: make it, or give another path"
-            )
+        check_parent(root)
         try:
             # Another process may be making this store now. Its first files do not count as foreign,
             # and the marker is looked for last, since it is made last.
             foreign = root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir())
             if not (root / MARKER).is_file():
                 if foreign:
-                    raise StoreError(
-                        f"{root} is a folder of another kind, and was not touched: give another"
-                        " path"
-                    )
+                    problem = "is a folder of another kind, and was not touched: give another path"
+                    raise StoreError(f"{root} {problem}")
                 if not create:
-                    raise StoreError(
-                        f"{root} holds no store: make it with `attn db init --db {root}`"
-                    )
+                    problem = f"holds no store: make it with `attn db init --db {root}`"
+                    raise StoreError(f"{root} {problem}")
                 root.mkdir(exist_ok=True)
                 for name in (APPEND_LOCK, FILES_LOCK):
                     (root / name).touch()
@@ -149,10 +144,7 @@ class Folder:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise StoreError(
-                            f"{self.root} is locked by another process: wait until it is done,"
-                            " or stop it"
-                        ) from None
+                        raise locked_error(self.root) from None
                     time.sleep(0.005)
             yield
         finally:
@@ -162,12 +154,8 @@ class Folder:
 
     def names(self) -> list[str]:
         """The names of all data files, in no order."""
-        return [
-            f"{day.name}/{file.name}"
-            for day in self.root.glob("day=*")
-            for file in day.iterdir()
-            if sequences_in_name(file.name)
-        ]
+        found = (f"{path.parent.name}/{path.name}" for path in self.root.glob("day=*/part-*"))
+        return [name for name in found if sequences_in_name(name)]
 
     def files(self) -> list[DataFile]:
         """The data files that count, by day and then in order of arrival.
@@ -176,10 +164,8 @@ class Folder:
         """
         files = [self._file(name) for name in self.names()]
         replaced = frozenset[str]().union(*(file.replaces for file in files))
-        return sorted(
-            (file for file in files if file.name not in replaced),
-            key=lambda file: (file.day, file.appends[0][0]),
-        )
+        counting = [file for file in files if file.name not in replaced]
+        return sorted(counting, key=lambda file: (file.day, file.appends[0][0]))
 
     def replaced(self) -> list[str]:
         """Files that a compaction replaced by others and did not live to remove."""

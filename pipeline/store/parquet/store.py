@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.base import EVERYTHING, Counts, Selection, Store, from_micros
-from pipeline.store.columns import Ints, integers, one_chunk
+from pipeline.store.columns import Ints, integers
 
 from . import compaction
 from .duplicates import duplicate_rows, first_rows
@@ -143,12 +143,15 @@ class ParquetStore(Store):
         pending: deque[Future[pa.RecordBatch]] = deque()
         with ThreadPoolExecutor(READERS) as readers:
             for file in files:
-                keep = _rows_to_keep(file, duplicates.get(file.name), sequence)
-                if not file.summary.matching(selection) or (keep is not None and not keep.any()):
+                if not file.summary.matching(selection):
                     continue
-                for row_group, span in file.row_groups:
-                    mask = None if keep is None else keep[span]
-                    pending.append(readers.submit(_read, file, row_group, mask, selection, names))
+                keep = np.ones(file.rows, bool)
+                if sequence is not None:
+                    keep[file.rows_until(sequence) :] = False
+                keep[duplicates.get(file.name, [])] = False
+                for row_group, span in file.row_groups if keep.any() else ():
+                    task = readers.submit(_read, file, row_group, keep[span], selection, names)
+                    pending.append(task)
                     if len(pending) > READERS + 1 and (batch := pending.popleft().result()):
                         yield batch
             while pending:
@@ -181,15 +184,11 @@ class ParquetStore(Store):
         """See `Store.counts`: from footers; rows are read only of files with duplicates."""
         summary = self._summary(EVERYTHING)
         state = self._folder.state()
-        return Counts(
-            rows=summary.rows,
-            requests=len(summary.requests),
-            sessions=len(summary.sessions),
-            first=from_micros(summary.first) if summary.rows else None,
-            last=from_micros(summary.last) if summary.rows else None,
-            duplicates=state["duplicates"],
-            rejected=state["rejected"],
-        )
+        first = from_micros(summary.first) if summary.rows else None
+        last = from_micros(summary.last) if summary.rows else None
+        requests, sessions = len(summary.requests), len(summary.sessions)
+        totals = state["duplicates"], state["rejected"]
+        return Counts(summary.rows, requests, sessions, first, last, *totals)
 
     def runs(self) -> list[dict[str, Any]]:
         """See `Store.runs`."""
@@ -215,7 +214,7 @@ class ParquetStore(Store):
 def _read(
     file: DataFile,
     row_group: int,
-    keep: NDArray[np.bool_] | None,
+    mask: NDArray[np.bool_],
     selection: Selection,
     names: list[str],
 ) -> pa.RecordBatch:
@@ -224,28 +223,14 @@ def _read(
     exact = selection.exact if len(file.summary.groups) > 1 else {}
     needed = dict.fromkeys([*names, *exact, *([] if inside else ["captured_at"])])
     table = file.read(row_group, list(needed))
-    mask = np.ones(table.num_rows, bool) if keep is None else keep.copy()
     if not inside:
         start, end = selection.window
         times = integers(table.column("captured_at"))
         mask &= (start is None or times >= start) & (end is None or times < end)
     for name, value in exact.items():
-        column = one_chunk(table.column(name))
+        column = record.one_chunk(table.column(name))
         mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)
     fields = [record.SCHEMA.field(name) for name in names]
-    arrays = [one_chunk(table.column(field.name)).cast(field.type) for field in fields]
+    arrays = [record.one_chunk(table.column(field.name)).cast(field.type) for field in fields]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     return batch if mask.all() else batch.filter(pa.array(mask))
-
-
-def _rows_to_keep(
-    file: DataFile, duplicates: Ints | None, sequence: int | None
-) -> NDArray[np.bool_] | None:
-    """The rows of a file that a snapshot has, without duplicates: bool[rows], or None for all."""
-    last = file.rows if sequence is None else file.rows_until(sequence)
-    if duplicates is None and last == file.rows:
-        return None
-    keep = np.arange(file.rows) < last
-    if duplicates is not None:
-        keep[duplicates] = False
-    return keep

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pyarrow as pa
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S
+from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S, check_parent, locked_error
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
@@ -33,7 +33,7 @@ _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 
 # SQLite's messages, and what they mean to the user. ADBC passes on messages, not result codes.
 _MEANINGS = (
-    ("is locked", "{path} is locked by another process: wait until it is done, or stop it"),
+    ("is locked", str(locked_error(Path("{path}")))),
     ("not a database", "{path} is not a SQLite file: give another path"),
     ("malformed", "{path} is damaged: restore it from a backup, or save what `sqlite3 {path} "
                   ".recover` still reads"),
@@ -42,10 +42,7 @@ _MEANINGS = (
                 "send it again"),
     ("disk I/O", "{path} cannot be read or written (disk full, over quota or failing): nothing of "
                  "this batch was stored"),
-    ("unable to open", "{path} cannot be opened: is its folder there, and may you read and write "
-                       "in it?"),
-    ("failed to open", "{path} cannot be opened: is its folder there, and may you read and write "
-                       "in it?"),
+    ("to open", "{path} cannot be opened: is its folder there, and may you read and write in it?"),
 )  # fmt: skip
 
 
@@ -58,7 +55,7 @@ def store_error(path: Path, error: dbapi.Error) -> StoreError:
     return StoreError(f"{path}: {text.splitlines()[0]}")
 
 
-class Database(AbstractContextManager["Database"]):
+class Database:
     """One connection. Not thread-safe.
 
     Args:
@@ -93,9 +90,6 @@ class Database(AbstractContextManager["Database"]):
     def close(self) -> None:
         self._connection.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def table(
         self,
         sql: str,
@@ -124,18 +118,15 @@ class Database(AbstractContextManager["Database"]):
         """Run one statement, once for each row if `parameters` is a batch."""
         try:
             with self._connection.cursor() as cursor:
-                if isinstance(parameters, pa.RecordBatch):
-                    cursor.executemany(sql, parameters)
-                else:
-                    cursor.execute(sql, parameters)
+                many = isinstance(parameters, pa.RecordBatch)
+                (cursor.executemany if many else cursor.execute)(sql, parameters)
         except dbapi.Error as error:
             raise store_error(self.path, error) from None
 
-    def insert(self, table: str, columns: Mapping[str, Any], conflict: str = "") -> None:
-        """Insert rows from Arrow or NumPy columns or lists; `conflict` is "OR IGNORE", say."""
-        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        sql = f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})"
-        self.run(sql, pa.record_batch(dict(columns)))
+    def insert(self, table: str, rows: pa.RecordBatch, conflict: str = "") -> None:
+        """Insert the rows of a batch; `conflict` is "OR IGNORE", say."""
+        names, marks = ", ".join(rows.schema.names), ", ".join("?" * rows.num_columns)
+        self.run(f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})", rows)
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
@@ -191,11 +182,11 @@ def open_database(
         StoreError: missing, not ours, of a newer version, locked, or not permitted.
     """
     target = len(migrations) + 1
-    if not path.parent.is_dir():
-        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+    check_parent(path)
     if path.is_dir():
         raise StoreError(f"{path} is a folder: give a file, or a folder that holds a Parquet store")
-    if not path.exists() and (read_only or not create):
+    create = create and not read_only
+    if not path.exists() and not create:
         raise StoreError(f"{path} does not exist: make it with `attn db init --db {path}`")
     database = (
         _read_only(path, busy_timeout_s) if read_only else Database(path, "rwc", busy_timeout_s)
@@ -207,7 +198,7 @@ def open_database(
                     f"{path} is a SQLite file of another program, and was not touched:"
                     " give another path"
                 )
-            if read_only or not create:
+            if not create:
                 raise StoreError(
                     f"{path} is an empty file: make it a store with `attn db init --db {path}`"
                 )
@@ -259,15 +250,11 @@ def _create(database: Database) -> None:
     with database.transaction():
         if not database.is_empty():  # another process was faster
             return
-        for statement in statements(script):
-            if not _sets_up_file(statement):
-                database.run(statement)
-
-
-def _sets_up_file(statement: str) -> bool:
-    """Whether a statement of schema.sql must run outside a transaction, or begins or ends one."""
-    bare = " ".join(line for line in statement.splitlines() if not line.startswith("--")).strip()
-    return bare.startswith(("PRAGMA page_size", "PRAGMA journal_mode", "BEGIN", "COMMIT"))
+        # What stands before BEGIN was done above: it must run outside a transaction.
+        for statement in statements(
+            script.partition("BEGIN IMMEDIATE;")[2].partition("COMMIT;")[0]
+        ):
+            database.run(statement)
 
 
 def _migrate(database: Database, migrations: Sequence[str]) -> None:

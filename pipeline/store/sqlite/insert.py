@@ -50,6 +50,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     seq = np.arange(first, first + count)
     times = integers(rows.column("captured_at"))
     phases = rows.column("phase").cast(pa.string())
+    as_they_are = ("prompt_len", "token_id", "sink_mass", "router_entropy")
     arrays = {
         "seq": seq,
         "key": keys,
@@ -58,16 +59,13 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         "captured_at": times,
         "session": session_refs[sessions.code],
         "phase": pc.index_in(phases, value_set=pa.array(record.PHASES)),
-        "prompt_len": rows.column("prompt_len"),
-        "token_id": rows.column("token_id"),
-        "sink_mass": rows.column("sink_mass"),
-        "router_entropy": rows.column("router_entropy"),
         "top_experts": rows_.experts_to_blobs(rows.column("top_experts")),
+        **{name: rows.column(name) for name in as_they_are},
     }
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.
         zones = helper.submit(_zones, rows)
-        db.insert("fingerprints", arrays)
+        db.insert("fingerprints", pa.record_batch(arrays))
     _add_to_blocks(db, seq, captures, times)
     _add_to_sessions(db, zones.result(), keys, sessions, session_refs, times, newest)
     return count
@@ -136,8 +134,8 @@ def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Disti
 
 def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
     """References of the rows of `table` with these values, inserted if they are new: int64[m]."""
-    db.insert(table, values, "OR IGNORE")
     batch = pa.record_batch(values)
+    db.insert(table, batch, "OR IGNORE")
     sql = f"SELECT {ref} FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in values)}"
     return integers(db.table(sql, batch, len(batch)).column(0))
 

@@ -60,11 +60,11 @@ def vectors_from_blobs(column: pa.Array) -> pa.Array:
     rows = len(column)
     if rows == 0:
         return pa.array([], record.SCHEMA.field("vector").type)
-    if not pa.types.is_binary(column.type):
-        raise StoreError("a stored vector is not 80 bytes: the file is damaged or was edited")
-    _, offsets, data = column.buffers()
-    bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + rows + 1]
-    if column.null_count or not (np.diff(bounds) == VECTOR_BYTES).all():
+    bounds = np.zeros(1, np.int32)
+    if pa.types.is_binary(column.type) and not column.null_count:
+        _, offsets, data = column.buffers()
+        bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + rows + 1]
+    if len(bounds) <= rows or not (np.diff(bounds) == VECTOR_BYTES).all():
         raise StoreError("a stored vector is not 80 bytes: the file is damaged or was edited")
     flat = np.frombuffer(data, "<f4", count=rows * DIMENSIONS, offset=int(bounds[0]))
     return record.vector_array(flat.astype(np.float32, copy=False).reshape(rows, DIMENSIONS))
@@ -109,16 +109,11 @@ def decode(
         look_up: returns the rows of the table "requests", "captures" or "sessions" with the given
             references, in their order.
     """
-    stored = {
-        name: pa.concat_arrays(table.column(name).chunks)
-        if table.column(name).num_chunks
-        else pa.array([], table.schema.field(name).type)
-        for name in table.column_names
-    }
+    stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
-    if any(SOURCES.get(name) == "key" for name in columns):
+    if "key" in stored:
         made |= _from_keys(integers(stored["key"]), columns, look_up)
-    if any(SOURCES.get(name) == "capture" for name in columns):
+    if "capture" in stored:
         captures = distinct(refs := integers(stored["capture"]))
         known = look_up("captures", refs[captures.first])
         made["model"] = dictionary_column(captures.code, known.column("model"))
@@ -135,13 +130,10 @@ def decode(
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:
         made["top_experts"] = experts_from_blobs(stored["top_experts"])
+    if "captured_at" in columns:
+        made["captured_at"] = stored["captured_at"].cast(pa.int64())
     fields = [record.SCHEMA.field(name) for name in columns]
-    arrays = []
-    for field in fields:
-        array = made[field.name] if field.name in made else stored[field.name]
-        if field.name == "captured_at":
-            array = array.cast(pa.int64())
-        arrays.append(array if array.type == field.type else array.cast(field.type))
+    arrays = [{**stored, **made}[field.name].cast(field.type) for field in fields]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,9 @@ class SqliteStore(Store):
     def _record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         with self._lock, self._db.transaction():
             self._db.run("DELETE FROM clusters WHERE run_id = ?", (run["run_id"],))
-            self._db.insert("discovery_runs", {k: [v] for k, v in run.items()}, "OR REPLACE")
+            self._db.insert("discovery_runs", pa.RecordBatch.from_pylist([run]), "OR REPLACE")
             for cluster in clusters:
-                self._db.insert("clusters", {k: [v] for k, v in cluster.items()})
+                self._db.insert("clusters", pa.RecordBatch.from_pylist([cluster]))
 
     # -- reading
 
@@ -122,7 +123,7 @@ class SqliteStore(Store):
         """Rows in order of arrival, read through a separate connection."""
         last_seq = int(snapshot["seq"])
         stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
-        with Database(self.path, self._db.mode, self._db.busy_timeout_s) as db:
+        with closing(Database(self.path, self._db.mode, self._db.busy_timeout_s)) as db:
             window = zip((">=", "<"), selection.window, strict=True)
             limits = {sign: micros for sign, micros in window if micros is not None}
             where = "".join(f" AND captured_at {sign} ?" for sign in limits)
