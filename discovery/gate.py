@@ -127,9 +127,6 @@ class GateRules:
         names = [limit.name for limit in fields(cls)]
         return cls(**read_limits(path, names, "gate limit"))
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
 
 QUESTIONS = {
     "clusters": Question(
@@ -203,7 +200,7 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
     A check that was not measured passes and says so. One whose measure has an interval fails only
     if all of the interval lies past the limit.
     """
-    limits = {"clusters": 1.0, **rules.as_dict()}
+    limits = {"clusters": 1.0, **asdict(rules)}
     limits["neighbor_recall"] = recall_limit(rules.neighbor_recall, measures.fit_rows)
     checks = [_check(name, measures, limits[name]) for name in QUESTIONS]
     checks.append(_identity(measures))
@@ -211,7 +208,7 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
         "passed": all(check.passed for check in checks),
         "reasons": [check.says for check in checks if not check.passed],
         "checks": [check._asdict() for check in checks],
-        "rules": rules.as_dict(),
+        "rules": asdict(rules),
     }
 
 

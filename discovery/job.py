@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from capture_kernels.errors import NewRunNeededError, RunError
 from discovery.artifacts.read import read_manifest
 from discovery.artifacts.schema import MANIFEST, Manifest
-from discovery.engines.gpu_memory import GpuMemoryErrors
+from discovery.engines.gpu_memory import gpu_memory_errors
 from discovery.engines.open import open_engine
 from discovery.events.log import EventLog, Listener
 from discovery.events.schema import (
@@ -25,7 +26,7 @@ from discovery.events.schema import (
     StageStarted,
 )
 from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
-from discovery.execution.memory import MemoryPlan, MemoryWatch, plan_memory
+from discovery.execution.memory import MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
 from discovery.runs import folder as runs
@@ -89,7 +90,12 @@ def discover(
         rows = (window or saved["window"])["rows"]
         memory = plan_memory(options, engine, rows, len(os.sched_getaffinity(0)))
         watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, stop.ask))
-        executor = open_executor(options, memory)
+        why = ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
+        executor: Executor = InlineExecutor(why)
+        if options.scheduler or memory.workers:
+            executor = DaskExecutor(
+                options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
+            )
         cleanup.callback(executor.close)
         if window:
             run_id = runs.new_run_id(output, moment)
@@ -101,7 +107,7 @@ def discover(
                 "window": window,
                 "follows": before_this_run(output, run_id, window, options.hours),
             }
-            write_json(folder / CHECKPOINT / RUN_FILE, {**saved, "options": options.as_json()})
+            write_json(folder / CHECKPOINT / RUN_FILE, {**saved, "options": asdict(options)})
 
         log = EventLog(folder / "progress.jsonl", folder.name, listeners or [])
         cleanup.callback(log.close)
@@ -142,7 +148,7 @@ def run_stages(context: RunContext) -> None:
         saved = context.checkpoint.finished()
         if saved is None:
             began = time.perf_counter()
-            with GpuMemoryErrors():
+            with gpu_memory_errors():
                 summary, says = stage.run(context)
             seconds = round(time.perf_counter() - began, 3)
             context.checkpoint.finish(summary, says, seconds)
@@ -155,17 +161,6 @@ def run_stages(context: RunContext) -> None:
         )  # fmt: skip
         for kind, fields in stage.events(context) if stage.events else ():
             log.emit(kind, **fields)
-
-
-def open_executor(options: DiscoverOptions, memory: MemoryPlan) -> Executor:
-    """Dask if it was asked for and the plan has room for it; else this process."""
-    if options.scheduler or memory.workers:
-        return DaskExecutor(
-            options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
-        )
-    return InlineExecutor(
-        ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
-    )
 
 
 def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,10 +117,6 @@ class DiscoverOptions:
     def some(self, *names: str) -> dict[str, Any]:
         """These fields, by name."""
         return {name: getattr(self, name) for name in names}
-
-    def as_json(self) -> dict[str, Any]:
-        rules = {name: getattr(self, name).as_dict() for name in RULES}
-        return {**asdict(self), **rules}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> DiscoverOptions:

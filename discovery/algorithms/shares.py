@@ -5,7 +5,7 @@ The rows of one request are alike, so the unit of sampling is the request.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,16 +32,6 @@ class Shares:
     requests: int
     rows: int
     effective_rows: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists; `from_dict` reads them."""
-        arrays = {"shares": self.shares.tolist(), "covariance": self.covariance.tolist()}
-        return {**asdict(self), **arrays}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Shares:
-        arrays = {name: np.array(saved[name], np.float64) for name in ("shares", "covariance")}
-        return cls(**{**saved, **arrays})
 
 
 class DistinctCount:

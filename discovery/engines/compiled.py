@@ -41,27 +41,24 @@ class OptionalCache(FunctionCache):
             self.disable()
 
 
-def keep_compiled(*functions: Any) -> None:
-    """Let numba keep these functions of umap-learn on disk and load those that it has kept.
-
-    Args:
-        functions: numba dispatchers that have not been called yet.
-    """
-    for function in functions:
-        # RuntimeError: there is no folder that can be written.
-        with suppress(RuntimeError):
-            function._cache = OptionalCache(function.py_func)
+def keep_compiled(function: Any) -> None:
+    """Let numba keep a dispatcher that has not been called yet on disk, or load what it kept."""
+    # RuntimeError: there is no folder that can be written.
+    with suppress(RuntimeError):
+        function._cache = OptionalCache(function.py_func)
 
 
 def umap_class() -> Any:
     """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk."""
     from umap import UMAP, layouts, umap_
 
-    names = {
-        umap_: ("smooth_knn_dist", "compute_membership_strengths"),
-        layouts: ("_nb_optimize_layout_euclidean_single_epoch",),
-    }
-    # Another release may name them otherwise, and then compiles them in each process.
-    found = (getattr(module, name, None) for module in names for name in names[module])
-    keep_compiled(*(f for f in found if f is not None and not f.signatures))
+    for module, name in (
+        (umap_, "smooth_knn_dist"),
+        (umap_, "compute_membership_strengths"),
+        (layouts, "_nb_optimize_layout_euclidean_single_epoch"),
+    ):
+        # Another release may name it otherwise, and then compiles it in each process.
+        function = getattr(module, name, None)
+        if function is not None and not function.signatures:
+            keep_compiled(function)
     return UMAP

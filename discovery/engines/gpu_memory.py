@@ -1,10 +1,10 @@
-"""A GPU that runs out of memory: told apart from other failures, with what to do about it."""
+"""A GPU that runs out of memory: distinguished from other failures, with advice."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from capture_kernels.errors import RunError
 
@@ -12,33 +12,26 @@ from capture_kernels.errors import RunError
 SIGNS = ("out of memory", "out_of_memory", "cudaerrormemoryallocation")
 
 
-class GpuMemoryErrors(AbstractContextManager[None]):
-    """Inside the block, a failure for want of GPU memory is a RunError that names the options.
+@contextmanager
+def gpu_memory_errors() -> Iterator[None]:
+    """Turn a lack of GPU memory inside the block into an error that names the options.
 
-    Each library has a type of its own for it, and some none but RuntimeError; what is not for want
-    of GPU memory passes as it is.
+    Each library has a type of its own for it, and some only RuntimeError. Other errors pass as they
+    are.
 
     Raises:
         RunError: the GPU ran out of memory.
     """
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and is_gpu_out_of_memory(error):
-            raise gpu_out_of_memory() from None
-
-
-def gpu_out_of_memory() -> RunError:
-    """What a user is told where the current GPU has no memory left."""
-    free, _ = sys.modules["cupy"].cuda.runtime.memGetInfo()
-    return RunError(
-        f"the GPU has too little free memory ({free / 1e9:.1f} GB): start a new run with a smaller "
-        "--umap-sample-size or --batch-size, or finish this one with --engine cpu"
-    )
+    try:
+        yield
+    except Exception as error:
+        if not is_gpu_out_of_memory(error):
+            raise
+        free, _ = sys.modules["cupy"].cuda.runtime.memGetInfo()
+        raise RunError(
+            f"the GPU has too little free memory ({free / 1e9:.1f} GB): start a new run with a "
+            "smaller --umap-sample-size or --batch-size, or finish this one with --engine cpu"
+        ) from None
 
 
 def is_gpu_out_of_memory(error: BaseException) -> bool:

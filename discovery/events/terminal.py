@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -23,15 +22,10 @@ from .schema import (
 )
 
 
-class PlainLines:
+def print_line(event: Event) -> None:
     """One line for each stage, for logs and pipes."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-
-    def __call__(self, event: Event) -> None:
-        if line := line_of(event):
-            print(line, file=self._stream, flush=True)
+    if line := line_of(event):
+        print(line, file=sys.stderr, flush=True)
 
 
 class TerminalBar:
@@ -89,4 +83,4 @@ def line_of(event: Event) -> str | None:
 
 def listener_for_terminal() -> Listener:
     """A bar if stderr is a terminal, plain lines otherwise."""
-    return TerminalBar() if sys.stderr.isatty() else PlainLines()
+    return TerminalBar() if sys.stderr.isatty() else print_line

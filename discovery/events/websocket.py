@@ -1,11 +1,8 @@
 """Live progress and steering: a run's events over a WebSocket, and commands back.
 
 It listens on 127.0.0.1 and refuses browser pages. A client gets `hello`, then the events so far
-that are still current, then each event as it happens; `schema.py` defines all messages.
-
-A command is {"command": C, "id": any text, or left out}. `pause` makes the run wait at its next
-chunk; signals, --max-hours and `stop` end a paused run too. `resume` continues it. `stop` stops it
-at its next chunk, with exit code 4 and a checkpoint. `ping` is answered by `pong`.
+that are still current, then each event as it happens. `schema.py` defines all messages,
+docs/operations.md describes the commands.
 """
 
 from __future__ import annotations

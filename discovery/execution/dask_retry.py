@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import AttnError, RunError
-from discovery.engines.gpu_memory import GpuMemoryErrors
+from discovery.engines.gpu_memory import gpu_memory_errors
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -144,7 +144,7 @@ def on_worker(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a chunk on a worker; returns its result, or an error that the user can mend."""
     try:
         # Here, since it is this worker's GPU that is full, not the coordinator's.
-        with GpuMemoryErrors():
+        with gpu_memory_errors():
             return function(*arguments)
     except AttnError as error:
         # Not raised, since Dask would print it with its traceback.

@@ -6,7 +6,7 @@ Both give the results in the order of the chunks, so a stage does not know which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from capture_kernels.errors import OptionError
 
@@ -17,26 +17,12 @@ from .dask_retry import Flight
 AHEAD = 2
 
 
-class Executor(Protocol):
-    """Runs `function(*shared, chunk)` for each chunk.
-
-    description: in words. shares_disk: whether the workers can read a file that this process
-    writes, by its path.
-    """
-
-    description: str
-    shares_disk: bool
-
-    def run(
-        self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
-    ) -> Iterator[Any]:
-        """The results in order. `shared` goes to every worker once, a chunk with its task."""
-
-    def close(self) -> None: ...
-
-
 class InlineExecutor:
     """Runs every chunk in this process.
+
+    Attributes (of both executors):
+        description: in words.
+        shares_disk: whether the workers can read a file that this process writes, by its path.
 
     Args:
         why: why there are no workers although --long-running was given.
@@ -50,6 +36,7 @@ class InlineExecutor:
     def run(
         self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
     ) -> Iterator[Any]:
+        """`function(*shared, chunk)` of each chunk, in order."""
         for chunk in chunks:
             yield function(*shared, chunk)
 
@@ -107,6 +94,7 @@ class DaskExecutor:
     def run(
         self, function: Callable[..., Any], chunks: Iterable[Any], shared: tuple[Any, ...]
     ) -> Iterator[Any]:
+        """As inline; `shared` goes to every worker once, a chunk with its task."""
         flight = Flight(self._client, function, shared)
         for chunk in chunks:
             flight.send(chunk)
@@ -119,3 +107,6 @@ class DaskExecutor:
         self._client.close()
         if self._cluster is not None:
             self._cluster.close()
+
+
+Executor = InlineExecutor | DaskExecutor

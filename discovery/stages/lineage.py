@@ -51,7 +51,9 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         their_share,
     )
     fresh = int((found.heir_of < 0).sum())
-    least = highest_id(parent) + 1 if parent else 0
+    # Ids that the parent's lineage used are not used again.
+    used = [*known.tolist(), *(e["cluster_id"] for e in (parent.history if parent else []))]
+    least = max(used, default=-1) + 1
     first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, least)
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
@@ -89,11 +91,6 @@ def in_one_sentence(parent: str | None, changes: list[dict[str, Any]]) -> str:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def highest_id(parent: Parent) -> int:
-    """The highest cluster id that the parent's lineage used; -1 for none."""
-    return max([*parent.ids.tolist(), *(e["cluster_id"] for e in parent.history)], default=-1)
 
 
 class References(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,7 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
     # A run that --no-gate lets through is served, and the next run follows it.
     served = context.options.no_gate or quality["gate"]["passed"]
     left_out = {*FREE_ON_RESUME, *RULES}
-    given = context.options.as_json().items()
+    given = asdict(context.options).items()
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": context.run_id,

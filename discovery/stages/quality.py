@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ NEIGHBORS = 15
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    rules = context.options.gate_rules.as_dict()
+    rules = asdict(context.options.gate_rules)
     return {"sample": SAMPLE_ROWS, "k": NEIGHBORS, "seed": context.options.seed, "rules": rules}
 
 

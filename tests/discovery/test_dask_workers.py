@@ -20,7 +20,7 @@ from shared import NOW, REPO
 from uninterrupted import OPTIONS, RUN_ID, fingerprint_of
 
 from capture_kernels.errors import ArtifactError, RunError
-from discovery.engines.gpu_memory import GpuMemoryErrors
+from discovery.engines.gpu_memory import gpu_memory_errors
 from discovery.execution.executor import AHEAD, DaskExecutor, InlineExecutor
 
 SHARED = np.arange(1_000.0)
@@ -190,13 +190,13 @@ def test_a_full_gpu_of_a_worker_is_told_with_the_options_to_lower(error, capfd):
     ids=["empty", "NumPy", "bug", "disk"],
 )  # fmt: skip
 def test_only_a_full_gpu_is_told_so(error, monkeypatch):
-    with pytest.raises(MemoryError) as raised, GpuMemoryErrors():
+    with pytest.raises(MemoryError) as raised, gpu_memory_errors():
         raise FULL[0]
     assert raised.value is FULL[0]  # no GPU was used: it is something else
     monkeypatch.setitem(sys.modules, "cupy", little_gpu_memory())
-    with pytest.raises(RunError, match=r"1\.5 GB"), GpuMemoryErrors():
+    with pytest.raises(RunError, match=r"1\.5 GB"), gpu_memory_errors():
         raise FULL[0]
-    with pytest.raises(type(error)) as other, GpuMemoryErrors():
+    with pytest.raises(type(error)) as other, gpu_memory_errors():
         raise error
     assert other.value is error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def failing(measures: Measures, rules: GateRules | None = None) -> list[str]:
 def test_a_good_night_passes(measures):
     verdict = judge(measures, GateRules())
     assert verdict["passed"] and verdict["reasons"] == []
-    assert verdict["rules"] == GateRules().as_dict()
+    assert verdict["rules"] == asdict(GateRules())
     # As it stands in a manifest.
     assert json.loads(json.dumps(verdict, allow_nan=False)) == verdict
 
@@ -63,7 +63,7 @@ def test_a_good_night_passes(measures):
 def test_every_check_is_told_whether_it_was_measured_or_not():
     names = [[check["name"] for check in judge(m, GateRules())["checks"]] for m in (GOOD, LATER)]
     assert names[0] == names[1]
-    assert set(GateRules().as_dict()) == set(names[0]) - {"clusters", "identity"}
+    assert set(asdict(GateRules())) == set(names[0]) - {"clusters", "identity"}
     unmeasured = [check for check in judge(GOOD, GateRules())["checks"] if check["value"] is None]
     assert [check["name"] for check in unmeasured] == [
         "recognised", "agreement", "zone_drift", "cluster_drift", "volume", "identity",
@@ -178,7 +178,7 @@ WORST = replace(
 
 
 def test_every_limit_stops_something_and_its_far_end_leaves_the_check_out():
-    known = GateRules().as_dict()
+    known = asdict(GateRules())
     assert failing(WORST) == list(known)
     ends = dict.fromkeys(known, 0.0)
     ends |= {"inconsistent_rows": 1.0, "noise_share": 1.0, "zone_drift": 100.0}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from discovery.engines.gpu_memory import GpuMemoryErrors, is_gpu_out_of_memory
+from discovery.engines.gpu_memory import gpu_memory_errors, is_gpu_out_of_memory
 
 # A process keeps one part in so many of its device where it is not in use.
 POOL_SHARE = 8
@@ -51,7 +51,7 @@ def freed_when_full(method: Callable[..., Result]) -> Callable[..., Result]:
             if not is_gpu_out_of_memory(error):
                 raise
             engine.release()
-        with GpuMemoryErrors():
+        with gpu_memory_errors():
             return method(engine, *arguments)
 
     return run

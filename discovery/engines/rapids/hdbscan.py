@@ -10,8 +10,6 @@ with children before parents.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -22,22 +20,14 @@ from discovery.engines.protocol import Clustering
 NONE = -1
 
 
-class CondensedTree(NamedTuple):
-    """Of n points: cluster int32[n], the smallest that each is in (-1: there is none), and leaves
-    float64[n], the lambda at which it leaves it. Of c clusters, children before parents:
-    parent int32[c] (-1: the root), born float64[c], the lambda at which it split off its parent
-    (0: the root), and size int64[c]."""
-
-    cluster: NDArray[np.int32]
-    leaves: NDArray[np.float64]
-    parent: NDArray[np.int32]
-    born: NDArray[np.float64]
-    size: NDArray[np.int64]
-
-
 @njit(cache=True)
 def _condense(low, high, weight, least, cluster, leaves, parent, born, size):  # type: ignore[no-untyped-def]
-    """Fill the arrays of a `CondensedTree`; returns how many clusters there are."""
+    """Fill the condensed tree of n points; returns how many clusters c there are.
+
+    cluster int32[n]: the smallest cluster that each point is in (-1: none); leaves float64[n]: the
+    lambda at which it leaves it. Of the clusters, children before parents: parent int32[c] (-1: the
+    root), born float64[c], the lambda at which it split off its parent (0: the root), size int64[c].
+    """
     n = len(cluster)
     up = np.arange(n).astype(np.int32)
     count = np.ones(n, np.int32)
@@ -87,45 +77,25 @@ def _condense(low, high, weight, least, cluster, leaves, parent, born, size):  #
     return clusters
 
 
-def condensed_tree(
-    low: NDArray[np.int32],
-    high: NDArray[np.int32],
-    weight: NDArray[np.float64],
-    min_cluster_size: int,
-) -> CondensedTree:
-    """The condensed tree of a minimum spanning tree.
-
-    Args:
-        low, high: int32[n - 1], the points at the ends of each edge.
-        weight: float64[n - 1], rising.
-        min_cluster_size: fewest points of a cluster, 2 or more.
-    """
-    n = len(low) + 1
-    # Two clusters that meet make a third, so there are fewer than twice as many as leaves.
-    most = 2 * (n // min_cluster_size) + 1
-    cluster = np.full(n, NONE, np.int32)
-    leaves = np.zeros(n)
-    parent, born, size = np.full(most, NONE, np.int32), np.zeros(most), np.zeros(most, np.int64)
-    c = _condense(low, high, weight, min_cluster_size, cluster, leaves, parent, born, size)
-    return CondensedTree(cluster, leaves, parent[:c], born[:c], size[:c])
-
-
 def chosen_clusters(
-    tree: CondensedTree, stability: NDArray[np.float64], max_cluster_size: int
+    parent: NDArray[np.int32],
+    size: NDArray[np.int64],
+    stability: NDArray[np.float64],
+    max_cluster_size: int,
 ) -> NDArray[np.bool_]:
     """The clusters of greatest excess of mass, bool[c]: none lies within another, none is the root,
     and none is above `max_cluster_size`."""
     c = len(stability)
     best, below = np.zeros(c), np.zeros(c)
     better = np.zeros(c, bool)
-    for node, above in enumerate(tree.parent.tolist()):
-        better[node] = not (below[node] > stability[node] or tree.size[node] > max_cluster_size)
+    for node, above in enumerate(parent.tolist()):
+        better[node] = not (below[node] > stability[node] or size[node] > max_cluster_size)
         best[node] = stability[node] if better[node] else below[node]
         if above != NONE:
             below[above] += best[node]
     chosen, covered = np.zeros(c, bool), np.zeros(c, bool)
     for node in range(c - 2, -1, -1):  # the root is the last
-        above = int(tree.parent[node])
+        above = int(parent[node])
         covered[node] = covered[above] or chosen[above]
         chosen[node] = better[node] and not covered[node]
     return chosen
@@ -142,38 +112,45 @@ def clusters_of_tree(
     probabilities and persistences that hdbscan gives them.
 
     Args:
-        low, high, weight, min_cluster_size: as in `condensed_tree`.
+        low, high: int32[n - 1], the points at the ends of each edge.
+        weight: float64[n - 1], rising.
+        min_cluster_size: fewest points of a cluster, 2 or more.
         max_cluster_size: no cluster has more points.
     """
-    tree = condensed_tree(low, high, weight, min_cluster_size)
-    c = len(tree.size)
-    inside, split = tree.cluster != NONE, tree.parent != NONE
+    n = len(low) + 1
+    # Two clusters that meet make a third, so there are fewer than twice as many as leaves.
+    most = 2 * (n // min_cluster_size) + 1
+    cluster, leaves = np.full(n, NONE, np.int32), np.zeros(n)
+    parent, born, size = np.full(most, NONE, np.int32), np.zeros(most), np.zeros(most, np.int64)
+    c = _condense(low, high, weight, min_cluster_size, cluster, leaves, parent, born, size)
+    parent, born, size = parent[:c], born[:c], size[:c]
+    inside, split = cluster != NONE, parent != NONE
     # Excess of mass of each cluster: over its points the lambda at which each leaves it, or it
     # splits, less that at which it began.
-    mass = np.bincount(tree.cluster[inside], tree.leaves[inside], c)
-    mass += np.bincount(tree.parent[split], tree.born[split] * tree.size[split], c)
+    mass = np.bincount(cluster[inside], leaves[inside], c)
+    mass += np.bincount(parent[split], born[split] * size[split], c)
     # Where everything is at infinity nothing is left: inf - inf is not a number.
     with np.errstate(invalid="ignore"):
-        stability = mass - tree.born * tree.size
-    chosen = chosen_clusters(tree, stability, max_cluster_size)
+        stability = mass - born * size
+    chosen = chosen_clusters(parent, size, stability, max_cluster_size)
     number = np.where(chosen, np.cumsum(chosen) - 1, NONE)
     for node in range(c - 2, -1, -1):
         if number[node] == NONE:
-            number[node] = number[tree.parent[node]]
+            number[node] = number[parent[node]]
     # What is in no cluster is at the end.
-    labels = np.append(number, NONE)[tree.cluster]
+    labels = np.append(number, NONE)[cluster]
 
     # A cluster lives until its last point leaves it, or it splits.
     death = np.zeros(c)
-    np.maximum.at(death, tree.cluster[inside], tree.leaves[inside])
-    np.maximum.at(death, tree.parent[split], tree.born[split])
+    np.maximum.at(death, cluster[inside], leaves[inside])
+    np.maximum.at(death, parent[split], born[split])
     ends = np.append(death[chosen], 0.0)[labels]
     probabilities = np.ones(len(labels))
-    usual = np.isfinite(tree.leaves) & (ends > 0)
-    probabilities[usual] = np.minimum(tree.leaves[usual], ends[usual]) / ends[usual]
+    usual = np.isfinite(leaves) & (ends > 0)
+    probabilities[usual] = np.minimum(leaves[usual], ends[usual]) / ends[usual]
     probabilities[labels == NONE] = 0.0
 
-    highest = max(float(tree.leaves.max()), float(tree.born.max(initial=0.0)))
+    highest = max(float(leaves.max()), float(born.max(initial=0.0)))
     persistence = np.ones(int(chosen.sum()))
     if np.isfinite(highest) and highest > 0:
         sizes = np.bincount(labels[labels != NONE], minlength=len(persistence))
