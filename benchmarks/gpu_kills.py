@@ -44,7 +44,7 @@ from benchmarks.interruptions import published
 from discovery.artifacts.read import open_artifacts
 from discovery.engines.open import ENGINES
 from discovery.job import CHECKPOINT, RUN_FILE
-from discovery.stages.neighbors import rest_file
+from discovery.runs.chunks import chunk_file
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
 LEAST_ARI = 0.99
@@ -98,7 +98,7 @@ class Attempt:
         return (self.checkpoint / stage / "stage.json").exists()
 
     def placing(self) -> bool:
-        return (self.checkpoint / "neighbors" / rest_file(0)).exists()
+        return (self.checkpoint / "neighbors" / chunk_file("rest", 0)).exists()
 
     def largest_child(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -15,15 +13,6 @@ from .projection import Projection
 from .prototypes import Codebook
 from .read import Artifacts
 from .schema import landmark_columns
-
-
-class PublishedPrototypes(NamedTuple):
-    """The codebook of a run, whose labels are cluster ids, and of its p prototypes the coordinates
-    on the map float32[p, 2] and the membership probability float32[p]."""
-
-    codebook: Codebook
-    coordinates: NDArray[np.float32]
-    probability: NDArray[np.float32]
 
 
 def landmarks_table(
@@ -59,8 +48,12 @@ def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.T
     )
 
 
-def read_prototypes(artifacts: Artifacts) -> PublishedPrototypes:
-    """The classifier of a run, from its verified files.
+def read_prototypes(
+    artifacts: Artifacts,
+) -> tuple[Codebook, NDArray[np.float32], NDArray[np.float32]]:
+    """The classifier of a run, from its verified files: its codebook, whose labels are cluster ids,
+    and of its p prototypes the coordinates on the map float32[p, 2] and the membership probability
+    float32[p].
 
     Raises:
         ArtifactError: a file is missing or damaged, or there are no prototypes.
@@ -85,4 +78,4 @@ def read_prototypes(artifacts: Artifacts) -> PublishedPrototypes:
         float(saved["reach"]),
     )
     coordinates = np.column_stack([landmarks.column(axis).to_numpy() for axis in ("x", "y")])
-    return PublishedPrototypes(codebook, coordinates, landmarks.column("probability").to_numpy())
+    return codebook, coordinates, landmarks.column("probability").to_numpy()

@@ -58,14 +58,14 @@ class EventLog:
         self._pending = {"stage": stage, "done": done, "total": total}
         if done == total or self._tokens >= 1:
             self._tokens = max(0.0, self._tokens - 1)
-            self._report_pending()
+            self._record_pending()
 
     def emit(self, kind: type[Event], **fields: Any) -> None:
         """Record an event of this kind, with these fields, and pass it on."""
-        self._report_pending()
+        self._record_pending()
         self._record(kind, fields)
 
-    def _report_pending(self) -> None:
+    def _record_pending(self) -> None:
         if self._pending:
             pending, self._pending = self._pending, {}
             self._record(Progress, pending)

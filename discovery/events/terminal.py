@@ -32,10 +32,9 @@ class TerminalBar:
     """A rich bar over the chunks of the running stage, for terminals."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("[bold]{task.description:<12}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=self._console, transient=True,
+            TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         )  # fmt: skip
         self._stage = "starting"
         self._task = self._bar.add_task(self._stage, total=None)
@@ -58,7 +57,7 @@ class TerminalBar:
             case _ if isinstance(event, ENDS):
                 self._bar.stop()
         if line := line_of(event):
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def line_of(event: Event) -> str | None:

@@ -132,7 +132,8 @@ class LiveEvents:
         if len(self._clients) >= MOST_CLIENTS:
             await connection.close(TRY_AGAIN_LATER, f"{MOST_CLIENTS} clients are connected already")
             return
-        for message in (msgspec.json.encode(self._backlog.hello()), *self._backlog.messages()):
+        send([connection], msgspec.json.encode(self._backlog.hello()))
+        for _, message in self._backlog.current:
             send([connection], message)
         self._clients.add(connection)
         try:
@@ -161,7 +162,7 @@ class Backlog:
     """The events that a client which connects late still needs."""
 
     def __init__(self) -> None:
-        self._current: list[tuple[type[Event], bytes]] = []
+        self.current: list[tuple[type[Event], bytes]] = []
         self._started: RunStarted | None = None
         self.over = False
 
@@ -171,12 +172,9 @@ class Backlog:
             self._started = event
         self.over = self.over or isinstance(event, ENDS)
         replaced = REPLACED.get(kind)
-        self._current = [known for known in self._current if known[0] is not replaced]
+        self.current = [known for known in self.current if known[0] is not replaced]
         if kind is not RunResumed:
-            self._current.append((kind, message))
-
-    def messages(self) -> list[bytes]:
-        return [message for _, message in self._current]
+            self.current.append((kind, message))
 
     def hello(self) -> Hello:
         names = ("run_id", "model", "layout", "rows")

@@ -17,6 +17,11 @@ from pipeline.record import vectors as batch_vectors
 from .checkpoint import StageCheckpoint
 
 
+def chunk_file(kind: str, index: int) -> str:
+    """The file of a stage's arrays for one chunk."""
+    return f"{kind}-{index:05d}.npz"
+
+
 @dataclass(frozen=True)
 class ChunkVectors:
     """The vectors float32[n, 20] of one chunk, for a worker: the path of the chunk's file, or the

@@ -115,14 +115,14 @@ def open_parent(output: Path, run_id: str) -> Parent:
     """
     try:
         artifacts = open_artifacts(runs.run_folder(output, run_id))
-        prototypes = read_prototypes(artifacts)
+        codebook, coordinates, _ = read_prototypes(artifacts)
         clusters, references, shares = map(artifacts.table, ("clusters", "references", "shares"))
     except ArtifactError as error:
         raise NewRunNeededError(
             f"the parent run {run_id} cannot be read ({error}): bring it back, or start a new run"
         ) from None
     ids = clusters.column("cluster_id").to_numpy()
-    labels = index_of(ids, prototypes.codebook.labels).astype(np.int32)
+    labels = index_of(ids, codebook.labels).astype(np.int32)
     vectors = [batch_vectors(batch) for batch in references.to_batches()]
     return Parent(
         run_id,
@@ -133,8 +133,8 @@ def open_parent(output: Path, run_id: str) -> Parent:
         clusters.column("born_in").to_pylist(),
         np.concatenate([np.empty((0, DIMENSIONS), np.float32), *vectors]),
         index_of(ids, references.column("cluster_id").to_numpy()),
-        prototypes.codebook._replace(labels=labels),
-        prototypes.coordinates,
+        codebook._replace(labels=labels),
+        coordinates,
         *saved_shares(shares.to_pylist()),
         artifacts.manifest["lineage"]["history"],
     )

@@ -16,10 +16,11 @@ from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
+from discovery.runs.chunks import chunk_file
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
-from .neighbors import fit_distances, rest_file
+from .neighbors import fit_distances
 from .project import saved_projection
 
 # Below this many rows a group is chance, however small a share of the window was fitted.
@@ -71,7 +72,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     clusters = len(found.pop("persistence"))
     fitted = Fitted(fit["rows"], fit["projected"], points, **found)
 
-    files = [rows_file(index) for index in range(context.rows.chunks)]
+    files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(
         files,
         lambda todo: (
@@ -112,7 +113,7 @@ def votes_of_rest(
     if len(fitted.rows) == context.rows.count:
         return iter([None] * len(indices))
     saved, shares_disk = context.checkpoint_of("neighbors"), context.executor.shares_disk
-    chunks = (saved.arrays_for_worker(rest_file(index), shares_disk) for index in indices)
+    chunks = (saved.arrays_for_worker(chunk_file("rest", index), shares_disk) for index in indices)
     return context.compute(votes_of_chunk, chunks, *fitted[2:])
 
 
@@ -153,10 +154,6 @@ def rows_of_chunk(context: RunContext, index: int, fitted: Fitted, votes: Votes 
     return {"label": label, "coordinates": coordinates, "probability": probability}
 
 
-def rows_file(index: int) -> str:
-    return f"rows-{index:05d}.npz"
-
-
 class LabelledRows(NamedTuple):
     """The n rows of one chunk, the first of which is row `offset` of the run.
 
@@ -174,10 +171,9 @@ class LabelledRows(NamedTuple):
 
 def labelled_rows(context: RunContext) -> Iterator[LabelledRows]:
     """All rows of the run with their labels, chunk by chunk."""
-    saved = context.checkpoint_of("cluster")
     for index, offset in enumerate(context.rows.offsets):
         batch = context.rows.batch(index)
-        found = saved.read_arrays(rows_file(index))
+        found = context.saved("cluster", chunk_file("rows", index))
         yield LabelledRows(offset, batch, batch_vectors(batch), **found)
 
 

@@ -163,15 +163,14 @@ def write_chunks(
     """
     size = context.options.chunk_rows
     total = -(-kept // size)
-    first, last = [], []
+    ends: list[int] = []
     writing: Future[None] | None = None
     # On an error or a stop, leaving this block waits for the chunk that is being written.
     with ThreadPoolExecutor(1) as writer:
         for index, rows in enumerate(full_chunks(batches, size)):
             for batch in rows:
                 times = captured_at(batch)
-                first.append(int(times.min()))
-                last.append(int(times.max()))
+                ends += [int(times.min()), int(times.max())]
             if writing:
                 writing.result()
                 context.chunk_done(index, total)
@@ -179,7 +178,7 @@ def write_chunks(
         if writing:
             writing.result()
             context.chunk_done(total, total)
-    return min(first), max(last)
+    return min(ends), max(ends)
 
 
 def write_chunk(checkpoint: StageCheckpoint, name: str, rows: list[pa.RecordBatch]) -> None:

@@ -17,13 +17,12 @@ from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
-from discovery.runs.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors, chunk_file
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.parent import Parent
 
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
-from .zones import zones_file
 
 # Rows of each cluster that the next run is matched with.
 REFERENCES_EACH = 256
@@ -149,7 +148,7 @@ def label_rows(
     for index, (chunk, answer) in enumerate(zip(labelled_rows(context), answers, strict=True)):
         table, request = request_table(chunk.batch)
         hashes = table[request]
-        zones.add(hashes, context.saved("zones", zones_file(index))["zone"])
+        zones.add(hashes, context.saved("zones", chunk_file("zones", index))["zone"])
         # Noise is label -1, which counts as the last category.
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))

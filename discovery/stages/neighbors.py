@@ -17,7 +17,7 @@ from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays
-from discovery.runs.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors, chunk_file
 
 from .context import RunContext
 from .project import saved_projection
@@ -43,7 +43,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     files = [fit_file(start) for start in starts]
     sampled = len(rows) < context.rows.count
     if sampled:
-        files += [rest_file(index) for index in range(context.rows.chunks)]
+        files += [chunk_file("rest", index) for index in range(context.rows.chunks)]
 
     def search(todo: list[int]) -> Iterator[Arrays]:
         own = ((starts[i], starts[i] + step) for i in todo if i < len(starts))
@@ -178,10 +178,6 @@ def self_first(
 
 def fit_file(start: int) -> str:
     return f"fit-{start:09d}.npz"
-
-
-def rest_file(index: int) -> str:
-    return f"rest-{index:05d}.npz"
 
 
 def fit_neighbors(context: RunContext) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

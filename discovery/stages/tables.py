@@ -18,14 +18,13 @@ from discovery.describe.clusters import Earlier, describe_clusters
 from discovery.describe.exemplars import Candidates, Exemplars, candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
-from discovery.runs.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors, chunk_file
 from pipeline.record import KEY, PHASES
 from pipeline.token_text import open_tokens
 
-from .cluster import labelled_rows, rows_file
+from .cluster import labelled_rows
 from .context import RunContext
 from .project import saved_projection
-from .zones import zones_file
 
 EXEMPLARS = 5
 # Vectors of a chunk, label int32[n], request int32[n], and reach float64[clusters].
@@ -40,9 +39,8 @@ def embedding_batches(context: RunContext, lookup: NDArray[np.int32]) -> Iterato
     Args:
         lookup: int32[clusters + 1], the id of each label; the last is that of noise, label -1.
     """
-    zones = context.checkpoint_of("zones")
     for index, rows in enumerate(labelled_rows(context)):
-        zoned = zones.read_arrays(zones_file(index))
+        zoned = context.saved("zones", chunk_file("zones", index))
         x, y = rows.coordinates.T
         columns = {
             **{name: rows.batch.column(name) for name in (*KEY, "token_id")},
@@ -119,14 +117,13 @@ def clusters_table(context: RunContext, ids: NDArray[np.int32]) -> pa.Table:
 
 def profiles_of(context: RunContext, clusters: int) -> Profiles:
     """The statistics that the clusters are described from, over all rows."""
-    cluster, zones = context.checkpoint_of("cluster"), context.checkpoint_of("zones")
 
     def columns(index: int) -> tuple[ChunkVectors, dict[str, NDArray[Any]]]:
         batch = context.rows.batch(index)
         return context.rows.reference(index), {
-            "label": cluster.read_arrays(rows_file(index))["label"],
+            "label": saved_labels(context, index),
             "phase": phase_codes(batch).astype(np.int8),
-            "zone": zones.read_arrays(zones_file(index))["zone"],
+            "zone": context.saved("zones", chunk_file("zones", index))["zone"],
             # -1: no token.
             "token_ids": batch.column("token_id").fill_null(-1).to_numpy(),
         }
@@ -137,6 +134,11 @@ def profiles_of(context: RunContext, clusters: int) -> Profiles:
         context.stop_if_asked()
         profiles.join(own)
     return profiles
+
+
+def saved_labels(context: RunContext, index: int) -> NDArray[np.int32]:
+    """The labels of a chunk's rows, by the cluster stage."""
+    return context.saved("cluster", chunk_file("rows", index))["label"]
 
 
 def profile_chunk(
@@ -159,18 +161,17 @@ def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
     """The rows nearest to each cluster's centroid in PCA space."""
     projection = saved_projection(context)
     found = Exemplars(len(centroids), EXEMPLARS)
-    cluster = context.checkpoint_of("cluster")
 
     def chunk(index: int) -> LabelledChunk:
         request = context.rows.batch(index).column("request_id").dictionary_encode().indices
-        label = cluster.read_arrays(rows_file(index))["label"]
+        label = saved_labels(context, index)
         return context.rows.reference(index), label, request.to_numpy(), found.reach.copy()
 
     shared = (projection, context.layout, projection(centroids, context.layout))
     chunks = map(chunk, range(context.rows.chunks))
     for index, own in enumerate(context.compute(candidates_of_chunk, chunks, *shared)):
         context.stop_if_asked()
-        found.add(own, cluster.read_arrays(rows_file(index))["label"], context.rows.batch(index))
+        found.add(own, saved_labels(context, index), context.rows.batch(index))
     return found
 
 

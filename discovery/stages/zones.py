@@ -12,7 +12,7 @@ from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays
-from discovery.runs.chunks import ChunkVectors
+from discovery.runs.chunks import ChunkVectors, chunk_file
 
 from .context import RunContext
 from .extract import captured_at
@@ -35,7 +35,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
-    files = [zones_file(index) for index in range(context.rows.chunks)]
+    files = [chunk_file("zones", index) for index in range(context.rows.chunks)]
     context.compute_missing(
         files,
         lambda todo: context.compute(
@@ -85,7 +85,3 @@ def bin_seconds(first: int, last: int) -> int:
         for step in itertools.chain(STEPS, doubled)
         if last // (step * MICROS) - first // (step * MICROS) < MOST_BINS
     )
-
-
-def zones_file(index: int) -> str:
-    return f"zones-{index:05d}.npz"

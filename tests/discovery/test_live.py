@@ -90,7 +90,7 @@ def seen_late(events: list[dict]) -> list[dict]:
     backlog = Backlog()
     for one in map(decoded, events):
         backlog.add(one, msgspec.json.encode(one))
-    return [json.loads(message) for message in backlog.messages()]
+    return [json.loads(message) for _, message in backlog.current]
 
 
 def test_a_client_sees_a_run_from_its_start_to_its_end(planted_store, tmp_path):

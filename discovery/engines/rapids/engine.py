@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -45,10 +46,8 @@ class RapidsEngine:
         self.gpus = set_up_device()
         self.versions = {}
         for library in LIBRARIES:
-            try:
+            with suppress(PackageNotFoundError):  # another build of it, for another CUDA
                 self.versions[library] = version(library)
-            except PackageNotFoundError:  # another build of it, for another CUDA
-                continue
         self._neighbors = Neighbors()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -26,7 +26,8 @@ def _condense(low, high, weight, least, cluster, leaves, parent, born, size):  #
 
     cluster int32[n]: the smallest cluster that each point is in (-1: none); leaves float64[n]: the
     lambda at which it leaves it. Of the clusters, children before parents: parent int32[c] (-1: the
-    root), born float64[c], the lambda at which it split off its parent (0: the root), size int64[c].
+    root), born float64[c], the lambda at which it split off its parent (0: the root), and size
+    int64[c].
     """
     n = len(cluster)
     up = np.arange(n).astype(np.int32)
