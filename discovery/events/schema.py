@@ -206,10 +206,7 @@ class Command(Struct, kw_only=True):
 
 # The events that end a run.
 ENDS = (RunFinished, RunFailed, RunInterrupted)
-LOGGED = (
-    RunStarted, StageStarted, Progress, StageFinished, EmbeddingSample, ZoneStats, ClusterUpdate,
-    RunPaused, RunResumed, RunInterrupted, RunFailed, RunFinished,
-)  # fmt: skip
+LOGGED = tuple(Event.__subclasses__())
 TO_ONE_CLIENT = (Hello, Answer, Pong)
 COMMANDS: tuple[CommandName, ...] = CommandName.__args__  # type: ignore[attr-defined]
 STAGE_NAMES: tuple[StageName, ...] = StageName.__args__  # type: ignore[attr-defined]

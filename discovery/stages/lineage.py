@@ -58,14 +58,13 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     context.checkpoint.write_arrays("ids.npz", ids=ids)
     changes = events(found, ids, known)
     says = in_one_sentence(context.follows["parent"], changes)
-    described = zip(
-        known.tolist(), parent.labels if parent else [], their_share.tolist(), strict=True
-    )
+    labels = parent.labels if parent else []
     summary = {
         "parent": context.follows["parent"],
         "says": says,
         "parent_clusters": [
-            {"cluster_id": i, "label": label, "share": share} for i, label, share in described
+            {"cluster_id": i, "label": label, "share": share}
+            for i, label, share in zip(known.tolist(), labels, their_share.tolist(), strict=True)
         ],
         "links": [
             {"parent": int(known[j]), "child": int(ids[i]),
