@@ -1,4 +1,4 @@
-"""What launchers share: the layers of a plan, groups of heads, checks of arguments, the device."""
+"""What kernels and launchers share: constants, the layers of a plan, groups of heads, checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .errors import OptionError
+from .fingerprint.vector import chosen_heads
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
+LOWEST = tl.constexpr(-1.0e30)
+# Columns of a row's statistics, per head or as the mean over heads (`decode.plan`).
+COLUMNS = 32
+LOGSUMEXP = tl.constexpr(29)
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32
@@ -20,16 +29,6 @@ LARGEST_HEAD_DIM = 256
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
-
-
-def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
-    """The chosen query heads in ascending order, all if None; OptionError if there are no such."""
-    if key_heads < 1 or heads < 1 or heads % key_heads:
-        raise OptionError(f"{heads} query heads over {key_heads} key heads")
-    order = list(range(heads)) if chosen is None else sorted(chosen)
-    if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
-        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
-    return order
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,13 +64,11 @@ class LayerPlan:
 
 
 class HeadGroups:
-    """Chosen query heads, in ascending order, grouped by the key head that they read.
-
-    A key head with more query heads than a group holds has several groups.
+    """Chosen query heads, in ascending order, grouped by the key head that they read; a key head
+    with more of them than a group holds has several groups.
 
     Attributes:
-        count: how many heads are chosen.
-        block: how many heads a group has room for.
+        count, block: how many heads are chosen; how many a group has room for.
         queries_a_key: how many of the layer's query heads read one key head.
         table: int32[groups, 2 + block] on the device: key head, how many chosen heads lie in the
             groups before, and the query heads, then -1.
@@ -115,17 +112,16 @@ class HeadGroups:
     def joined(self, most: int) -> tuple[int, Tensor]:
         """How many neighbouring key heads, a power of two and `most` at most, can share a group
         everywhere; and `table` of such groups, each with the first of its key heads."""
-        together, groups = 1, self._groups
+        together, per_key = 1, self.queries_a_key
+        groups = joined = self._groups
         while 2 * together <= most and len(self._groups) % (2 * together) == 0:
             pairs = list(zip(groups[::2], groups[1::2], strict=True))
-            if not all(self._are_neighbours(*pair, together) for pair in pairs):
+            groups = [one + other for one, other in pairs]
+            apart = {other[0] // per_key - one[0] // per_key for one, other in pairs}
+            if max(map(len, groups)) > self.block or apart != {together}:
                 break
-            together, groups = 2 * together, [one + other for one, other in pairs]
-        return together, self._table(groups)
-
-    def _are_neighbours(self, one: list[int], other: list[int], together: int) -> bool:
-        fits = len(one) + len(other) <= self.block
-        return fits and other[0] // self.queries_a_key == one[0] // self.queries_a_key + together
+            together, joined = 2 * together, groups
+        return together, self._table(joined)
 
     def _table(self, groups: list[list[int]]) -> Tensor:
         lines, before = [], 0

@@ -20,12 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.constants import LOG2_E, LOWEST
 from capture_kernels.errors import OptionError
-from capture_kernels.launch import FLOAT32, check, launch
+from capture_kernels.launch import FLOAT32, LOG2_E, LOWEST, check, launch
 
+from .key_pass import PARTIAL
 from .plan import StatisticsPlan
-from .ranges import PARTIAL
 from .step.schedule import is_split, row_splits
 from .tuning import Tuning
 

@@ -6,8 +6,12 @@ Mathematics, for one row and query head, with the logit x_d of the key at distan
     m = max x_d;    e_d = exp(x_d - m);    L = sum e_d;    S = sum e_d (x_d - m)
 
 over each split of the row (`step.schedule`), with L and S over its visible keys only. `merge` joins
-the splits, as flash decoding does. The histograms and bands are sums of e_d over ranges of
-distances (`ranges`). With values, the pass is ordinary attention as well: o = sum e_d v_d.
+the splits, as flash decoding does. With values, the pass is ordinary attention as well:
+o = sum e_d v_d.
+
+The histograms and bands of a fingerprint are sums over ranges of distances: column c is the sum of
+e_d over first_c <= d < after_c. That is a product of e with a matrix of zeros and ones, made on the
+tensor cores. Tiles whose keys all lie in the same ranges are added up first and multiplied once.
 
 For a top k of heads the pass keeps the two largest logits of each bucket of keys (`topk.buckets`);
 for the head mean it writes all logits (`topk.plan`).
@@ -32,7 +36,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOWEST
 from capture_kernels.decode.step.layers import layer_inputs, note_layer
 from capture_kernels.decode.step.logits import key_dims, products, query_dims, scaled_logits
 from capture_kernels.decode.step.schedule import COUNT, POSITION, REAL, SEEN, VISIBLE, row_field
@@ -42,15 +45,62 @@ from capture_kernels.decode.topk.buckets import (
     keep_two,
     write_two,
 )
+from capture_kernels.launch import LN_2, LOWEST
 
-from .ranges import PARTIAL, add_to_columns, column_ranges, next_flush
+# A split's partial result for a head: 28 range masses in 32 columns, then m, L and S; one is spare.
+PARTIAL = tl.constexpr(36)
 
 
 @triton.jit
-def in_order(y, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """A tile's logits by distance, four neighbours at a time: [TILE // 32, 8, 4, HEADS]."""
-    y = tl.permute(tl.reshape(y, [2, TILE // 32, 2, 8, HEADS]), [1, 3, 0, 2, 4])
-    return tl.reshape(y, [TILE // 32, 8, NEIGHBOURS, HEADS])
+def column_ranges(visible, real, seen, count):
+    """The distances [first, after) of each column: two int32[32].
+
+    0..15 log2 bins; 16..23 relative positions, oldest first; 24 d < 10; 25 10 <= d < 100; 26 sink
+    tokens; 27 keys that are read but not real; the rest are empty.
+    """
+    c = tl.arange(0, 32)
+    first = tl.where(c == 0, 0, 1 << tl.minimum(c, 15))
+    after = tl.where(c < 15, 2 << tl.minimum(c, 14), visible)
+    # The first rank of position bin b is the least r with (2r + 1) * 8 >= 2 * count * b.
+    b = tl.minimum(tl.maximum(c - 16, 0), 7)
+    is_position = (c >= 16) & (c < 24)
+    first = tl.where(is_position, count - (count * (b + 1) + 3) // 8, first)
+    after = tl.where(is_position, count - (count * b + 3) // 8, after)
+    first = tl.where(c == 24, 0, tl.where(c == 25, 10, first))
+    after = tl.where(c == 24, 10, tl.where(c == 25, 100, after))
+    after = tl.minimum(after, visible)
+    first = tl.where(c == 26, visible, tl.where(c == 27, real, first))
+    after = tl.where(c == 26, real, tl.where(c == 27, seen, after))
+    after = tl.where(c > 27, 0, after)
+    return first, after
+
+
+@triton.jit
+def next_flush(tile, first, after, TILE: tl.constexpr):
+    """The first tile, from `tile` on, after which the sums must be flushed to the columns.
+
+    Tiles between two flushes share one set of ranges; a tile that a range's end cuts is flushed by
+    itself.
+    """
+    edge = tile * TILE
+    first_edge = tl.min(tl.where(first > edge, first, 2147483647), 0)
+    after_edge = tl.min(tl.where(after > edge, after, 2147483647), 0)
+    return tl.maximum(tile, tl.minimum(first_edge, after_edge) // TILE - 1)
+
+
+@triton.jit
+def add_to_columns(sums, inside, masses, UPCAST: tl.constexpr):
+    """masses float32[32, heads] + inside bool[32, keys] @ sums float32[keys, heads].
+
+    On tensor cores `sums` is split into two bfloat16, which together hold 17 bits.
+    """
+    if UPCAST:
+        ones = tl.where(inside, 1.0, 0.0)
+        return masses + tl.dot(ones, sums, input_precision="ieee")
+    ones = tl.where(inside, 1.0, 0.0).to(tl.bfloat16)
+    high = sums.to(tl.bfloat16)
+    low = (sums - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(ones, low, tl.dot(ones, high, masses))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -210,7 +260,10 @@ def key_pass(
                     largest = tl.maximum(largest, y)
             if LOGITS:
                 if has_logits:
-                    x = in_order(y, TILE, BLOCK_H) * LN_2
+                    # By distance, four neighbours at a time.
+                    x = tl.reshape(y, [2, TILE // 32, 2, 8, BLOCK_H])
+                    x = tl.permute(x, [1, 3, 0, 2, 4])
+                    x = tl.reshape(x, [TILE // 32, 8, NEIGHBOURS, BLOCK_H]) * LN_2
                     this = row_block + tile // TILES
                     at = ((first_logits + this) * HEADS + out_head) * (TILE * TILES)
                     at = logits + at[None, None, None, :] + (tile % TILES) * TILE

@@ -6,8 +6,7 @@ Mathematics, for one row and query head, with m_i, L_i and S_i of its splits (`k
     logsumexp = m + ln(L + sink tokens);    entropy = (ln L - S / L) / ln n
 
 Heads with uncertain buckets are queued for `topk.rescan`; the top k of the others is final. One
-launch takes the rows and heads of all pending layers, in small programs: there are so many of them
-that none has to be fast.
+launch takes the rows and heads of all pending layers, in many small programs.
 
 Tensors (A layers, R rows, H chosen query heads): those of `plan` and `topk.plan`, and
     heads    int32[2, H]  the query head, and the key head that it reads
@@ -19,7 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOGSUMEXP, LOWEST
 from capture_kernels.decode.step.layers import layer_sinks
 from capture_kernels.decode.step.schedule import (
     COUNT,
@@ -30,22 +28,9 @@ from capture_kernels.decode.step.schedule import (
 )
 from capture_kernels.decode.topk.merge import merge_top_k
 from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
+from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST
 
-from .ranges import PARTIAL
-
-
-@triton.jit
-def natural_logsumexp(m, all_keys, heads, sinks, number, HAS_SINKS: tl.constexpr):
-    """Of one head, from m in units of ln 2 and the sum over all real keys, learned sink included;
-    -inf if the sum is 0."""
-    logsumexp = (m + tl.log2(all_keys)) * LN_2
-    if HAS_SINKS:
-        learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
-        larger = tl.maximum(logsumexp, learned)
-        smaller = tl.minimum(logsumexp, learned)
-        with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
-        logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
-    return logsumexp
+from .key_pass import PARTIAL
 
 
 @triton.jit
@@ -53,7 +38,8 @@ def merge_splits(
     partial, row_table, block_ptr, program_ptr, heads, sinks, per_head, row, number, num_rows,
     HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row and head. Returns its logsumexp: float32[1]."""
+    """Write the statistics of one row and head. Returns its logsumexp, float32[1]: -inf if no key
+    is real."""
     c = tl.arange(0, 32)
     begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     m = tl.full([1], LOWEST, tl.float32)
@@ -78,7 +64,14 @@ def merge_splits(
         m = m_new
 
     sink = tl.sum(tl.where(c == 26, masses, 0.0), 0)
-    logsumexp = natural_logsumexp(m, visible + sink, heads, sinks, number, HAS_SINKS)
+    all_keys = visible + sink
+    logsumexp = (m + tl.log2(all_keys)) * LN_2
+    if HAS_SINKS:
+        learned = tl.load(sinks + tl.load(heads + number)).to(tl.float32)
+        larger = tl.maximum(logsumexp, learned)
+        smaller = tl.minimum(logsumexp, learned)
+        with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
+        logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
     count = row_field(row_table, COUNT, row, num_rows)
     # The largest key that was read weighs 1 or more; beside it, 1e-30 has lost its digits, or all.

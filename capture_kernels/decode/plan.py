@@ -20,13 +20,15 @@ import torch
 import triton
 from torch import Tensor
 
-from capture_kernels.constants import COLUMNS, LOG2_E, LOGSUMEXP
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
 from capture_kernels.launch import (
+    COLUMNS,
     FLOAT8_TYPES,
     FLOAT32,
     LARGEST_HEAD_DIM,
+    LOG2_E,
+    LOGSUMEXP,
     QUERY_TYPES,
     HeadGroups,
     LayerPlan,
@@ -36,9 +38,8 @@ from capture_kernels.launch import (
     processors,
 )
 
-from .key_pass import key_pass
+from .key_pass import PARTIAL, key_pass
 from .merge import finish
-from .ranges import PARTIAL
 from .step.layers import PendingLayers
 from .step.logits import split_dims
 from .step.schedule import PageTable, Schedule
@@ -94,10 +95,9 @@ class StatisticsPlan(LayerPlan):
     """Buffers and launches for the captured layers of one kind; a step is `schedule`, then `run`
     for each layer in turn.
 
-    `run` only records a layer. Layers are finished together, as many as the scratch has room for
-    and at the latest with the last one: one launch passes over the keys of all of them, and a few
-    more finish them. A step neither allocates, copies nor waits, so that a CUDA graph can hold it;
-    the same step must have run before, because kernels are compiled at their first launch.
+    `run` only records a layer. As many layers as the scratch has room for are finished together, by
+    one launch that passes over their keys and a few more. A step neither allocates, copies nor
+    waits, so that a CUDA graph can hold it, after a first step that compiles the kernels.
 
     Attributes:
         per_head: float32[layers, max_rows, H, 32], and
@@ -115,10 +115,9 @@ class StatisticsPlan(LayerPlan):
     top_k: int = 0  # how many keys of each chosen head to name, the largest first, 0..64
     mean_top_k: int = 0  # how many keys of the mean of the chosen heads' probabilities, 0..64
     hubs: bool = False  # whether steps may add up that mean by position
-    # What may be kept of pending layers; one layer's sums and candidates are kept in any case. With
-    # less, fewer layers are finished together, and rows whose logits have no room have their keys
-    # read again for the head mean (`topk`). With 0, a plan for one row of a million keys takes less
-    # than a megabyte.
+    # What may be kept of pending layers beyond one layer's sums and candidates. With less, fewer
+    # layers are finished together, and keys are read again for the head mean (`topk.plan`). With 0,
+    # a plan for one row of a million keys takes less than a megabyte.
     scratch_bytes: int = SCRATCH_BYTES
     programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
     tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits
@@ -206,7 +205,7 @@ class StatisticsPlan(LayerPlan):
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(table, enabled=enabled, num_active=num_active, masks=masks)
         self._hubs, self._ran = hubs, 0
-        self.pending.clear()
+        self.pending.take()
 
     def run(
         self,
@@ -226,8 +225,7 @@ class StatisticsPlan(LayerPlan):
             keys: of the query's type or float8 (e4m3fn, e5m2), [KV slots, key_heads, head_dim], the
                 last axis contiguous: the layer's paged cache.
             descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
-            sinks: float32[heads], a learned logit of each query head that is in the denominator
-                only.
+            sinks: float32[heads], a learned logit of each query head, in the denominator only.
 
         Raises:
             OptionError: shapes or types that do not fit the plan, or more layers than it has.

@@ -52,15 +52,9 @@ def tuning_for(
     programs_a_row: float,
     pairs: bool,
 ) -> Tuning:
-    """The fastest of those timed on an H200; not every shape was tried.
-
-    Args:
-        top_k: the larger of the heads' and the mean's.
-        has_mean: whether the head mean is made, and so logits are written.
-        block_h: query heads of a product.
-        programs_a_row: programs of SMALL for each row.
-        pairs: whether key heads may be joined.
-    """
+    """The fastest of those timed on an H200, of the larger top k, whether logits are written for a
+    head mean, query heads of a product, programs of SMALL for each row, and whether key heads may
+    be joined; not every shape was tried."""
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):

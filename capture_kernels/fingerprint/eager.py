@@ -8,17 +8,18 @@ Mathematics. With the logits x_j of one head in float32, and V the visible keys 
 
     lse = logsumexp over V of x;   p_j = exp(x_j - lse);   entropy = -sum p ln p / ln n,
 
-so a row is renormalised over its visible keys in log space and never divides 0 by 0. A row whose
-visible mass underflows in a softmax, which `vector.fingerprint` cannot describe, still has exact
-statistics here. Learned sinks are in the denominator of every p_j alike, so they cancel, in the
-sink mass as well, and are not an argument. Bands and bins are masses of contiguous ranges of keys:
-differences of one cumulative sum of the mean over heads, taken at a few edges per row.
+so a row is renormalised over its visible keys in log space: one whose visible mass underflows in a
+softmax, which `vector.fingerprint` cannot describe, still has exact statistics here. Learned sinks
+cancel, in the sink mass as well, and are not an argument. Bands and bins are masses of contiguous
+ranges of keys: differences of one cumulative sum of the mean over heads, at a few edges per row.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from .vector import (
     PLACE_BINS,
     Layout,
     Visibility,
+    chosen_heads,
 )
 
 # As much as a CPU's cache holds, and enough to keep a GPU busy.
@@ -45,10 +47,8 @@ _LN_2 = math.log(2.0)
 
 
 class LayerStatistics(NamedTuple):
-    """Statistics of R rows of one layer, means over the chosen heads, on the queries' device.
-
-    A row that sees no key holds finite numbers without meaning; `combine` drops it.
-    """
+    """Statistics of R rows of one layer, means over the chosen heads, on the queries' device. A row
+    that sees no key holds finite numbers without meaning, which `combine` drops."""
 
     bands: Tensor  # float32[R, 3]: local, mid and long mass, by the layout's own edges
     entropy: Tensor  # float32[R], in [0, 1]
@@ -75,33 +75,19 @@ class _Chunk(NamedTuple):
     log_count: Tensor  # float32[r]: ln n
 
 
+@dataclass(eq=False)
 class RowPlan:
     """The keys and edges of R rows, worked out once for all layers that share them."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        visibility: Visibility,
-        key_offset: int,
-        device: torch.device,
-        position: Tensor,
-        seen: Tensor,
-    ) -> None:
-        self.layout, self.key_offset, self.device = layout, key_offset, device
-        self.sink_tokens = visibility.sink_tokens
-        visible = _first_visible(position, visibility)
-        # A row that sees no key is given its own, so that its numbers stay finite.
-        start = torch.minimum(visible, position)
-        count = position - start + 1
-        edges = _edges(position, start, count, layout)
-        # On the host: the range of keys that have mass, sinks included, and [R] rows to cut.
-        self.position = position
-        self.real = torch.maximum(torch.minimum(_first_real(position, visibility), position), seen)
-        columns = [position, self.real, torch.maximum(start, seen), (visible <= position).long()]
-        # One small copy to the device instead of many.
-        self._table = torch.cat([torch.stack(columns, 1), edges], dim=1).to(device)
-        self._log_count = torch.log(count.to(torch.float32)).clamp(min=_LN_2).to(device)
-        self._last: tuple[tuple[int, int], _Chunk] | None = None
+    layout: Layout
+    key_offset: int
+    sink_tokens: int
+    position: Tensor  # int64[R] on the host
+    real: Tensor  # int64[R] on the host: the first key with mass, sink tokens included
+    # int64[R, 4 + E] on the device: position, real, first visible key, whether it is seen; edges.
+    _table: Tensor
+    _log_count: Tensor  # float32[R] on the device: ln n
+    _last: tuple[slice, _Chunk] | None = None
 
     @property
     def rows(self) -> int:
@@ -128,26 +114,23 @@ class RowPlan:
 
     def chunk(self, rows: slice) -> _Chunk:
         """The chunk of a slice. The last one is kept: layers ask for the same, step by step."""
-        key = (rows.start, rows.stop)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, self._make_chunk(rows))
+        if self._last is None or self._last[0] != rows:
+            low, high = int(self.real[rows].min()), int(self.position[rows].max()) + 1
+            table = self._table[rows]
+            position, real, start = (table[:, i, None] for i in range(3))
+            keys = torch.arange(low, high, device=table.device)
+            # Sink tokens are the first of the sequence: few columns, if any.
+            sinks = max(0, min(high, self.sink_tokens) - low)
+            chunk = _Chunk(
+                low,
+                high,
+                (keys < start) | (keys > position),
+                (keys[:sinks] < real) | (keys[:sinks] >= start) if sinks else None,
+                (table[:, 4:] - low).clamp(0, high - low),
+                self._log_count[rows],
+            )
+            self._last = (rows, chunk)
         return self._last[1]
-
-    def _make_chunk(self, rows: slice) -> _Chunk:
-        low, high = int(self.real[rows].min()), int(self.position[rows].max()) + 1
-        table = self._table[rows]
-        position, real, start = (table[:, i, None] for i in range(3))
-        keys = torch.arange(low, high, device=self.device)
-        # Sink tokens are the first of the sequence: few columns, if any.
-        sinks = max(0, min(high, self.sink_tokens) - low)
-        return _Chunk(
-            low,
-            high,
-            (keys < start) | (keys > position),
-            (keys[:sinks] < real) | (keys[:sinks] >= start) if sinks else None,
-            (table[:, 4:] - low).clamp(0, high - low),
-            self._log_count[rows],
-        )
 
 
 def plan_rows(
@@ -162,8 +145,7 @@ def plan_rows(
     """The keys and edges of some rows, for `layer_statistics`.
 
     Args:
-        positions: int64[R], the logical position of each query. On the host, nothing waits for the
-            device.
+        positions: int64[R], best on the host: the logical position of each query.
         device: where the queries and keys are.
         layout: which bands and which shape histogram to take.
         visibility: which keys a fingerprint describes.
@@ -180,9 +162,21 @@ def plan_rows(
     seen = torch.full_like(position, key_offset)
     if first_keys is not None:
         seen = torch.maximum(seen, first_keys.to("cpu", torch.int64))
-    return RowPlan(
-        layout, visibility or Visibility(), key_offset, torch.device(device), position, seen
-    )
+    visibility = visibility or Visibility()
+    first_real = torch.full_like(position, visibility.mask_prefix)
+    if visibility.window:
+        first_real = torch.maximum(first_real, first_in_window(position, visibility.window))
+    visible = first_real.clamp(min=visibility.sink_tokens)
+    # A row that sees no key is given its own, so that its numbers stay finite.
+    start = torch.minimum(visible, position)
+    count = position - start + 1
+    edges = _edges(position, start, count, layout)
+    real = torch.maximum(torch.minimum(first_real, position), seen)
+    columns = [position, real, torch.maximum(start, seen), (visible <= position).long()]
+    # One small copy to the device instead of many.
+    table = torch.cat([torch.stack(columns, 1), edges], dim=1).to(device)
+    log_count = torch.log(count.to(torch.float32)).clamp(min=_LN_2).to(device)
+    return RowPlan(layout, key_offset, visibility.sink_tokens, position, real, table, log_count)
 
 
 def layer_statistics(
@@ -204,8 +198,8 @@ def layer_statistics(
         scale: what q . k is multiplied by.
         heads: the query heads to average over; None for all.
         soft_cap: the bound that tanh puts on the logits; None for none.
-        scratch_bytes: a bound on the temporary memory; None for 8 MiB on a CPU and 256 MiB on a
-            GPU. One row always runs: it needs about 12 * H * T bytes.
+        scratch_bytes: a bound on the temporary memory; None for what suits the device. One row
+            always runs: it needs about 12 * H * T bytes.
 
     Raises:
         OptionError: shapes, heads or positions that do not fit together.
@@ -219,15 +213,16 @@ def layer_statistics(
         raise OptionError(f"{query.shape[0]} queries need as many positions, got {plan.rows}")
     if plan.rows and int(plan.position.max()) >= plan.key_offset + total:
         raise OptionError(f"positions must be below {plan.key_offset + total}")
-    chosen = query.shape[1]
     if heads is not None:
-        groups = _head_groups(heads, query.shape[1], key_heads)
-        chosen = len(groups.query_heads)
-        query = query.index_select(1, torch.tensor(groups.query_heads, device=query.device))
-        if groups.key_heads != list(range(key_heads)):
-            key = key.index_select(1, torch.tensor(groups.key_heads, device=key.device))
+        order = chosen_heads(query.shape[1], key_heads, heads)
+        read = Counter(head // (query.shape[1] // key_heads) for head in order)
+        # Key heads once each if all have equally many of the chosen heads, else one for each.
+        read_heads = list(read if len(set(read.values())) == 1 else read.elements())
+        query = query.index_select(1, torch.tensor(order, device=query.device))
+        if read_heads != list(range(key_heads)):
+            key = key.index_select(1, torch.tensor(read_heads, device=key.device))
 
-    cells = scratch_bytes // (12 * chosen + 40)
+    cells = scratch_bytes // (12 * query.shape[1] + 40)
     parts = []
     for rows in plan.chunks(cells):
         chunk = plan.chunk(rows)
@@ -238,7 +233,7 @@ def layer_statistics(
         parts.append(_row_statistics(logits, chunk))
         del logits
     if not parts:
-        bins = _shape_bins(plan.layout)
+        bins = HIST_BINS if plan.layout is Layout.LOG16 else PLACE_BINS
         empty = query.new_zeros((0, 5 + bins), dtype=torch.float32)
         return LayerStatistics(empty[:, :3], empty[:, 3], empty[:, 5:], empty[:, 4])
     entropy, sink_mass, masses = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -257,19 +252,16 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
         plan: that of these rows; if layers differ in the keys that the model lets them see, any of
             theirs.
     """
-    parts = [
-        torch.stack([layer.bands for layer in layers]).mean(0),
-        torch.stack([layer.entropy for layer in layers]).mean(0)[:, None],
-        torch.stack([layer.shape for layer in layers]).mean(0),
-    ]
+    columns = zip(*layers, strict=True)
+    bands, entropy, shape, sink_mass = (torch.stack(column).mean(0) for column in columns)
+    parts = [bands, entropy[:, None], shape]
     if plan.layout is Layout.LAYERED:
         entropies = torch.stack([layer.entropy for layer in layers], dim=1)
-        parts.append(entropies @ _depth_weights(len(layers)).to(plan.device))
+        parts.append(entropies @ _depth_weights(len(layers)).to(entropies.device))
     vector = torch.cat(parts, dim=1)
     assert vector.shape[1] == DIMENSIONS
-    sink_mass = torch.stack([layer.sink_mass for layer in layers]).mean(0)
     # `where`, not a product, which would keep the NaN of a row without keys.
-    zero, valid = torch.zeros((), device=plan.device), plan.valid
+    zero, valid = torch.zeros((), device=vector.device), plan.valid
     return Vectors(
         torch.where(valid[:, None], vector, zero), torch.where(valid, sink_mass, zero), valid
     )
@@ -278,23 +270,6 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
 def first_in_window(positions: Tensor, window: int) -> Tensor:
     """The first key of each row under a model's sliding window of `window` keys: int64[R]."""
     return (positions - window + 1).clamp(min=0)
-
-
-def _first_real(position: Tensor, visibility: Visibility) -> Tensor:
-    """`Visibility.first_real` of many rows: int64[R]."""
-    first = torch.full_like(position, visibility.mask_prefix)
-    if visibility.window:
-        first = torch.maximum(first, first_in_window(position, visibility.window))
-    return first
-
-
-def _first_visible(position: Tensor, visibility: Visibility) -> Tensor:
-    """`Visibility.start` of many rows: int64[R]."""
-    return _first_real(position, visibility).clamp(min=visibility.sink_tokens)
-
-
-def _shape_bins(layout: Layout) -> int:
-    return HIST_BINS if layout is Layout.LOG16 else PLACE_BINS
 
 
 def _edges(position: Tensor, start: Tensor, count: Tensor, layout: Layout) -> Tensor:
@@ -364,27 +339,6 @@ def head_logits(queries: Tensor, key: Tensor, scratch_bytes: int = GPU_SCRATCH_B
         part = slice(begin, begin + max(1, block))
         logits[:, :, part] = grouped @ by_head[:, :, part].to(torch.float32)
     return logits.view(heads, rows, total)
-
-
-class _HeadGroups(NamedTuple):
-    """Query heads in the order of the key heads they read, equally many for each key head."""
-
-    query_heads: list[int]
-    key_heads: list[int]
-
-
-def _head_groups(chosen: Sequence[int], heads: int, key_heads: int) -> _HeadGroups:
-    """How the chosen query heads read the key heads; OptionError for an unknown head."""
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= h < heads for h in chosen):
-        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {list(chosen)}")
-    per_key = max(1, heads // key_heads)
-    order = sorted(chosen)
-    by_key: dict[int, list[int]] = {}
-    for head in order:
-        by_key.setdefault(head // per_key, []).append(head)
-    if len({len(group) for group in by_key.values()}) == 1:
-        return _HeadGroups(order, list(by_key))
-    return _HeadGroups(order, [head // per_key for head in order])
 
 
 def _depth_weights(layers: int) -> Tensor:

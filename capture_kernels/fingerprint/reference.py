@@ -46,15 +46,12 @@ def attention_rows(
     """The softmax rows of some queries: float64[R, H, T], 0 where a key is not seen.
 
     Args:
-        q: float[R, H, D], the queries.
-        k: float[T, Hkv, D], the keys of positions 0..T-1. Query head h reads the key head
-            h // (H / Hkv).
+        q: float[R, H, D]. Query head h reads the key head h // (H / Hkv).
+        k: float[T, Hkv, D], the keys of positions 0..T-1.
         scale: what q . k is multiplied by.
-        positions: int[R], the logical position of each query, in 0..T-1; a query sees the keys up
-            to its own position.
+        positions: int[R], the logical position of each query, in 0..T-1: the last key it sees.
         soft_cap: the bound that tanh puts on the logits; None for none.
-        sinks: float[H], a logit for each head that is in the denominator only, so that a row may
-            sum to less than 1.
+        sinks: float[H], a learned logit for each head; with it a row sums to less than 1.
         window: the model's own sliding window, the query's own key included; 0 for none.
 
     Raises:
@@ -128,18 +125,12 @@ def decode_statistics(
     model's window hides have no mass, but count in the n of entropy and places.
 
     Args:
-        q: float[H, D], the query.
-        k: float[t + 1, Hkv, D], the keys of positions 0..t. Query head h reads the key head
-            h // (H / Hkv).
-        scale: what q . k is multiplied by.
+        q, scale, soft_cap, sinks, window: as `attention_rows` takes them, q for one query.
+        k: float[t + 1, Hkv, D], the keys of positions 0..t.
         position: t, the query's logical position; -1 for a row without keys.
         visibility: which keys a fingerprint describes.
-        soft_cap: the bound that tanh puts on the logits; None for none.
-        sinks: float[H], a logit for each head that is in the denominator only.
-        window: the model's own sliding window, the query's own key included; 0 for none.
-        top_k: how many real keys of the largest logits to name, per head; of equals, those of lower
-            position first.
-        mean_top_k: as many of the largest `mean`.
+        top_k, mean_top_k: how many real keys to name of the largest logits of a head, and of the
+            largest `mean`; of equals, those of lower position first.
 
     Raises:
         OptionError: the shapes do not fit together.
@@ -207,10 +198,7 @@ def decode_statistics(
 
 
 def _head_logits(
-    queries: NDArray[np.float64],
-    keys: NDArray[np.float64],
-    scale: float,
-    soft_cap: float | None,
+    queries: NDArray[np.float64], keys: NDArray[np.float64], scale: float, soft_cap: float | None
 ) -> NDArray[np.float64]:
     """x of every query, query head and key, seen or not: float64[R, H, T]."""
     rows, heads, depth = queries.shape
@@ -227,11 +215,8 @@ def _head_logits(
 def _largest(
     values: NDArray[np.float64], count: int, masked: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Positions int64[H, count] and values float64[H, count] of the largest of float64[H, T].
-
-    They fall; of equals the lower position is first; -1 and -inf where no more are above -inf.
-    Positions are counted from `masked` on.
-    """
+    """Positions int64[H, count], counted from `masked` on, and values float64[H, count] of the
+    largest of float64[H, T], which fall; -1 and -inf where no more are above -inf."""
     positions = np.full((len(values), count), -1, np.int64)
     found = np.full((len(values), count), -np.inf)
     # A stable sort leaves equals in the order of their positions.

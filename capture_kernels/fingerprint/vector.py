@@ -2,10 +2,8 @@
 
 A row is the exact softmax of one query at logical position t over the keys j = 0..t. With the
 offset d = t - j, a fingerprint holds how far back the row attends (`hist` and three bands) and how
-widely (`entropy`). Statistics are taken per head and then averaged over the heads.
-
-The visible keys of a row are always the contiguous range [start, t]: the masked prefix and the sink
-tokens lie before it, and a window cuts it from below. `Visibility` computes `start` for all.
+widely (`entropy`). Statistics are taken per head and then averaged over the heads. The visible keys
+of a row are the contiguous range [start, t] of `Visibility`.
 """
 
 from __future__ import annotations
@@ -84,6 +82,16 @@ class Visibility:
     def start(self, position: int) -> int:
         """The first visible key of the row at `position`; past `position` when there is none."""
         return max(self.first_real(position), self.sink_tokens)
+
+
+def chosen_heads(heads: int, key_heads: int, chosen: Sequence[int] | None) -> list[int]:
+    """The chosen query heads in ascending order, all if None; OptionError if there are no such."""
+    if key_heads < 1 or heads < 1 or heads % key_heads:
+        raise OptionError(f"{heads} query heads over {key_heads} key heads")
+    order = list(range(heads)) if chosen is None else sorted(chosen)
+    if not order or len(set(order)) != len(order) or not 0 <= order[0] <= order[-1] < heads:
+        raise OptionError(f"heads must be different numbers in 0..{heads - 1}, got {order}")
+    return order
 
 
 class Fingerprint(NamedTuple):
@@ -170,15 +178,10 @@ def fingerprint(
     count = renormalised.shape[2]
 
     if layout is Layout.LOG16:
-        mean = renormalised.mean(axis=(0, 1))
-        bins = log2_bins(np.arange(count)[::-1])
-        shape = np.bincount(bins, weights=mean, minlength=HIST_BINS)
-        edges = LOG16_BAND_EDGES
+        bins, size, edges = log2_bins(np.arange(count)[::-1]), HIST_BINS, LOG16_BAND_EDGES
     else:
-        edges = LAYERED_BAND_EDGES
-        shape = np.bincount(
-            place_bins(count), weights=renormalised.mean(axis=(0, 1)), minlength=PLACE_BINS
-        )
+        bins, size, edges = place_bins(count), PLACE_BINS, LAYERED_BAND_EDGES
+    shape = np.bincount(bins, weights=renormalised.mean(axis=(0, 1)), minlength=size)
     bands = np.mean([band_masses(layer, edges) for layer in renormalised], axis=0)
     entropies = np.array([normalised_entropy(layer) for layer in renormalised])
     parts = [bands, [entropies.mean()], shape]

@@ -59,15 +59,14 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
 
         ripple = (E[2] + .. + E[B/2 - 1]) / (E[1] + .. + E[m - 1])
 
-    0 where that is 0/0. E is the FFT of the mirrored histogram (DCT-II). E[0] is the constant and
-    E[1] the slope, which each row has that looks less the farther back; only the bins that the
-    context reaches count, for otherwise the edge of the context is the largest wave.
+    0 where that is 0/0. E is the DCT-II: E[0] is the constant and E[1] the slope, which each row
+    has that looks less the farther back. Only the bins that the context reaches count, for
+    otherwise the edge of the context is the largest wave.
 
-    Chosen among shares of this kind by how well it separates counting, table and code prompts of
-    the demo model from prose, on half of the requests. On the other, at positions >= 64, the AUC
-    within octaves of the position is 0.78 for its last layer (counting 0.88, table 0.88, code 0.60)
-    and 0.77 for the mean of its layers 1 to 3 (0.77, 0.93, 0.59). It depends on the layer: layer 2
-    alone has 0.48, which is chance, and prose above 0.6 as often as code. Measured by
+    Chosen among such shares by how well it separates counting, table and code prompts of the demo
+    model from prose, on half of the requests. On the other half, at positions >= 64, the AUC within
+    octaves of the position is 0.78 for its last layer (counting 0.88, table 0.88, code 0.60), 0.77
+    for the mean of its layers 1 to 3, and 0.48, which is chance, for layer 2 alone. Measured by
     `python benchmarks/zones.py --db STORE`.
 
     Args:

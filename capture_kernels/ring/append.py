@@ -8,8 +8,8 @@ Mathematics, for one row with the statistics s_l of its L captured layers (means
              entropy and position bins = mean_l of each;  depth i of 0..7 = sum_l w_il entropy_l
              with w_il = max(0, 1 - |i (L - 1) / 7 - l|), as `fingerprint.at_depths` interpolates
 
-So each of the 20 numbers is a weighted sum over the layers of one column of the statistics, except
-the bands, which are sums of those. A record per layer is the same with L = 1.
+So each number but the bands is a weighted sum over the layers of one column of the statistics. A
+record per layer is the same with L = 1.
 
 Tensors (R rows, L layers), beside those of `ring`:
     statistics  float32[L, R, 32]  `mean` of each captured layer, with the columns of `decode.plan`
@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.constants import COLUMNS
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.launch import COLUMNS
 
 from . import ring as ring_module
 from .ring import Ring
@@ -244,10 +244,9 @@ class AppendPlan:
     """One launch a step that writes the records of the enabled rows.
 
     Records of a step are in the order of the rows, and of one row in the order of the layers. A row
-    that is disabled, or sees no key in one of its layers, takes no ring slot; if all are disabled,
-    every program ends after reading the flags. `run` neither allocates, copies nor waits, so that a
-    CUDA graph can hold it: the next ring slot is counted on the device. Runs on one ring must
-    follow one another (one stream).
+    that is disabled, or sees no key in one of its layers, takes no ring slot. `run` neither
+    allocates, copies nor waits, so that a CUDA graph can hold it: the next ring slot is counted on
+    the device. Runs on one ring must follow one another (one stream).
 
     Raises:
         OptionError: no layers, layer numbers beyond int16, or a step of more records than the ring
@@ -288,8 +287,7 @@ class AppendPlan:
         Raises:
             OptionError: shapes or types that do not fit the plan.
         """
-        count = len(rows.position)
-        layers = len(self._layer_numbers)
+        count, layers = len(rows.position), len(self.layers)
         if count > self.max_rows:
             raise OptionError(f"{count} rows in a plan for {self.max_rows}: raise max_rows")
         shape = (layers, count, COLUMNS)

@@ -1,8 +1,7 @@
 """The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
 
-Record number n lies in ring slot n mod capacity. `SLOT_BYTES` = 128 is one cache line of the GPU: a
-slot is one full write, its address a shift, and slots in a row are one contiguous copy, which the
-host reads as `RECORD_DTYPE`. (112 bytes would do, but then most records would share a line.)
+Record number n lies in ring slot n mod capacity. A slot is one cache line of the GPU, 128 bytes, so
+that writing it is one full write; the host reads slots as `RECORD_DTYPE`.
 
 Tensors:
     slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,
@@ -11,10 +10,9 @@ Tensors:
                                      written; done: programs of this launch that have ended
 
 A launch of `append_records` writes in this order: seq = 0 in the slots it takes; `claimed`; the
-records; their seq, n + 1; `committed`. So a reader that reads `committed`, copies slots, and then
-reads `claimed` knows which of its copies are whole, however long the copy took: those of the
-records claimed - capacity <= n < committed. Their seq is n + 1; any other seq is a record that was
-overwritten. Reading seq twice would not be enough: a copy engine reads a slot's words in any order.
+records; their seq, n + 1; `committed`. A reader reads `committed`, copies slots, and then reads
+`claimed`. The copies that are whole are those of the records claimed - capacity <= n < committed,
+if their seq is n + 1. Reading seq twice would not do: a copy engine reads words in any order.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class RecordViews(NamedTuple):
     """A ring's memory, field by field, in slot order; nothing is copied.
 
     On a GPU these are CuPy arrays, on a CPU NumPy's. To read them while steps run, copy what is
-    wanted, then read `claimed`: records numbered below claimed - capacity may have been overwritten
-    during the copy, and a record whose seq is not its number + 1 has been.
+    wanted, then read `claimed`: this module says which copies are whole.
     """
 
     seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
@@ -92,21 +89,17 @@ class Ring:
 
         On a GPU, CuPy takes it by DLPack under torch's current stream: what CuPy does under that
         stream (`cupy.cuda.ExternalStream`) comes after the steps that torch has launched on it.
-        cuDF takes a field as well (`cudf.Series(views.position)`), with a copy on the device: its
-        columns are contiguous, and a record's fields lie together.
+        cuDF takes a field with a copy on the device (`cudf.Series(views.position)`).
 
         Raises:
             MissingExtraError: the ring is on a GPU and CuPy is not installed.
         """
-        if self.slots.is_cuda:
-            cupy = _import_cupy()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            with (
-                cupy.cuda.Device(self.device.index),
-                cupy.cuda.ExternalStream(stream, self.device.index),
-            ):
-                return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
-        return _record_views(self.slots.numpy(), self.state.numpy())
+        if not self.slots.is_cuda:
+            return _record_views(self.slots.numpy(), self.state.numpy())
+        cupy = _import_cupy()
+        stream, index = torch.cuda.current_stream(self.device).cuda_stream, self.device.index
+        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
+            return _record_views(cupy.from_dlpack(self.slots), cupy.from_dlpack(self.state))
 
 
 def _import_cupy() -> Any:
@@ -144,12 +137,9 @@ class Drain:
 
     The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
     inside it). `poll`, from that thread or one other, returns what has arrived since. On a GPU both
-    only enqueue and query: a side stream waits for the marked step, copies the ring's counter, then
-    the new slots, then the counter again into pinned memory. The steps' stream never waits, and no
-    call but `flush` waits for the GPU. On a CPU the same copies are made at once.
-
-    CUDA forbids queries in any thread while a graph is captured in the default mode: do not poll
-    meanwhile.
+    only enqueue and query: a side stream waits for the marked step and copies to pinned memory. The
+    steps' stream never waits, and no call but `flush` waits for the GPU. On a CPU the same copies
+    are made at once. CUDA forbids queries while a graph is captured: do not poll meanwhile.
 
     Attributes:
         received: records that were returned to the caller.
@@ -161,10 +151,8 @@ class Drain:
         self.ring = ring
         self.received = self.dropped = self.torn = 0
         # The number of the next record to be read, and how many are being copied.
-        self._number = 0
-        self._count = 0
-        self._stage = _Stage.IDLE
-        self._marked = False
+        self._number = self._count = 0
+        self._stage, self._marked = _Stage.IDLE, False
         self._side: torch.cuda.Stream | None = None
         on_gpu = ring.slots.is_cuda
         self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -190,14 +178,17 @@ class Drain:
     def poll(self) -> NDArray[np.void]:
         """The records that have arrived: `RECORD_DTYPE`[n], a copy, oldest first."""
         parts: list[NDArray[np.void]] = []
-        while self._ready():
+        # Until a copy is on its way, or there is nothing to copy.
+        while self._side is None or self._stage is _Stage.IDLE or self._arrived.query():
             if self._stage is _Stage.COPYING:
                 parts.append(self._take())
             elif self._stage is _Stage.COUNTING:
                 self._start_copying()
             elif self._marked:
-                self._marked = False
-                self._start_counting()
+                self._marked, self._stage = False, _Stage.COUNTING
+                if self._side is not None:
+                    self._side.wait_event(self._step)
+                self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
             else:
                 break
         return _joined(parts)
@@ -211,23 +202,11 @@ class Drain:
             parts.append(self.poll())
         return _joined(parts)
 
-    def _ready(self) -> bool:
-        """Whether no copy is on its way."""
-        return self._side is None or self._stage is _Stage.IDLE or bool(self._arrived.query())
-
-    def _start_counting(self) -> None:
-        if self._side is not None:
-            self._side.wait_event(self._step)
-        self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
-        self._stage = _Stage.COUNTING
-        self._record_arrival()
-
     def _start_copying(self) -> None:
         capacity, committed = self.ring.capacity, int(self._counters[0])
-        overwritten = committed - capacity - self._number
-        if overwritten > 0:
-            self.dropped += overwritten
-            self._number += overwritten
+        overwritten = max(0, committed - capacity - self._number)
+        self.dropped += overwritten
+        self._number += overwritten
         self._count = committed - self._number
         if not self._count:
             self._stage = _Stage.IDLE
@@ -239,7 +218,6 @@ class Drain:
         self._copy(self._slots[to_end : self._count], self.ring.slots[:rest])
         self._copy(self._counters[1:], self.ring.state[CLAIMED : CLAIMED + 1])
         self._stage = _Stage.COPYING
-        self._record_arrival()
 
     def _take(self) -> NDArray[np.void]:
         copied = self._records[: self._count]
@@ -261,9 +239,6 @@ class Drain:
         elif len(host):
             with torch.cuda.stream(self._side):
                 host.copy_(device, non_blocking=True)
-
-    def _record_arrival(self) -> None:
-        if self._side is not None:
             self._arrived.record(self._side)
 
 

@@ -6,14 +6,12 @@ Mathematics, for the query of one head at position t and the keys j that it sees
     m = max(max x_j, sink);    L = sum exp(x_j - m) + exp(sink - m);    p_j = exp(x_j - m) / L,
 
 and p_j = 0 for keys not seen: j > t, j < mask_prefix, or j <= t - window. A learned sink is in L
-only. Positions are logical, and sink tokens are ordinary keys (DESIGN.md section 2). The
-exponent x_j - m, in units of ln 2, is one fused multiply-add. What m lost by rounding is then the
-same for all keys of a row and cancels: huge logits lose no more than their products do.
+only. Positions are logical, and sink tokens are ordinary keys (DESIGN.md section 2). The exponent
+x_j - m is one fused multiply-add, so that the rounding of m is the same for a row and cancels.
 
 L must be known before anything is written, so there are two launches. The first finds m and L by
-tiles of keys, as flash attention does. It also writes the zeros of tiles that no query of a block
-sees: that takes memory bandwidth, while the products take the processor. The second computes the
-seen tiles once more and writes their probabilities.
+tiles of keys, as flash attention does, and writes the zeros of tiles that no query of a block sees.
+The second computes the seen tiles once more and writes their probabilities.
 
 Tensors (R queries, H chosen query heads in ascending order, T keys):
     query    float[R, heads, D]          at positions start..start + R - 1
@@ -34,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LOG2_E
+from capture_kernels.launch import LOG2_E
 
 
 @triton.jit

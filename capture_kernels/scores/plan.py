@@ -14,15 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from capture_kernels.constants import LOG2_E
 from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
+    LOG2_E,
     QUERY_TYPES,
     LayerPlan,
     check,
-    chosen_heads,
     interpreted,
     processors,
 )
@@ -83,8 +83,7 @@ class ScoresPlan(LayerPlan):
         self.packs = len(order) // self.group
         suited = self._suited_tuning()
         # float32 does not use tensor cores, and larger tiles would not fit the registers.
-        wide = WIDE_TUNING._replace(splits=suited.splits)
-        self._wide_tuning = self.tuning or wide
+        self._wide_tuning = self.tuning or WIDE_TUNING._replace(splits=suited.splits)
         self.tuning = self._narrow_tuning = self.tuning or suited
         self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
         shape = (self.tuning.splits, 2, self.packs, self.max_rows * self.group)
@@ -97,10 +96,9 @@ class ScoresPlan(LayerPlan):
         wanted = triton.cdiv(PROGRAMS_A_PROCESSOR * processors(self.device), programs)
         useful = triton.cdiv(self.max_length, TILES_A_SPLIT * BLOCK_KEYS)
         splits = max(1, triton.next_power_of_2(min(wanted, useful) + 1) // 2)
-        if block_m == 128:
-            return ScoresTuning(block_m, BLOCK_KEYS, warps=8, stages=3, splits=splits)
         # Few queries only wait for keys: more stages load more of them ahead.
-        return ScoresTuning(block_m, BLOCK_KEYS, warps=4, stages=4, splits=splits)
+        warps, stages = (8, 3) if block_m == 128 else (4, 4)
+        return ScoresTuning(block_m, BLOCK_KEYS, warps, stages, splits)
 
     @property
     def scratch_bytes(self) -> int:
@@ -130,8 +128,8 @@ class ScoresPlan(LayerPlan):
         """Write the probabilities of some queries of one request to the whole of `out`.
 
         Args:
-            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous: the
-                queries at positions start..start + R - 1, such as one chunk of a prompt.
+            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous, at
+                positions start..start + R - 1, such as one chunk of a prompt.
             keys: [slots, key_heads, head_dim] of the queries' type or float8, the last axis
                 contiguous: the layer's paged cache, which holds the keys 0..start + R - 1.
             table: int32/int64[start + R or more], the slot of each position. Slots of keys that no
@@ -142,8 +140,7 @@ class ScoresPlan(LayerPlan):
             last: write only the last `last` queries: `out` is float16[min(last, R), H, columns].
             descale: float32[key_heads] or float32 of one element, above 0, what keys are
                 multiplied by; None for 1.
-            sinks: float[heads], a learned logit of every query head (chosen or not) that adds to
-                the denominator only, so that a row may sum to less than 1.
+            sinks: float[heads], a learned logit of every query head, in the denominator only.
 
         Raises:
             OptionError: shapes, types or devices that do not fit the plan.
@@ -153,7 +150,30 @@ class ScoresPlan(LayerPlan):
             if last < 0:
                 raise OptionError(f"last must be 0 or more, got {last}")
             query, start, rows = query[rows - last :], start + rows - last, last
-        self._check(query, keys, table, start, out, descale, sinks)
+        end = start + rows
+        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
+        shape = [keys.shape[0], self.key_heads, self.head_dim]
+        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
+        if rows > self.max_rows:
+            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
+        if start < 0 or end > self.max_length:
+            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
+        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
+            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
+        columns = out.shape[2] if out.dim() == 3 else end
+        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
+            shape = [rows, len(self.order), end]
+            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
+        if out.dtype != torch.float16:
+            raise OptionError(f"out is {out.dtype}, not torch.float16")
+        if descale is not None:
+            shape = [1] if descale.numel() == 1 else [self.key_heads]
+            check(descale.reshape(-1), "descale", shape, FLOAT32)
+        check(sinks, "sinks", [self.heads], QUERY_TYPES)
+        named = {"query": query, "keys": keys, "table": table, "out": out}
+        for name, tensor in (named | {"descale": descale, "sinks": sinks}).items():
+            if tensor is not None and tensor.device != self._heads.device:
+                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")
         if rows == 0:
             return
         tuning = self._wide_tuning if query.dtype == torch.float32 else self._narrow_tuning
@@ -192,42 +212,3 @@ class ScoresPlan(LayerPlan):
                     num_warps=tuning.warps,
                     num_stages=tuning.stages,
                 )
-
-    def _check(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        table: Tensor,
-        start: int,
-        out: Tensor,
-        descale: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None:
-        """Raise OptionError for what does not fit the plan."""
-        rows, end = query.shape[0], start + query.shape[0]
-        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
-        shape = [keys.shape[0], self.key_heads, self.head_dim]
-        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
-        if start < 0 or end > self.max_length:
-            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
-        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
-            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
-        columns = out.shape[2] if out.dim() == 3 else end
-        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
-            shape = [rows, len(self.order), end]
-            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
-        if out.dtype != torch.float16:
-            raise OptionError(f"out is {out.dtype}, not torch.float16")
-        named = {"query": query, "keys": keys, "table": table, "out": out}
-        if descale is not None:
-            shape = [1] if descale.numel() == 1 else [self.key_heads]
-            check(descale.reshape(-1), "descale", shape, FLOAT32)
-            named["descale"] = descale
-        if sinks is not None:
-            check(sinks, "sinks", [self.heads], QUERY_TYPES)
-            named["sinks"] = sinks
-        for name, tensor in named.items():
-            if tensor.device != self._heads.device:
-                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")

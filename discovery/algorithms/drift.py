@@ -1,10 +1,9 @@
 """Drift: how far the shares of categories moved between two runs, with its uncertainty.
 
 The measure is the population stability index (Lewis 1994, An Introduction to Credit Scoring),
-PSI = sum_j (q_j - p_j) ln(q_j / p_j). Between two finite samples of one population it is not 0: for
-n and m independent rows it is about (1/n + 1/m) times a chi-square number (Yurdakul 2018,
-Statistical Properties of Population Stability Index). Rows of one request are alike, which makes it
-a weighted sum of chi-squares (Rao & Scott 1981); its quantiles are those of simulated runs.
+PSI = sum_j (q_j - p_j) ln(q_j / p_j). Between two finite samples of one population it is not 0, but
+a weighted sum of chi-squares (Yurdakul 2018; Rao & Scott 1981, because rows of one request are
+alike); its quantiles are those of simulated runs.
 """
 
 from __future__ import annotations

@@ -75,9 +75,8 @@ def cluster_ids(found: Match, parent_ids: NDArray[np.int32], first_fresh: int) -
     """Ids of the clusters, int32[c]: an heir's is its parent's, the others count up from
     `first_fresh`."""
     fresh = found.heir_of < 0
-    ids = np.empty(len(fresh), np.int32)
+    ids = (first_fresh - 1 + np.cumsum(fresh)).astype(np.int32)
     ids[~fresh] = parent_ids[found.heir_of[~fresh]]
-    ids[fresh] = first_fresh + np.arange(int(fresh.sum()), dtype=np.int32)
     return ids
 
 

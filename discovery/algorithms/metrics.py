@@ -45,22 +45,15 @@ def map_quality(
     rng = np.random.default_rng(seed)
     rows = np.arange(n) if sample >= n else np.sort(rng.choice(n, sample, replace=False))
     near, _ = engine.neighbors(points, points[rows], k + 1)
-    closer = rows_closer(
-        engine.array(projected), engine.array(rows), engine.array(others(near, rows))
-    )
-    # A row's rank is one more than the number of rows that are closer in PCA space.
-    rank = closer + 1
-    scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
-    penalty = int(np.maximum(rank - k, 0).sum())
-    return MapQuality(1.0 - scale * penalty, int((rank <= k).sum()) / (len(rows) * k))
-
-
-def others(near: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The neighbours int[m, k + 1] of the rows int64[m] without each row itself: int64[m, k]."""
     is_own = near == rows[:, None]
     # Among exact duplicates a row may be missing from its own neighbours: then the last one goes.
     is_own[~is_own.any(axis=1), -1] = True
-    return near[~is_own].reshape(len(near), -1).astype(np.int64)
+    near = near[~is_own].reshape(-1, k).astype(np.int64)
+    # A row's rank is one more than the number of rows that are closer in PCA space.
+    rank = rows_closer(*map(engine.array, (projected, rows, near))) + 1
+    scale = 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0))
+    penalty = int(np.maximum(rank - k, 0).sum())
+    return MapQuality(1.0 - scale * penalty, int((rank <= k).sum()) / (len(rows) * k))
 
 
 def rows_closer(

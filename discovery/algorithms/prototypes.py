@@ -76,7 +76,7 @@ def train_prototypes(
     quota = np.maximum(1, np.sqrt(sizes) / np.sqrt(sizes).sum() * MOST_CLUSTER).astype(int)
     # With a prototype at every row, their distances would say nothing of new rows.
     quota = np.minimum(quota, np.maximum(1, sizes // ROWS_EACH))
-    starts = [centres(inside[group == g], int(quota[g]), rng) for g in range(len(clusters))]
+    starts = [centres(inside[group == g], count, rng) for g, count in enumerate(quota.tolist())]
     start_labels = np.repeat(clusters, [len(s) for s in starts]).astype(np.int32)
     start, members = engine.array(np.concatenate(starts)), engine.array(inside)
     on_engine = engine.array(own), start, engine.array(start_labels)

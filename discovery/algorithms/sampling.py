@@ -39,12 +39,8 @@ def request_hashes(batch: pa.RecordBatch) -> NDArray[np.uint64]:
 def row_hashes(
     requests: NDArray[np.uint64], batch: pa.RecordBatch, seed: int
 ) -> NDArray[np.uint64]:
-    """Seeded 64-bit hashes of the rows' keys: uint64[n].
-
-    Args:
-        requests: uint64[n], the rows' request hashes.
-        batch: n rows with position and layer.
-    """
+    """Seeded 64-bit hashes uint64[n] of the rows' keys: their request hashes uint64[n], and the
+    position and layer of a batch."""
     position = batch.column("position").to_numpy().astype(np.uint64)
     layer = (batch.column("layer").to_numpy().astype(np.int64) + 1).astype(np.uint64)
     key = (position << np.uint64(16)) | layer
@@ -79,11 +75,8 @@ def within_request_limit(
 
 
 def by_code_and_value(code: NDArray[np.uint64], value: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The order of n rows by a small code, then by value, then by row number: int64[n].
-
-    Args:
-        code, value: uint64[n].
-    """
+    """The order int64[n] of rows by a small code uint64[n], then by value uint64[n], then by row
+    number."""
     bits = np.uint64(int(code.max()).bit_length())
     # One sort of both packed into 64 bits. Ties, which the bits shifted out would decide, need the
     # slower sort by both.
@@ -165,11 +158,8 @@ def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> 
 def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.uint64]:
     """For each of g groups a key that its `wanted` lowest lie below: uint64[g].
 
-    Keys are taken as uniform over 64 bits; ten standard deviations are added for safety.
-
-    Args:
-        counts: int64[g], keys of each group.
-        wanted: int64[g].
+    Keys are taken as uniform over 64 bits; ten standard deviations are added for safety. `counts`
+    int64[g] are the keys of each group.
     """
     share = (wanted + 10 * np.sqrt(wanted) + 20) / np.maximum(counts, 1)
     most = np.full(len(counts), np.iinfo(np.uint64).max, np.uint64)
@@ -181,14 +171,9 @@ def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArra
 def lowest(
     group: NDArray[np.integer], key: NDArray[np.uint64], quota: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Indices of the `quota` lowest keys of each group (or of all that it has), by group and then
-    by key: int64[m].
-
-    Args:
-        group: int[n], from 0; key: uint64[n]; quota: int64[g].
-    """
+    """Indices int64[m] of the lowest keys uint64[n] of each group int[n], from 0, by group and then
+    by key: of each its quota int64[g], or all that it has."""
     order = np.lexsort((key, group))
     grouped = group[order]
-    counts = np.bincount(grouped, minlength=len(quota))
-    rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rank = np.arange(len(order)) - np.searchsorted(grouped, grouped)
     return order[rank < quota[grouped]]

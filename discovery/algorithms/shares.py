@@ -71,32 +71,21 @@ class RequestCounts:
     Requests are grouped into hash buckets, the random groups of survey sampling (Wolter 2007,
     Introduction to Variance Estimation, chapter 2). Two requests in one bucket count as one, which
     leaves the covariance right on average, however many requests there are.
-
-    Args:
-        categories: k.
     """
 
     def __init__(self, categories: int) -> None:
         self.counts = np.zeros((BUCKETS, categories), np.int64)
 
     def add(self, requests: NDArray[np.uint64], category: NDArray[np.integer[Any]]) -> None:
-        """Count n rows.
-
-        Args:
-            requests: uint64[n], the hash of each row's request (`sampling.request_hashes`).
-            category: int[n], each in 0 .. k - 1.
-        """
+        """Count n rows: the hash of each one's request, uint64[n] (`sampling.request_hashes`), and
+        its category, int[n] from 0."""
         # BUCKETS is a power of two: its remainder is these bits.
         bucket = (requests & np.uint64(BUCKETS - 1)).astype(np.int64)
         cell = bucket * self.counts.shape[1] + category
         self.counts += np.bincount(cell, minlength=self.counts.size).reshape(self.counts.shape)
 
     def shares(self, requests: int) -> Shares:
-        """The shares of the rows so far.
-
-        Args:
-            requests: how many requests they belong to, which buckets do not know.
-        """
+        """The shares of the rows so far, of as many requests, which buckets do not know."""
         return replace(shares_of(self.counts), requests=requests)
 
 

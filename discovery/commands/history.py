@@ -48,10 +48,8 @@ def diff(
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
     says += diff_in_words(found)
-    if as_json:
-        print(json.dumps({**found, "says": says}))
-    else:
-        print("\n".join([*says, *kept_in_lines(found["kept"])]))
+    in_json = json.dumps({**found, "says": says})
+    print(in_json if as_json else "\n".join([*says, *kept_in_lines(found["kept"])]))
 
 
 def lineage(
@@ -120,10 +118,8 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]
         ArtifactError: the table is missing or damaged.
     """
     artifacts = Artifacts(output / manifest["run_id"], manifest)
-    table = artifacts.table("clusters", ["cluster_id", "label", "share"])
-    return {
-        row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in table.to_pylist()
-    }
+    rows = artifacts.table("clusters", ["cluster_id", "label", "share"]).to_pylist()
+    return {row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in rows}
 
 
 def elsewhere(
@@ -134,8 +130,7 @@ def elsewhere(
         changed = {event["cluster_id"] for event in history.history(readable[run_id])}
         if cluster in changed or cluster in own_clusters(output, readable[run_id]):
             return f": it is one of run {run_id}, use --run {run_id}"
-    ids = ", ".join(map(str, sorted(there))) or "none"
-    return f": its clusters are {ids}"
+    return f": its clusters are {', '.join(map(str, sorted(there))) or 'none'}"
 
 
 def percent(share: float | None) -> str:
@@ -253,8 +248,8 @@ def story_in_words(found: dict[str, Any]) -> list[str]:
     known = [share for share in shares if share is not None]
     reach = f"  {percent(known[0])} -> {percent(known[-1])} of the rows" if known else ""
     lines.append(f"{plural(len(shares), 'run')}: {sparkline(shares)}{reach}")
-    if len(labels) > 1:
-        called = (f'"{one["label"]}" from {one["since"]}' for one in labels)
+    called = [f'"{one["label"]}" from {one["since"]}' for one in labels]
+    if len(called) > 1:
         lines.append(f"called {', '.join(called)}")
     if gone := found["deleted_runs"]:
         lines.append(

@@ -75,12 +75,7 @@ class Claim(NamedTuple):
 
 def claims(profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout) -> list[Claim]:
     """All claims of a label's further words and of the traits, whatever their margin; of one
-    subject the most informative first.
-
-    Args:
-        profile, run: of the cluster, and of all rows.
-        groups: the cluster's tokens, from `RunTokens.groups`.
-    """
+    subject the most informative first. `run` is the profile of all rows."""
     return [
         *_strong_claims(profile, run, groups, layout),
         *_weaker_claims(profile, run, groups, layout),

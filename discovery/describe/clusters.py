@@ -123,12 +123,8 @@ def _new_label(
 
 
 def sentence(profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout) -> str:
-    """Where and how widely the cluster looks, what is unusual in that, its tokens and phases.
-
-    Args:
-        profile, run: of the cluster, and of all rows.
-        groups: the cluster's tokens, from `RunTokens.groups`.
-    """
+    """One cluster: where and how widely it looks, what is unusual in that, its tokens and phases;
+    `run` is the profile of all rows."""
     parts = [_focus(profile, layout), ", ".join(_unusual_ranges(profile, layout))]
     if profile.oldest - profile.usual_oldest >= 0.08:
         parts.append(
@@ -191,12 +187,8 @@ def _phases(profile: Profile, run: Profile) -> Iterator[str]:
 def event_in_words(
     event: Mapping[str, Any], labels: Mapping[int, str], parent_labels: Mapping[int, str]
 ) -> str:
-    """What became of a cluster since the parent run, as a sentence.
-
-    Args:
-        event: one of `discovery.algorithms.lineage.events`.
-        labels, parent_labels: of this run's clusters and of the parent's, by id.
-    """
+    """One of `discovery.algorithms.lineage.events` as a sentence, with the labels by id of this
+    run's clusters and of the parent's."""
 
     kind, cluster = event["event"], event["cluster_id"]
     gone = kind in ("died", "absorbed")

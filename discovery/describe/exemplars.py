@@ -68,31 +68,22 @@ class Exemplars:
     """The rows of each cluster nearest to a target, at most one of a request.
 
     Keeps `most` keys for each cluster, however many rows are added. The result does not depend on
-    how the rows are cut into chunks; of equally near rows the first counts.
-
-    Args:
-        clusters: their number.
-        most: exemplars of a cluster.
-
-    Attributes:
-        reach: float64[clusters], the distance beyond which a row cannot be an exemplar any more.
+    how the rows are cut into chunks; of equally near rows the first counts. `reach`, a
+    float64[clusters], is the distance beyond which a row cannot be an exemplar any more.
     """
 
     def __init__(self, clusters: int, most: int) -> None:
         self._most = most
         # For each cluster, by request: distance, row number, and key.
-        self._best: list[dict[str, tuple[float, int, dict[str, Any]]]]
-        self._best = [{} for _ in range(clusters)]
+        self._best: list[dict[str, tuple[float, int, Any]]] = [{} for _ in range(clusters)]
         self.reach = np.full(clusters, np.inf)
         self._added = 0
 
     def add(self, found: Candidates, label: NDArray[np.int32], batch: pa.RecordBatch) -> None:
-        """Add the next chunk.
+        """Add the candidates of the next chunk, within `reach` as it is now or was earlier.
 
         Args:
-            found: its candidates, within `reach` as it is now or was earlier.
-            label: int32[n], each row's cluster.
-            batch: n rows with their request_id, position and layer.
+            label: int32[n], each row's cluster; batch: n rows with request_id, position and layer.
         """
         for row, apart in zip(found.row.tolist(), found.apart.tolist(), strict=True):
             key = {name: batch.column(name)[row].as_py() for name in KEY}

@@ -115,6 +115,5 @@ def leaning(ranges: list[Bins], layout: Layout) -> str:
     words = holding(ranges, layout)
     if layout is not Layout.LOG16:
         return f"leans {words}" if words[0].isdigit() else f"leans to {words}"
-    if words.startswith("previous"):
-        words = f"the {words}"
+    words = words.replace("previous", "the previous")
     return f"leans on {words}" if words.startswith("the ") else f"leans {words}"

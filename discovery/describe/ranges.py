@@ -67,10 +67,9 @@ def joined(words: list[str]) -> str:
 
 def token_range(bins: Bins) -> str:
     """Distances in tokens: "0-1", "256-1,023", "32,768 or more"."""
-    low = 0 if bins.low == 0 else 2**bins.low
-    if bins.high == HIST_BINS - 1:
-        return f"{low:,} or more"
-    return f"{low:,}-{2 ** (bins.high + 1) - 1:,}"
+    low = 2**bins.low if bins.low else 0
+    last = bins.high == HIST_BINS - 1
+    return f"{low:,} or more" if last else f"{low:,}-{2 ** (bins.high + 1) - 1:,}"
 
 
 def tokens_back(ranges: list[Bins]) -> str:
@@ -128,6 +127,4 @@ def named_depths(bins: Bins) -> str:
     middle = (bins.low + bins.high + 1) / 2 / DEPTHS
     if bins.width == DEPTHS:
         return "all layers"
-    if 0.4 <= middle <= 0.6:
-        return "the middle layers"
-    return "the early layers" if middle < 0.4 else "the late layers"
+    return f"the {'early' if middle < 0.4 else 'late' if middle > 0.6 else 'middle'} layers"

@@ -47,15 +47,6 @@ function tokens(cluster) {
     el("span", { text: given(token.lift) ? `×${token.lift.toFixed(1)}` : "" })))));
 }
 
-function showRequest(request) {
-  const code = data.points.requests.indexOf(request);
-  if (code < 0) return;
-  state.selected = null;
-  emit("select");
-  isolate("request", code);
-  map.scrollIntoView({ block: "nearest" });
-}
-
 function exemplars(cluster) {
   if (!cluster.exemplars?.length) return null;
   const onMap = new Set(data.points.requests);
@@ -64,9 +55,11 @@ function exemplars(cluster) {
       el("button", {
         type: "button", disabled: !onMap.has(row.request_id), text: row.request_id,
         title: onMap.has(row.request_id) ? "Show this request alone on the map" : "Not among the points of the map",
-        onclick: (event) => {
-          event.stopPropagation();
-          showRequest(row.request_id);
+        onclick: () => {
+          state.selected = null;
+          emit("select");
+          isolate("request", data.points.requests.indexOf(row.request_id));
+          map.scrollIntoView({ block: "nearest" });
         },
       }),
       el("span", { text: `@ ${count(row.position)}${row.layer >= 0 ? `, layer ${row.layer}` : ""}` })))));
@@ -81,7 +74,7 @@ function card(cluster) {
   },
   el("header", {},
     el("button", { type: "button", class: "pick", "aria-pressed": "false", title: "Show on the map" },
-      idMark(id), el("span", { class: "card-name", text: cluster.label || `cluster ${id}` })),
+      idMark(id), el("span", { class: "card-name", text: clusterName(id) })),
     newsOf.has(id) ? eventMark(newsOf.get(id).event) : null),
   el("div", { class: "card-share" }, bar(cluster.share, largest, color),
     el("b", { text: percent(cluster.share) }),

@@ -82,7 +82,7 @@ function lineagePicture() {
   ribbons, [...left.values()].map((n) => words(n, true)), [...right.values()].map((n) => words(n, false)));
 }
 
-const ownName = (cluster) => cluster.label || `cluster ${cluster.cluster_id}`;
+const ownName = ({ label, cluster_id: id }) => label || `cluster ${id}`;
 const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1).trimEnd()}…` : text);
 
 function eventLine(event, withRun) {
@@ -99,10 +99,9 @@ function fillLineage(section) {
   section.append(el("h2", { id: "lineage-title", text: "Lineage" }));
   const lineage = data.lineage;
   if (isFirstRun) {
-    section.append(el("p", { class: "note", text: lineage
+    return section.append(el("p", { class: "note", text: lineage
       ? "This is the first run of its lineage: the clusters of the next one will be compared with these."
       : "This run records no parent run." }));
-    return;
   }
   section.append(el("p", { class: "says", text: sentence(lineage.says || "") }));
   const kept = events.length - news.length;

@@ -16,14 +16,10 @@ let pixels = null;
 let showLabels = true;
 let pending = 0;
 
-const onScreen = (x, y) => [
-  view.width / 2 + (x - view.x) * view.scale,
-  view.height / 2 - (y - view.y) * view.scale,
-];
-const onMap = (px, py) => [
-  view.x + (px - view.width / 2) / view.scale,
-  view.y - (py - view.height / 2) / view.scale,
-];
+const onScreen = (x, y) =>
+  [view.width / 2 + (x - view.x) * view.scale, view.height / 2 - (y - view.y) * view.scale];
+const onMap = (px, py) =>
+  [view.x + (px - view.width / 2) / view.scale, view.y - (py - view.height / 2) / view.scale];
 
 /** Weights of a disc around each of 4 x 4 positions within a pixel: 0..128 at (dx, dy) offsets. */
 function stamps(radius, alpha) {
@@ -90,7 +86,7 @@ function draw() {
   pending = 0;
   if (!view.width) return;
   const { width, height } = canvas;
-  if (!image || image.width !== width || image.height !== height) {
+  if (image?.width !== width || image.height !== height) {
     image = pen.createImageData(width, height);
     pixels = new Uint32Array(image.data.buffer);
   }
@@ -175,9 +171,8 @@ const labels = data.clusters
 
 function measureLabels() {
   for (const label of labels) {
-    label.node.className = "label";
     label.wide = label.node.offsetWidth;
-    label.node.className = "label short";
+    label.node.classList.add("short");
     label.narrow = label.node.offsetWidth;
   }
 }

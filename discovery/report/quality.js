@@ -53,15 +53,15 @@ function driftTable(drift, name, label, color) {
       svg("circle", { class: "then", cx: x(then), cy: 8, r: 3.5 }),
       svg("circle", { class: "bar", ink: color(key), cx: x(now), cy: 8, r: 4 })))));
   const frame = table([["", ""], ["Then", "number"], ["Now", "number"], ["", ""]], lines, name);
-  lines.slice(MOST_DRIFTS).forEach((line) => (line.hidden = true));
-  const more = rows.length > MOST_DRIFTS ? el("button", {
-    type: "button", class: "more", text: `Show all ${rows.length}`,
-    onclick: () => {
-      lines.forEach((line) => (line.hidden = false));
-      more.remove();
-    },
-  }) : null;
-  return [frame, more];
+  const rest = lines.slice(MOST_DRIFTS);
+  const hide = (hidden) => rest.forEach((line) => (line.hidden = hidden));
+  hide(true);
+  const more = el("button", { type: "button", class: "more", text: `Show all ${rows.length}` });
+  more.onclick = () => {
+    hide(false);
+    more.remove();
+  };
+  return [frame, rest.length ? more : null];
 }
 
 function driftBlock(drift, title, ...how) {

@@ -64,9 +64,9 @@ function fillZones(section) {
   const names = zonesOf(shares);
   const top = Math.max(0, ...Object.values(shares));
   const mix = overTime?.counts ? mixOverTime(overTime) : null;
-  section.append(el("h2", { id: "zones-title", text: "Zones" }));
-  if (!names.length) section.append(el("p", { class: "note", text: "No zones in this run." }));
-  section.append(el("div", { class: mix ? "zones-both" : "" },
+  section.append(el("h2", { id: "zones-title", text: "Zones" }),
+    names.length ? "" : el("p", { class: "note", text: "No zones in this run." }),
+    el("div", { class: mix ? "zones-both" : "" },
     el("ul", { class: "zone-shares" }, names.map((zone) => el("li", {},
       swatch(zoneColor(zone)), el("span", { text: spaced(zone) }),
       bar(shares[zone], top, zoneColor(zone)), el("b", { text: percent(shares[zone]) })))),
@@ -112,13 +112,12 @@ function settings(title, values) {
 const { shown, total } = data.points;
 
 function fillSampling(section) {
-  const placed = given(counts.rows) && given(counts.fit_rows) ? counts.rows - counts.fit_rows : null;
   section.append(el("h2", { id: "sampling-title", text: "Rows and parameters" }), facts([
     ["Rows in the window", count(counts.rows_in_window)],
     ["Left out over the limit of a request", count(counts.over_request_limit)],
     ["Rows of the run", count(counts.rows)],
     ["The map is fitted on", count(counts.fit_rows)],
-    ["Placed by their nearest fitted rows", count(placed)],
+    ["Placed by their nearest fitted rows", count(counts.rows - counts.fit_rows)],
     ["Drawn on this page", `${count(shown)} of ${count(total)}`],
     ["Prototypes of the classifier", count(counts.landmarks)],
     ["Engine", data.engine],

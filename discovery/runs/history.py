@@ -108,24 +108,17 @@ def check_descent(before: Manifest, after: Manifest, known: Ancestry) -> None:
     if before["run_id"] in known.runs:
         return
     a, b = (" / ".join(identity_of(manifest).values()) for manifest in (before, after))
+    first, last = before["run_id"], after["run_id"]
+    reason = f"{last} comes from {', '.join(known.runs[:-1][-3:])}"
     if a != b:
         reason = f"they are of {a} and of {b}"
     elif len(known.runs) == 1:
-        reason = f"{after['run_id']} is the first of its lineage"
-    else:
-        reason = f"{after['run_id']} comes from {', '.join(known.runs[:-1][-3:])}"
-    raise ArtifactError(
-        f"{before['run_id']} and {after['run_id']} are not of one lineage: {reason}"
-    )
+        reason = f"{last} is the first of its lineage"
+    raise ArtifactError(f"{first} and {last} are not of one lineage: {reason}")
 
 
 def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
-    """Compose the events of several runs.
-
-    Args:
-        start: the cluster ids before them.
-        steps: the events, in the order of the runs.
-    """
+    """Compose events, which are in the order of the runs; `start` are the cluster ids before."""
     first = set(start)
     origins: dict[int, tuple[int, ...]] = {cluster: (cluster,) for cluster in first}
     through: dict[int, tuple[int, ...]] = {}
@@ -266,10 +259,18 @@ def story(
         and cluster_ids; deleted_runs: those of nights whose folder is gone.
     """
     events = history(manifest)
-    birth = _birth(cluster, events, known, seen)
-    if birth is None:
-        return None
     own = [event for event in events if event["cluster_id"] == cluster]
+    births = [
+        {name: event[name] for name in ("run_id", "event", "parents")}
+        for event in own
+        if event["event"] in ("born", "split")
+    ]
+    # In a lineage without events, where it is first seen.
+    first = (run for run in known.runs if cluster in seen.get(run, {}))
+    births += [{"run_id": run, "event": "born", "parents": []} for run in first]
+    if not births:
+        return None
+    birth = births[0]
     ending = next((event for event in own if event["event"] in ("died", "absorbed")), None)
     recorded = {event["run_id"]: str(event["label"]) for event in reversed(own)}
     begin = known.runs.index(birth["run_id"])
@@ -301,14 +302,3 @@ def story(
         ],
         "deleted_runs": [run["run_id"] for run in runs if run["run_id"] in known.gone],
     }
-
-
-def _birth(
-    cluster: int, events: Sequence[Event], known: Ancestry, seen: Mapping[str, Clusters]
-) -> Event | None:
-    """Where the id was given out; in a lineage without events, where it is first seen."""
-    for event in events:
-        if event["cluster_id"] == cluster and event["event"] in ("born", "split"):
-            return {name: event[name] for name in ("run_id", "event", "parents")}
-    first = next((run for run in known.runs if cluster in seen.get(run, {})), None)
-    return {"run_id": first, "event": "born", "parents": []} if first else None

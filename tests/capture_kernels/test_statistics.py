@@ -14,9 +14,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from paged import DEVICE, HUGE, SLOW, assert_close, cases, paged_case, without_waiting  # noqa: E402
 
-from capture_kernels.constants import LOGSUMEXP  # noqa: E402
+from capture_kernels.decode.key_pass import column_ranges, next_flush  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
-from capture_kernels.decode.ranges import column_ranges, next_flush  # noqa: E402
 from capture_kernels.decode.step.schedule import PageTable  # noqa: E402
 from capture_kernels.decode.tuning import PAIRS, Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
@@ -28,7 +27,7 @@ from capture_kernels.fingerprint.vector import (  # noqa: E402
     log2_bins,
     place_bins,
 )
-from capture_kernels.launch import HeadGroups  # noqa: E402
+from capture_kernels.launch import LOGSUMEXP, HeadGroups  # noqa: E402
 
 # Where a device answers these tests are for it; elsewhere kernels are interpreted.
 ON_GPU = DEVICE == "cuda"

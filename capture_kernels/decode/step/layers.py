@@ -1,10 +1,8 @@
 """Layers of a step that are finished together: one launch passes over the keys of all of them.
 
-A captured layer needs a pass over its keys and then a merge. A plan may put both off until several
-layers have run, and so launch each kernel once for all of them. Triton has no arrays of tensors,
-so the addresses of the layers' inputs are written to a table on the device, which the kernels read.
-A pass over a single layer takes its inputs as arguments and writes the table itself, for the
-kernels after it.
+Triton has no arrays of tensors, so the addresses of the layers' inputs are written to a table on
+the device, which the kernels read. A pass over a single layer takes its inputs as arguments and
+writes the table itself, for the kernels after it.
 
 Tensors (A layers, rounded up to whole launches of `note_layers`):
     addresses    int64[A, 4]  of a layer's keys, their scales, its learned sinks and its queries
@@ -79,21 +77,16 @@ class PendingLayers:
         lines = triton.cdiv(capacity, self._noted) * self._noted
         self.addresses = torch.zeros((lines, ADDRESSES.value), dtype=torch.int64, device=device)
         self._layers: list[dict[str, Any]] = []
-        self._kind: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def clear(self) -> None:
-        self._layers.clear()
-
     def accepts(self, arguments: dict[str, Any]) -> bool:
         """Whether a layer with these launch arguments is like those that wait."""
-        return not self._layers or self._kind == _kind(arguments)
+        return not self._layers or _kind(self._layers[-1]) == _kind(arguments)
 
     def add(self, arguments: dict[str, Any]) -> None:
         self._layers.append(arguments)
-        self._kind = _kind(arguments)
 
     def take(self) -> list[dict[str, Any]]:
         """The launch arguments of the layers that wait, which then wait no longer."""

@@ -5,9 +5,8 @@ Mathematics, for the query of one head and key k:
     x = scale * descale * (q . k);    x := cap * tanh(x / cap) if logits are capped
 
 A product of matrices has at least 8 columns, more than the query heads of one key head often fill.
-So several key heads may be joined: a key is then their dims, one key head after another, and a
-query is 0 outside the dims of its own key head. (A key that is not finite then spoils all joined
-heads.)
+So several key heads may be joined: a key is then their dims in turn, and a query is 0 outside those
+of its own key head. (A key that is not finite then spoils all joined heads.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LOG2_E
+from capture_kernels.launch import LOG2_E
 
 
 @triton.jit

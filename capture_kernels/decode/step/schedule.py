@@ -9,10 +9,9 @@ every quantity of a fingerprint is a sum over a range of distances:
     real <= d < seen       keys that no fingerprint describes (masked prefix, outside the
                            visibility's window); read for the attention output only
 
-A row's keys are cut into blocks of `block_keys`. The blocks of all rows, in order, are shared out
-evenly over P programs ("stream-K"), whatever the lengths are. A disabled row has no blocks. The
-blocks that program p has of row r are one split of that row. p + r is different for every split,
-so the split's partial result is stored there.
+A row's keys are cut into blocks of `block_keys`; a disabled row has none. The blocks of all rows,
+in order, are shared out evenly over P programs ("stream-K"). Those that program p has of row r are
+one split of that row; its partial result is stored at p + r, different for every split.
 
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
@@ -165,7 +164,7 @@ class PageTable(NamedTuple):
     def of_requests(
         cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
     ) -> PageTable:
-        """Raises OptionError for other shapes, types or strides."""
+        """OptionError for other shapes, types or strides."""
         if req_to_token.dim() != 2 or req_to_token.stride(1) != 1:
             raise OptionError("req_to_token must be [requests, longest], contiguous by request")
         _check_indices(req_to_token[:0].view(-1), "req_to_token")
@@ -218,17 +217,9 @@ class Schedule:
     @property
     def arguments(self) -> dict[str, Any]:
         """What kernels that read the rows are launched with, by name."""
-        return {
-            "kv_slots": self.kv_slots,
-            "base": self.base,
-            "row_table": self.row_table,
-            "block_ptr": self.block_ptr,
-            "program_ptr": self.program_ptr,
-            "num_rows": self.num_rows,
-            "programs": self.programs,
-            "max_rows": self.max_rows,
-            "ROWS": triton.next_power_of_2(self.max_rows),
-        }
+        names = ("kv_slots", "base", "row_table", "block_ptr", "program_ptr", "num_rows")
+        step = {name: getattr(self, name) for name in (*names, "programs", "max_rows")}
+        return {**step, "ROWS": triton.next_power_of_2(self.max_rows)}
 
     def run(
         self,
@@ -243,10 +234,9 @@ class Schedule:
         Args:
             table: the rows' keys. Its tensors are read here and by the kernels that follow.
             enabled: bool or uint8[R], the rows to describe; None for all.
-            num_active: int32[1] on the device: the first so many rows are requests, the rest pads
-                the batch of a CUDA graph; None if all are requests.
-            masks: int32[R] on the device, the masked prefix of each row; None for that of the
-                visibility.
+            num_active: int32[1] on the device: how many first rows are requests, the rest pads the
+                batch of a CUDA graph; None for all.
+            masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
 
         Raises:
             OptionError: more rows than planned, or flags of another form.

@@ -2,11 +2,9 @@
 
 Mathematics. The pass goes over a split in tiles of `TILE` keys. Each lane of the tile sees every
 TILE-th key, and these keys are a bucket; where a row has many splits, several lanes share a bucket.
-Of a bucket the pass keeps the two largest logits, ordered by value and then by age, with the keys'
-indices in the bucket, and the largest of the rest. The top k is then searched in what was kept.
-A bucket is uncertain if both kept keys are in that top k and the rest reaches its last value: more
-than two of the true top k may lie in it. Uncertain buckets are read again (`rescan`); a head has
-k / 2 of them at most.
+Of a bucket the pass keeps the two largest logits, with the keys' indices in the bucket, and the
+largest of the rest. A bucket is uncertain if both kept keys are in the top k of what was kept and
+the rest reaches its last value. Uncertain buckets, k / 2 of a head at most, are read again.
 
 Tensors (P programs, R rows, H chosen query heads, C buckets):
     candidates  int64[P + R, H, 2, C]  of split p + r (`schedule`). Line 0: the first logit in the
@@ -21,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOWEST
+from capture_kernels.launch import LN_2, LOWEST
 
 from .sort_key import NOTHING, number_of, pack, value_of
 
@@ -91,11 +89,6 @@ def halves(upper, lower):
     """An int64 of a float32 and an int32."""
     upper = upper.to(tl.int32, bitcast=True).to(tl.int64) << 32
     return upper | (lower.to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def upper_half(word):
-    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -171,6 +164,7 @@ def kept_key(
     if SECOND:
         word = tl.load(at + BUCKETS, mask=there, other=0)
     block = first_block(program_ptr, program, there, begin)
-    packed = pack(upper_half(word), distance_of(block, index, bucket, TILE, TILES, BUCKETS))
+    value = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    packed = pack(value, distance_of(block, index, bucket, TILE, TILES, BUCKETS))
     rest = lower_half(word).to(tl.float32, bitcast=True)
     return tl.where(index != ABSENT, packed, NOTHING), rest

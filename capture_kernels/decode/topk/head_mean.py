@@ -5,7 +5,13 @@ Mathematics, with the logit x_hd of head h and the key at distance d, and lse_h 
     p_d = (1/H) sum_h exp(x_hd - lse_h)
 
 From the logits that the pass has kept, or, for rows whose logits had no room, from their keys, read
-again. The top k is selected by `tree_select`, which needs the largest p of every block.
+again.
+
+Tree selection of the top K (`tree_select`), sorting only a few values at a time: cut the values
+into groups of neighbours and order the groups by their largest value, of equal ones the older
+first. Every value of the top K lies in one of the first K groups, because the largest values of
+these come before every value of a later group. The first K groups are found and cut into four parts
+each, the first K parts are found, and so on until a part is one value.
 
 Tensors: those of `topk.plan`, which launches this, and
     hubs  float32[R, longest]  sums of p by position, over layers and steps
@@ -16,13 +22,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LOG2_E, LOGSUMEXP
 from capture_kernels.decode.step.layers import layer_inputs
 from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
 from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+from capture_kernels.launch import LOG2_E, LOGSUMEXP
 
-from .sort_key import NOTHING, number_of, value_of, write_top
-from .tree_select import first_values, tree_select
+from .sort_key import NOTHING, largest_of, number_of, pack, value_of, write_top
+
+# Values that a program holds at a time; more would spill its warps' registers.
+VALUES_AT_ONCE = tl.constexpr(2048)
 
 
 @triton.jit
@@ -106,9 +114,9 @@ def head_mean(
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
-    Blocks with logits come first and are shared out evenly, in order, layer after layer. Blocks
-    without cost far more and are taken in turns. With HUBS a program takes a block of all layers:
-    no other program adds to the same hubs, so that the order of the sums never changes.
+    Blocks with logits come first and are shared out evenly; the others, which cost far more, are
+    taken in turns. With HUBS a program takes a block of all layers, so that the order of the sums
+    never changes.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
@@ -183,6 +191,56 @@ def head_mean(
             block += turns
 
 
+@triton.jit
+def narrowed(groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr):
+    """The first SIZE parts of the first SIZE groups of FROM values each.
+
+    Groups are packed as (largest value, number of the group). Values from number `limit` on do not
+    exist.
+    """
+    PARTS: tl.constexpr = FROM if FROM < 4 else 4
+    TO: tl.constexpr = FROM // PARTS
+    ROOM: tl.constexpr = VALUES_AT_ONCE // (SIZE * PARTS)
+    STEP: tl.constexpr = TO if TO < ROOM else ROOM
+    there = (value_of(groups) > float("-inf"))[:, None, None]
+    part = number_of(groups)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    first = part[:, :, None] * TO
+    lane = tl.arange(0, STEP)[None, None, :]
+    largest = tl.full([SIZE, PARTS], float("-inf"), tl.float32)
+    for skip in tl.static_range(0, TO, STEP):
+        at = first + skip + lane
+        value = tl.load(values + at, mask=there & (at < limit), other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(value, 2))
+    return largest_of(pack(largest, part), SIZE * PARTS, SIZE)
+
+
+@triton.jit
+def first_values(groups, values, limit, FROM: tl.constexpr, SIZE: tl.constexpr):
+    """The first SIZE values of the first SIZE groups of FROM values, by `narrowed`."""
+    for level in tl.static_range(0, 10):
+        if (FROM >> (2 * level)) > 1:
+            groups = narrowed(groups, values, limit, FROM >> (2 * level), SIZE)
+    return groups
+
+
+@triton.jit
+def tree_select(values, count, COUNT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr):
+    """The first SIZE of `count` <= COUNT values, packed as (value, number): int64[SIZE]. The search
+    begins with groups of SPAN values."""
+    SPANS: tl.constexpr = COUNT // SPAN
+    ROOM: tl.constexpr = VALUES_AT_ONCE // SPANS
+    STEP: tl.constexpr = SPAN if SPAN < ROOM else ROOM
+    span = tl.arange(0, SPANS)
+    lane = tl.arange(0, STEP)[None, :]
+    largest = tl.full([SPANS], float("-inf"), tl.float32)
+    for skip in tl.static_range(0, SPAN, STEP):
+        at = span[:, None] * SPAN + skip + lane
+        value = tl.load(values + at, mask=at < count, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(value, 1))
+    best = largest_of(pack(largest, span), SPANS, SIZE)
+    return first_values(best, values, count, SPAN, SIZE)
+
+
 @triton.jit(do_not_specialize=["num_rows", "first_layer"])
 def top_mean(
     mean_keys, mean_maxima, chosen_blocks, positions, top_values, row_table, block_ptr, num_rows,
@@ -208,3 +266,12 @@ def top_mean(
         best = first_values(best, values, (end - begin) * BLOCK, BLOCK, SIZE)
     line = (first_layer + layer) * max_rows + row
     write_top(best, line, position, 0.0, positions, top_values, top_values, K, SIZE, True)
+
+
+def spans(count: int, size: int) -> tuple[int, int]:
+    """COUNT and SPAN for `tree_select` of `count` values: powers of two, SPAN one of 4, so that
+    the first groups are few enough to sort."""
+    count, span = max(size, triton.next_power_of_2(count)), 1
+    while count // span > max(64, 4 * size):
+        span *= 4
+    return count, span

@@ -8,11 +8,8 @@ Mathematics, for one row, with the logit x_hd of head h and the key at distance 
 with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
 larger distance, comes first (`sort_key`).
 
-Of a head, the pass keeps two keys of each bucket (`buckets`), `finish` merges them (`merge`), and
-uncertain buckets are read again (`rescan`). For the head mean, the pass writes all logits of a row;
-p is made of them (`head_mean`) and searched (`tree_select`). Rows beyond the scratch have their
-keys read again instead: once for p, and chosen blocks once more for the top k. Of a row, the logits
-of all blocks are kept, or none.
+For the head mean, the pass writes all logits of a row, or none if they have no room. A row without
+logits has its keys read again: once for p, and chosen blocks once more for the top k.
 
 Tensors (L layers, A pending at once, R rows, H chosen query heads, P programs, C buckets, N keys in
 a block; K rounded up to a power of two):
@@ -42,9 +39,8 @@ from capture_kernels.errors import OptionError
 from capture_kernels.launch import HeadGroups, launch, processors
 
 from .buckets import ABSENT
-from .head_mean import head_mean, top_mean
+from .head_mean import head_mean, spans, top_mean
 from .rescan import merge_mean_tops, rescan_heads, rescan_mean
-from .tree_select import spans
 
 LARGEST_K = 64
 # Programs that share the chosen blocks of one row.
@@ -77,11 +73,8 @@ class TopK(NamedTuple):
 class TopKPlan:
     """Buffers and launches of the top k.
 
-    A run neither allocates, copies nor waits, so that a CUDA graph can hold it.
-
     Attributes:
-        pending_layers: for how many layers the scratch has workspaces: so many may wait to be
-            finished together.
+        pending_layers: for how many layers the scratch has workspaces.
         arguments: what `finish` is launched with.
         workspaces: what a pass over a single layer is launched with, by workspace; a pass over
             several layers takes the first one's.
@@ -106,10 +99,9 @@ class TopKPlan:
         for name, asked in (("top_k", k), ("mean_top_k", mean_k)):
             if not 0 <= asked <= LARGEST_K:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
-        if self.tile < power(max(k, mean_k)):
-            raise OptionError(
-                f"a tile of {self.tile} keys: use a power of two, as large as the top k"
-            )
+        tile = self.tile
+        if tile < power(max(k, mean_k)):
+            raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
         self._row_blocks = triton.cdiv(schedule.max_length, block_keys)
         blocks = max_rows * self._row_blocks
         has_mean = bool(mean_k) or self.hubs
@@ -215,15 +207,8 @@ class TopKPlan:
         return TopK(*(each[layer, :rows] for each in self.answers))
 
     def launch(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
-        """Launch what follows `finish`: the rescan of queued heads, the head mean and its top k.
-
-        Args:
-            step: what `finish` was launched with.
-            layers: how many layers were finished.
-            hubs: float32[R, longest], the last axis contiguous: mean probabilities are added to it
-                by position as `TopK` counts it; what lies beyond `longest` is left out. None for
-                none.
-        """
+        """Launch what follows `finish`, with what it was launched with: the rescan of queued heads,
+        the head mean of the finished layers, which is added to `hubs` if given, and its top k."""
         rows, heads = step["num_rows"], self.groups.count
         most = processors(self.scheduled.device)
         if self.k:

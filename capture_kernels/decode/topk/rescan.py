@@ -1,12 +1,9 @@
 """Rescan: keys that are read again because what the pass has kept does not decide a top k.
 
-Mathematics: the logits of `step.logits`, computed again, for two cases.
-
-Of a head, every key of the uncertain buckets that `finish` has queued. If all logits were kept for
-the head mean, they are read instead of the keys.
-
-Of the head mean of rows whose logits had no room, the blocks that `top_mean` has chosen. They are
-shared out to several programs, each of which makes a top k of its own; then these are merged.
+Mathematics: the logits of `step.logits`, computed again. Of a head, every key of the uncertain
+buckets that `finish` has queued; if all logits were kept for the head mean, they are read instead.
+Of the head mean of rows whose logits had no room, the blocks that `top_mean` has chosen, shared out
+to several programs, whose top k are then merged.
 
 Tensors: those of `topk.plan`, which launches this.
 """
@@ -16,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LN_2, LOGSUMEXP
 from capture_kernels.decode.step.layers import layer_inputs
 from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+from capture_kernels.launch import LN_2, LOGSUMEXP
 
 from .buckets import distance_of, first_block, lower_half
 from .head_mean import mean_of_tile, probability_shifts
@@ -133,10 +130,9 @@ def rescan_heads(
                         STRIDE_KS, HEAD_DIM, BUCKETS_AT_ONCE * KEYS_AT_ONCE, BLOCK_D, SOFT_CAP,
                     )  # fmt: skip
                     x = tl.reshape(x, [BUCKETS_AT_ONCE, KEYS_AT_ONCE])
-                    # The pass added these products up in another order, and has kept their largest
-                    # logit, `rest`. So no logit may exceed it, and the largest of them, if within
-                    # rounding, is set to it: then keys that were equal in the pass, here and in
-                    # other buckets, are equal again and tie by age.
+                    # The pass added these products up in another order and has kept their largest
+                    # logit, `rest`. No logit may exceed it, and the largest, if within rounding, is
+                    # set to it: keys that were equal in the pass are equal again and tie by age.
                     near = x > rest - ROUNDING * tl.maximum(tl.abs(rest), 1.0)
                     near &= x == tl.max(x, 1)[:, None]
                     x = tl.where(near, rest, tl.minimum(x, rest))

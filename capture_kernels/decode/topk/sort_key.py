@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from capture_kernels.constants import LOG2_E
+from capture_kernels.launch import LOG2_E
 
 # Packed (-inf, 0): no key comes after it.
 NOTHING = tl.constexpr(-2139095041 << 32)
@@ -37,11 +37,8 @@ def number_of(packed):
 
 @triton.jit
 def total(values, SIZE: tl.constexpr):
-    """The sum of float32[SIZE], a power of two, as `tl.topk` leaves them: float32[1].
-
-    Halves are added again and again. After a sort of few values several threads hold copies, and
-    Triton 3.6's own reduction then counts some twice.
-    """
+    """The sum of float32[SIZE], a power of two, as `tl.topk` leaves them: float32[1]. By halves:
+    after a sort of few values threads hold copies, and Triton 3.6's reduction counts some twice."""
     for level in tl.static_range(0, 6):
         if SIZE >> (level + 1):
             values = tl.sum(tl.reshape(values, [2, SIZE >> (level + 1)]), 0)

@@ -1,15 +1,19 @@
-"""The device's memory: one pool for all libraries, and what happens when it is full."""
+"""The device: one pool of memory for all libraries, what happens when it is full, and our CUDA
+kernels, compiled by CuPy at first use and kept in its cache on disk."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from discovery.engines.gpu_memory import GpuMemoryErrors, is_gpu_out_of_memory
 
 # A process keeps one part in so many of its device where it is not in use.
 POOL_SHARE = 8
+THREADS = 128
+FOLDER = Path(__file__).parent
 
 Result = TypeVar("Result")
 
@@ -51,3 +55,19 @@ def freed_when_full(method: Callable[..., Result]) -> Callable[..., Result]:
             return method(engine, *arguments)
 
     return run
+
+
+@functools.cache
+def module(source: str, k: int) -> Any:
+    """The kernels of a .cu file, compiled for lists of k neighbours."""
+    import cupy
+
+    code = (FOLDER / source).read_text(encoding="utf-8")
+    # Without fused products a GPU rounds as a CPU does, and gives the same tree to the bit.
+    return cupy.RawModule(code=code, options=("-std=c++17", "-fmad=false", f"-DK={k}"))
+
+
+def launch(k: int, name: str, threads: int, *arguments: Any) -> None:
+    """Run a kernel of spanning_tree.cu on the current stream: see `plane.py`."""
+    kernel = module("spanning_tree.cu", k).get_function(name)
+    kernel((-(-threads // THREADS),), (THREADS,), arguments)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from discovery.engines.protocol import Clustering, Search
 
-from .device import freed_when_full, set_up_device
+from .device import freed_when_full, launch, set_up_device
 from .hdbscan import clusters_of_tree
-from .kernels import launch
 from .neighbors import PROBES, Neighbors, lists_of, measured_recall
 from .plane import nearest, plane_tree, spanning_tree
 
@@ -28,7 +27,7 @@ UMAP_RANGE = np.float32(10.0)
 
 
 def epochs_for(rows: int) -> int:
-    """Epochs of a layout of so many rows."""
+    """Epochs of a layout of as many rows."""
     return FEW_ROWS_EPOCHS if rows <= FEW_ROWS else EPOCHS
 
 

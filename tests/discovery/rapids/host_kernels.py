@@ -18,7 +18,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class HostLaunch:
-    """Stands in for `discovery.engines.rapids.kernels.Launch`.
+    """Stands in for `discovery.engines.rapids.plane.Launch`.
 
     Args:
         folder: where the libraries are built.

@@ -47,7 +47,7 @@ def test_auto_is_rapids_where_a_gpu_answers():
 def test_the_tree_is_the_hosts_to_the_bit(n, tmp_path):
     import cupy
 
-    from discovery.engines.rapids.kernels import launch
+    from discovery.engines.rapids.device import launch
     from discovery.engines.rapids.plane import spanning_tree
 
     for points in (blobs(n), np.round(blobs(n))):
