@@ -206,8 +206,8 @@ class Command(Struct, kw_only=True):
 
 # The events that end a run.
 ENDS = (RunFinished, RunFailed, RunInterrupted)
-LOGGED = tuple(Event.__subclasses__())
-TO_ONE_CLIENT = (Hello, Answer, Pong)
+LOGGED: tuple[type[Message], ...] = tuple(Event.__subclasses__())
+TO_ONE_CLIENT: tuple[type[Message], ...] = (Hello, Answer, Pong)
 COMMANDS: tuple[CommandName, ...] = CommandName.__args__  # type: ignore[attr-defined]
 STAGE_NAMES: tuple[StageName, ...] = StageName.__args__  # type: ignore[attr-defined]
 
