@@ -54,7 +54,7 @@ def describe_clusters(
     run_tokens = RunTokens(run.tokens, token_text)
     found = [profiles.cluster(index) for index in range(profiles.clusters)]
     groups = [run_tokens.groups(profile.tokens) for profile in found]
-    claimed = [claims(found[i], run, own, layout) for i, own in enumerate(groups)]
+    claimed = [list(claims(found[i], run, own, layout)) for i, own in enumerate(groups)]
     labels = _labels(found, claimed, layout, earlier)
     return [
         Described(
@@ -189,21 +189,17 @@ def event_in_words(
 ) -> str:
     """One of `discovery.algorithms.lineage.events` as a sentence, with the labels by id of this
     run's clusters and of the parent's."""
-
     kind, cluster = event["event"], event["cluster_id"]
     gone = kind in ("died", "absorbed")
     name = f"{cluster} ({(parent_labels if gone else labels)[cluster]})"
     parents = [f"{parent} ({parent_labels[parent]})" for parent in event["parents"]]
-    match kind:
-        case "kept":
-            return f"{name} went on"
-        case "merged":
-            return f"{name} took in {' and '.join(parents[1:])}"
-        case "split":
-            return f"{name} came off {parents[0]}"
-        case "born":
-            return f"{name} is new"
-        case "absorbed":
-            (child,) = event["children"]
-            return f"{name} is now part of {child} ({labels[child]})"
-    return f"{name} is gone"
+    children = [f"{child} ({labels[child]})" for child in event["children"]]
+    words = {
+        "kept": "went on",
+        "merged": f"took in {' and '.join(parents[1:])}",
+        "split": f"came off {''.join(parents[:1])}",
+        "born": "is new",
+        "absorbed": f"is now part of {''.join(children)}",
+        "died": "is gone",
+    }
+    return f"{name} {words[kind]}"

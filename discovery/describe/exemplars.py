@@ -49,19 +49,12 @@ def candidates(
     # The nearest row of each request of each cluster,
     pair = own << 32 | request[rows]
     order = xp.argsort(pair, kind="stable")
-    first = xp.sort(order[begins(pair[order])])
+    first = xp.sort(order[xp.diff(pair[order], prepend=-1) != 0])
     # and the nearest `most` of those.
     first = first[xp.argsort(own[first], kind="stable")]
     rank = xp.arange(len(first)) - xp.searchsorted(own[first], own[first])
     first = first[rank < most]
     return Candidates(on_host(rows[first]), on_host(apart[first]))
-
-
-def begins(values: Any) -> Any:
-    """Where a new value begins in a sorted array [n]: bool[n]."""
-    new = array_module(values).ones(len(values), bool)
-    new[1:] = values[1:] != values[:-1]
-    return new
 
 
 class Exemplars:

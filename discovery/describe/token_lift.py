@@ -65,11 +65,6 @@ class TokenGroup(NamedTuple):
     lift: float
     least_lift: float
 
-    @property
-    def information(self) -> float:
-        """What the group says of the cluster, in bits a row: share times log2 of the lift."""
-        return self.share * float(np.log2(max(self.lift, 1e-9)))
-
 
 def kinds_of(text: str) -> list[str]:
     """The kinds of a token by its text as `pipeline.token_text.visible` shows it."""
@@ -155,7 +150,8 @@ class RunTokens:
             for phrase, kind, rows, *of_group in zip(phrases, kinds, inside, *lifts, strict=True)
             if rows >= least_rows
         ]
-        return sorted(groups, key=lambda group: (-group.information, group.phrase))
+        # In bits a row: share times log2 of the lift.
+        return sorted(groups, key=lambda g: (-g.share * np.log2(max(g.lift, 1e-9)), g.phrase))
 
     def _lifts(
         self, inside: NDArray[np.float64], outside: NDArray[np.float64], rows: int

@@ -86,9 +86,7 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
 def even_rows(total: int, most: int) -> NDArray[np.int64]:
     """The rows of an even, seeded sample of `total`: int64[min(total, most)], ascending."""
     count = min(total, most)
-    if count == total:
-        return np.arange(total)
-    edges = np.arange(count + 1) * total // count
+    edges = np.arange(count + 1) * total // max(count, 1)
     return np.random.default_rng(0).integers(edges[:-1], edges[1:])
 
 
