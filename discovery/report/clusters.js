@@ -20,13 +20,12 @@ function cameFrom({ cluster_id: id, born_in: born, parents, persistence }) {
 }
 
 function distances(cluster) {
-  const [local, mid, long, entropy] = cluster.centroid;
   const bands = isLayered
     ? ["under 10 back", "10 to 99", "100 and more"] : ["under 8 back", "8 to 255", "256 and more"];
-  const words = [local, mid, long].map((share, i) => `${bands[i]} ${percent(share)}`).join(" · ");
+  const words = bands.map((band, i) => `${band} ${percent(cluster.centroid[i])}`).join(" · ");
   return field(isLayered ? "Where in the context it looks, and how evenly" : "How far back it looks, in tokens",
     fingerprintPicture(cluster),
-    el("p", { class: "quiet", text: `${words} · entropy ${entropy.toFixed(2)}` }));
+    el("p", { class: "quiet", text: `${words} · entropy ${cluster.centroid[3].toFixed(2)}` }));
 }
 
 function phases(cluster) {

@@ -61,7 +61,7 @@ function fillLegend() {
 }
 
 segments($("color-by"), "color",
-  Object.entries(modes).map(([name, mode]) => [name, mode.label]), state.colorBy,
+  Object.keys(modes).map((name) => [name, sentence(name)]), state.colorBy,
   (name) => {
     state.colorBy = name;
     search.value = "";

@@ -44,7 +44,7 @@ function driftTable(drift, name, label, color) {
   })).sort((a, b) => Math.abs(b.now - b.then) - Math.abs(a.now - a.then) || (a.key < b.key ? -1 : 1));
   const top = Math.max(...rows.map((row) => Math.max(row.then, row.now)), 0.01);
   const x = (share) => 4 + (152 * share) / top;
-  const lines = rows.map(({ key, then, now }) => el("tr", {},
+  const lines = rows.map(({ key, then, now }, index) => el("tr", { hidden: index >= MOST_DRIFTS },
     el("th", { scope: "row" }, swatch(color(key)), label(key)),
     [percent(then), percent(now)].map(numberCell),
     el("td", {}, svg("svg", { class: "dumbbell", viewBox: "0 0 160 16", "aria-hidden": "true" },
@@ -53,15 +53,12 @@ function driftTable(drift, name, label, color) {
       svg("circle", { class: "then", cx: x(then), cy: 8, r: 3.5 }),
       svg("circle", { class: "bar", ink: color(key), cx: x(now), cy: 8, r: 4 })))));
   const frame = table([["", ""], ["Then", "number"], ["Now", "number"], ["", ""]], lines, name);
-  const rest = lines.slice(MOST_DRIFTS);
-  const hide = (hidden) => rest.forEach((line) => (line.hidden = hidden));
-  hide(true);
-  const more = el("button", { type: "button", class: "more", text: `Show all ${rows.length}` });
-  more.onclick = () => {
-    hide(false);
-    more.remove();
+  const showAll = (event) => {
+    for (const line of lines) line.hidden = false;
+    event.target.remove();
   };
-  return [frame, rest.length ? more : null];
+  return [frame, lines.length > MOST_DRIFTS
+    ? el("button", { type: "button", class: "more", text: `Show all ${rows.length}`, onclick: showAll }) : null];
 }
 
 function driftBlock(drift, title, ...how) {
@@ -77,7 +74,6 @@ function driftBlock(drift, title, ...how) {
 }
 
 function fillQuality(section) {
-  section.append(el("h2", { id: "quality-title", text: "Quality" }));
   const quality = data.quality || {};
   const gate = quality.gate || {};
   if ((gate.checks || []).length) {
