@@ -122,20 +122,16 @@ def claims(
     for group in groups:
         margin = min((group.share - 0.12) / 0.04, (group.least_lift - 1.7) / 0.3)
         yield Claim("often", f"often {group.phrase}", None, margin)
-    for low in bumps(-unusual_mass(profile, layout), 0.5, 2):
-        lack = low.mass(profile.usual[bins]) - low.mass(profile.centroid[bins])
-        where = tokens_back([low]) if layout is Layout.LOG16 else named_positions([low])
+    for gap in bumps(-unusual_mass(profile, layout), 0.5, 2):
+        lack = gap.mass(profile.usual[bins]) - gap.mass(profile.centroid[bins])
+        where = tokens_back([gap]) if layout is Layout.LOG16 else named_positions([gap])
         yield Claim("lack", f"hardly {where}", None, (lack - 0.06) / 0.02)
     if layout is Layout.LOG16:
         first = int(np.argmax(profile.octaves[:-1] + profile.octaves[1:]))
         share, usual = (float(p.octaves[first : first + 2].sum()) for p in (profile, run))
         margin = min((share - 0.7) / 0.1, (share - usual - 0.3) / 0.1)
-        yield Claim("context", f"in contexts of {context_range(first)} tokens", None, margin)
+        low = f"{1 if first == 0 else 2**first + 1:,}"
+        seen = f"{low}-{2 ** (first + 2):,}" if first < HIST_BINS - 2 else f"{low} or more"
+        yield Claim("context", f"in contexts of {seen} tokens", None, margin)
     yield Claim("rather", "rather wide", None, (wider - 0.03) / 0.015)
     yield Claim("rather", "rather narrow", None, (-wider - 0.03) / 0.015)
-
-
-def context_range(octave: int) -> str:
-    """How many tokens rows of this octave and the next see: "257-1,024"."""
-    low = 1 if octave == 0 else 2**octave + 1
-    return f"{low:,} or more" if octave + 1 == HIST_BINS - 1 else f"{low:,}-{2 ** (octave + 2):,}"

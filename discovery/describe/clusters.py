@@ -15,7 +15,7 @@ from capture_kernels.fingerprint.vector import LAYERED_BAND_EDGES, Layout
 from pipeline.token_text import TokenText
 
 from .claims import BAND_TRAITS, PHASE_WORDS, SUBJECTS, TRAITS, WEAKER, Claim, claims
-from .focus import focus_phrase, focus_phrases, unusual_mass
+from .focus import eased_phrases, focus_phrases, unusual_mass
 from .profiles import ENTROPY, Profile, Profiles
 from .ranges import bumps, joined, ranges_in_words, shape_bins, shortest_half, token_range
 from .token_lift import LEAST_LIFT, RunTokens, Token, TokenGroup
@@ -90,14 +90,14 @@ def _labels(
     # The largest cluster gets the shortest label.
     rest = set(range(len(found))) - set(taken.values())
     for index in sorted(rest, key=lambda i: (-found[i].size, i)):
-        focus = focus_phrase(found[index], layout)
+        focus = focus_phrases(found[index], layout)[0]
         taken[_new_label(focus, claimed[index], taken, claimed)] = index
     return sorted(taken, key=taken.__getitem__)
 
 
 def _still_describes(label: str, profile: Profile, claimed: list[Claim], layout: Layout) -> bool:
     """Whether a label is a focus and claims that hold, with some slack, for this profile."""
-    focus = "|".join(map(re.escape, focus_phrases(profile, layout)))
+    focus = "|".join(map(re.escape, eased_phrases(profile, layout)))
     phrases = "|".join(re.escape(f", {c.phrase}") for c in claimed if c.phrase and c.margin >= -1)
     # A number that made the label unique claims nothing.
     return bool(re.fullmatch(rf"({focus})({phrases})*( \(\d+\))?", label))

@@ -131,7 +131,6 @@ fillSampling($("sampling"));
 $("map-says").textContent = shown < total
   ? `${count(shown)} of ${count(total)} rows are drawn: an even sample.`
   : `All ${plural(total, "row")} ${total === 1 ? "is" : "are"} drawn.`;
-measureLabels();
 fillLegend();
 rearrange();
 new ResizeObserver(resize).observe(map);

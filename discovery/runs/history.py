@@ -159,14 +159,10 @@ def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def clusters_by_run(
     known: Ancestry, manifests: Mapping[str, Manifest], own: Mapping[str, Clusters]
 ) -> dict[str, Clusters]:
-    """The clusters of each run of an ancestry, as far as they are known: for a run that is gone,
-    those that its child recorded.
-
-    Args:
-        own: by run id, the clusters of the runs that are readable.
-    """
-    found = {run_id: own[run_id] for run_id in known.runs if run_id in manifests}
-    for run_id in list(found):
+    """The clusters of each run of an ancestry, as far as they are known: `own`, those of the runs
+    that are readable, and for a run that is gone those that its child recorded."""
+    found = dict(own)
+    for run_id in own:
         if (parent := manifests[run_id]["parent_run"]) in known.gone:
             recorded = manifests[run_id]["lineage"]["parent_clusters"]
             found[parent] = {c["cluster_id"]: Cluster(c["label"], c["share"]) for c in recorded}
@@ -260,17 +256,13 @@ def story(
     """
     events = history(manifest)
     own = [event for event in events if event["cluster_id"] == cluster]
-    births = [
-        {name: event[name] for name in ("run_id", "event", "parents")}
-        for event in own
-        if event["event"] in ("born", "split")
-    ]
     # In a lineage without events, where it is first seen.
     first = (run for run in known.runs if cluster in seen.get(run, {}))
+    births = [event for event in own if event["event"] in ("born", "split")]
     births += [{"run_id": run, "event": "born", "parents": []} for run in first]
     if not births:
         return None
-    birth = births[0]
+    birth = {name: births[0][name] for name in ("run_id", "event", "parents")}
     ending = next((event for event in own if event["event"] in ("died", "absorbed")), None)
     recorded = {event["run_id"]: str(event["label"]) for event in reversed(own)}
     begin = known.runs.index(birth["run_id"])

@@ -74,12 +74,8 @@ def keepers(
     keep_last: int,
     unfinished: bool,
 ) -> dict[str, list[str]]:
-    """The runs to keep, oldest first, each with the reasons.
-
-    Kept are `latest`, the named runs, the newest finished ones, the newest of each lineage that
-    passed its gate or skipped it, unfinished runs, and the parents of all these. A run that is kept
-    only as a parent does not keep its own parent.
-    """
+    """The runs to keep, oldest first, each with the reasons. A run that is kept only as a parent
+    does not keep its own parent."""
     finished = [run.run_id for run in found if run.finished]
     newest_served = {
         tuple(identity_of(run.manifest).values()): run.run_id
