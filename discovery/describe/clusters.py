@@ -46,7 +46,6 @@ def describe_clusters(
     """Words for every cluster of a run, in the order of the profiles.
 
     Args:
-        profiles: of all rows of the run.
         token_text: text of a token id, as `pipeline.token_text.open_tokens` returns it.
         earlier: by index of the cluster in `profiles`; clusters without a predecessor are absent.
     """

@@ -60,9 +60,8 @@ def candidates(
 class Exemplars:
     """The rows of each cluster nearest to a target, at most one of a request.
 
-    Keeps `most` keys for each cluster, however many rows are added. The result does not depend on
-    how the rows are cut into chunks; of equally near rows the first counts. `reach`, a
-    float64[clusters], is the distance beyond which a row cannot be an exemplar any more.
+    The result does not depend on how the rows are cut into chunks; of equally near rows the first
+    counts. `reach` float64[clusters] is the distance beyond which no row can be an exemplar now.
     """
 
     def __init__(self, clusters: int, most: int) -> None:

@@ -86,12 +86,8 @@ def kinds_of(text: str) -> list[str]:
 
 
 class RunTokens:
-    """The tokens of a run with their texts and kinds, which clusters are compared with.
-
-    Args:
-        counts: of the whole run.
-        token_text: text of a token id as `pipeline.token_text.visible` shows it, or None.
-    """
+    """The tokens of a run with their texts and kinds, which clusters are compared with. `counts`
+    are of the whole run; `token_text` as `pipeline.token_text.open_tokens` returns it."""
 
     def __init__(self, counts: TokenCounts, token_text: TokenText) -> None:
         self.counts = counts

@@ -175,9 +175,8 @@ def compare(
     """What changed between two runs of one lineage.
 
     Args:
-        before, after: the manifests of the earlier run and of the later, which descends from it.
-        then, now: their clusters.
-        known: the ancestry of the later run.
+        before, after: manifests, the later run's descending from the earlier's; then, now: their
+            clusters; known: the ancestry of the later run.
 
     Returns:
         from, to, deleted_between (run ids), rows, clusters, and lists of clusters: merged, split,
@@ -244,8 +243,7 @@ def story(
     """The life of a cluster id up to a run, or None if its lineage never had it.
 
     Args:
-        manifest: of the run that the story ends with.
-        known: its ancestry.
+        manifest: of the run that the story ends with; known: its ancestry.
         seen: by run id, the clusters of the runs of the ancestry, as far as they are known.
 
     Returns:

@@ -37,8 +37,7 @@ def collect(
     """Delete the runs that nothing keeps (see `keepers`), under the output lock.
 
     Args:
-        named: ids of runs to keep.
-        keep_last: how many of the newest finished runs to keep.
+        named: ids of runs to keep; keep_last: how many of the newest finished ones to keep.
         unfinished: delete runs that could still be resumed.
         dry_run: change nothing, and do without the lock.
 
