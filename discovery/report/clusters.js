@@ -94,7 +94,7 @@ function sortCards(by) {
   $("cards").replaceChildren(...order.map((cluster) => cards.get(cluster.cluster_id)));
 }
 
-segments($("sort-by"), "sort", [["share", "Share"], ["name", "Name"], ["age", "Age"]], "share", sortCards);
+segments($("sort-by"), "sort", Object.keys(SORTS), "share", sortCards);
 sortCards("share");
 if (!data.clusters.length) {
   $("cards").append(el("p", { class: "note", text: "No cluster was found: every row is noise." }));

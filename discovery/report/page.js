@@ -141,11 +141,11 @@ const deselect = () => state.selected !== null && select(state.selected);
 
 /** A row of radio buttons that look like one control. */
 function segments(fieldset, name, choices, chosen, onchange) {
-  for (const [value, label] of choices) {
+  for (const value of choices) {
     const input = el("input", {
       type: "radio", name, value, id: `${name}-${value}`, checked: value === chosen,
       onchange: () => onchange(value),
     });
-    fieldset.append(input, el("label", { for: input.id, text: label }));
+    fieldset.append(input, el("label", { for: input.id, text: sentence(value) }));
   }
 }

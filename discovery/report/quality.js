@@ -79,10 +79,9 @@ function fillQuality(section) {
   if ((gate.checks || []).length) {
     section.append(el("h3", { text: "Gate" }), table(CHECK_HEADS, gate.checks.map(checkRow), "Gate"));
   }
-  const names = Object.keys(quality).filter((name) => given(quality[name]));
-  const known = Object.keys(MEANINGS).filter((name) => names.includes(name));
+  const names = Object.keys({ ...MEANINGS, ...quality }).filter((name) => given(quality[name]));
   section.append(el("h3", { text: "Measures" }), el("dl", { class: "measures" },
-    [...new Set([...known, ...names])].map((name) => el("div", {},
+    names.map((name) => el("div", {},
       el("dt", { text: sentence(spaced(name)) }),
       el("dd", {}, el("b", { class: "big", text: name.endsWith("_share") ? percent(quality[name]) : figure(quality[name]) }),
         el("p", { class: "quiet", text: MEANINGS[name] || "" }))))));

@@ -39,27 +39,20 @@ class Ancestry(NamedTuple):
     gone: tuple[str, ...]
 
 
-class Ending(NamedTuple):
-    """How a cluster id ended: the first run without it, "died" or "absorbed", and into what."""
-
-    run_id: str
-    event: str
-    into: tuple[int, ...]
-
-
 class Descent(NamedTuple):
     """The composition of the events of several runs.
 
     origins: by cluster after them, those before them that its rows were in, largest parent first.
     through: by cluster that is new since, the ids that it came off on the way, oldest first.
     since: by the same, the run that gave it its id.
-    ended: by cluster before them whose id is gone, how it ended.
+    ended: by cluster before them whose id is gone, how it ended: run_id (the first run without it),
+        event ("died" or "absorbed") and into.
     """
 
     origins: dict[int, tuple[int, ...]]
     through: dict[int, tuple[int, ...]]
     since: dict[int, str]
-    ended: dict[int, Ending]
+    ended: dict[int, dict[str, Any]]
 
 
 def history(manifest: Manifest) -> list[Event]:
@@ -123,7 +116,7 @@ def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
     origins: dict[int, tuple[int, ...]] = {cluster: (cluster,) for cluster in first}
     through: dict[int, tuple[int, ...]] = {}
     since: dict[int, str] = {}
-    ended: dict[int, Ending] = {}
+    ended: dict[int, dict[str, Any]] = {}
     for run_id, changes in groupby(steps, key=lambda event: event["run_id"]):
         before, way = dict(origins), dict(through)
         gone = []
@@ -140,15 +133,19 @@ def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
                 through[cluster] = () if off is None or off in first else (*way.get(off, ()), off)
         # Last, because an id may be absorbed by one that this same run gave out.
         for event in gone:
-            cluster, into = event["cluster_id"], tuple(event["children"])
-            for child in into:
+            cluster = event["cluster_id"]
+            for child in event["children"]:
                 origins[child] = _union((origins.get(child, ()), before.get(cluster, ())))
             if cluster in first:
-                ended[cluster] = Ending(run_id, event["event"], into)
+                ended[cluster] = _ending(event)
         for event in gone:
             for known in (origins, through, since):
                 known.pop(event["cluster_id"], None)
     return Descent(origins, through, since, ended)
+
+
+def _ending(event: Event) -> dict[str, Any]:
+    return {"run_id": event["run_id"], "event": event["event"], "into": event["children"]}
 
 
 def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -206,11 +203,11 @@ def compare(
             }
             lists["split" if parents else "born"].append(one)
     for cluster in then.keys() - now.keys():
-        ending = found.ended.get(cluster, Ending(after["run_id"], "died", ()))
+        died = {"run_id": after["run_id"], "event": "died", "into": []}
         label, share = then[cluster]
-        one = {"cluster_id": cluster, "label": label, "share_then": share, **ending._asdict()}
+        one = {"cluster_id": cluster, "label": label, "share_then": share}
         lives_on_in = [c for c in now if cluster in found.origins.get(c, ())]
-        lists["died"].append({**one, "into": list(ending.into), "lives_on_in": lives_on_in})
+        lists["died"].append({**one, **found.ended.get(cluster, died), "lives_on_in": lives_on_in})
     for name, clusters in lists.items():
         share_of = "share_then" if name == "died" else "share"
         clusters.sort(key=lambda c: (-c[share_of], c["cluster_id"]))
@@ -277,8 +274,7 @@ def story(
         "run_id": manifest["run_id"],
         "alive": ending is None,
         "born": birth,
-        "ended": ending
-        and {"run_id": ending["run_id"], "event": ending["event"], "into": ending["children"]},
+        "ended": ending and _ending(ending),
         "nights": runs,
         "labels": [{"label": label, "since": next(same)["run_id"]} for label, same in labelled],
         "absorbed": [
