@@ -133,7 +133,8 @@ def decode(
     if "captured_at" in columns:
         made["captured_at"] = stored["captured_at"].cast(pa.int64())
     fields = [record.SCHEMA.field(name) for name in columns]
-    arrays = [{**stored, **made}[field.name].cast(field.type) for field in fields]
+    found = ((field, {**stored, **made}[field.name]) for field in fields)
+    arrays = [a if a.type == field.type else a.cast(field.type) for field, a in found]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
