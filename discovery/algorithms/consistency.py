@@ -69,10 +69,8 @@ def entropy_bound(hist: NDArray[np.float64]) -> NDArray[np.float64]:
     With masses m in bins of w offsets it is -sum m ln m + sum m ln w, which is that of mass spread
     evenly within each bin; the mean over heads is below the entropy of their mean. It is divided by
     ln n, and n is at least one more than the first offset of the last bin with mass. The last of
-    the 16 bins has no end, so the bound of a row with mass there is 1.
-
-    Args:
-        hist: float64[n, 16], rows that sum to about 1, on any device.
+    the 16 bins has no end, so the bound of a row with mass there is 1. `hist` float64[n, 16] has
+    rows that sum to about 1, on any device.
     """
     xp = array_module(hist)
     masses = xp.maximum(hist, 0.0)

@@ -102,8 +102,7 @@ def drift(before: Shares, after: Shares, names: Sequence[str], seed: int) -> dic
     was missed by luck: of a true 2% in 60 requests of nearly one category each, in 20% of the runs.
 
     Args:
-        before, after: shares of the same k categories in both runs.
-        names: the k categories.
+        before, after: shares of the same k categories, `names`, in both runs.
         seed: of the simulation.
 
     Returns:

@@ -90,7 +90,7 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
         event, cluster_id, parents and children: one for each cluster of this run (kept, merged,
         split, born), then one for each of the parent's ids that is gone (died, absorbed).
     """
-    happened: list[Event] = []
+    happened: list[tuple[str, int, list[int], list[int]]] = []
     overlap = np.where(found.linked, found.common, -1.0)
     # Of each parent that is linked to any, the child with the largest overlap.
     largest_child = overlap.argmax(axis=0) if len(ids) else np.empty(0, np.int64)
@@ -100,19 +100,14 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
         parents = parent_ids[own].tolist()
         # Only those whose id ended here: one that went on elsewhere has merely lost rows.
         absorbed = parent_ids[own[ended[own] & (largest_child[own] == index)]].tolist()
-        if not parents:
-            happened.append(event("born", cluster, [], []))
-        elif found.heir_of[index] < 0:
-            happened.append(event("split", cluster, parents, []))
+        if found.heir_of[index] < 0:
+            kind = "split" if parents else "born"
         else:
-            kind = "merged" if absorbed else "kept"
-            happened.append(event(kind, cluster, [cluster, *absorbed], []))
+            kind, parents = "merged" if absorbed else "kept", [cluster, *absorbed]
+        happened.append((kind, cluster, parents, []))
     for index in np.flatnonzero(ended).tolist():
         parent, linked = int(parent_ids[index]), found.linked[:, index].any()
         into = [int(ids[largest_child[index]])] if linked else []
-        happened.append(event("absorbed" if linked else "died", parent, [], into))
-    return happened
-
-
-def event(kind: str, cluster: int, parents: list[int], children: list[int]) -> Event:
-    return {"event": kind, "cluster_id": cluster, "parents": parents, "children": children}
+        happened.append(("absorbed" if linked else "died", parent, [], into))
+    names = ("event", "cluster_id", "parents", "children")
+    return [dict(zip(names, event, strict=True)) for event in happened]

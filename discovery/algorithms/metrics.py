@@ -36,8 +36,7 @@ def map_quality(
 
     Args:
         engine: finds the neighbours on the map; the distances are computed on its device.
-        projected: float32[n, d], in PCA space, n > 2 k.
-        points: float32[n, 2], on the map.
+        projected: float32[n, d], in PCA space, n > 2 k; points: float32[n, 2], on the map.
         k: neighbours of each row.
         sample, seed: how many rows, and which.
     """

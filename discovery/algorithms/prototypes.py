@@ -56,8 +56,7 @@ def train_prototypes(
 
     Args:
         engine: on whose device they are moved.
-        projected: float32[n, d], n > 0.
-        labels: int32[n], -1 for noise.
+        projected: float32[n, d], n > 0; labels: int32[n], -1 for noise.
     """
     rng = np.random.default_rng(seed)
     n = len(projected)

@@ -53,9 +53,8 @@ def within_request_limit(
     """Which rows to keep so that no request has more than `limit`: bool[n].
 
     Args:
-        requests: uint64[n], the rows' request hashes.
-        rows: uint64[n], the rows' own hashes; the lowest of a request are kept.
-        limit: 0 keeps all.
+        requests: uint64[n], the rows' request hashes; rows: uint64[n], their own hashes, of which
+            the lowest of a request are kept; limit: 0 keeps all.
     """
     keep = np.ones(len(requests), bool)
     if limit == 0 or len(requests) <= limit:
@@ -95,10 +94,8 @@ def cell_fit_rows(rows: int, seed: int) -> NDArray[np.int64]:
 def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> NDArray[np.float32]:
     """Centres of the cells for a sample of `size` rows, by k-means: float32[c, d], c <= 256.
 
-    A row belongs to the cell whose centre is nearest.
-
-    Args:
-        projected: float32[n, d], the rows that `cell_fit_rows` returns.
+    A row belongs to the cell whose centre is nearest. `projected` float32[n, d] are the rows that
+    `cell_fit_rows` returns.
     """
     from sklearn.cluster import KMeans
 
@@ -131,13 +128,8 @@ def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -
 
 
 def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """The `quota` rows of each cell with the lowest hashes of their numbers: int64[sum], ascending,
-    on the host.
-
-    Args:
-        cell: uint8[n], on any device.
-        quota: int64[c], at most the number of rows of each cell.
-    """
+    """The `quota` int64[c] rows of each cell with the lowest hashes of their numbers: int64[sum],
+    ascending, on the host. `cell` uint8[n] is on any device; none has fewer rows than its quota."""
     xp = array_module(cell)
     salt = xp.asarray(mix64(np.array([seed], np.uint64)))
     counts = on_host(xp.bincount(cell, minlength=len(quota)))

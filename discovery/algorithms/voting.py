@@ -36,9 +36,8 @@ def vote(
     (100,000 planted rows, 25,000 of them fitted: trustworthiness 0.988 instead of 0.991).
 
     Args:
-        distances: float32[m, k], ascending.
-        labels: int32[m, k], each neighbour's cluster.
-        coordinates: float32[m, k, 2], each neighbour's map coordinates.
+        distances: float32[m, k], ascending; labels: int32[m, k] and coordinates: float32[m, k, 2],
+            each neighbour's cluster and map coordinates.
     """
     xp = array_module(distances)
     weights = 1.0 / (distances + distances[:, :1] + 1e-6)

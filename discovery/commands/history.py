@@ -48,8 +48,15 @@ def diff(
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
     says += diff_in_words(found)
-    in_json = json.dumps({**found, "says": says})
-    print(in_json if as_json else "\n".join([*says, *kept_in_lines(found["kept"])]))
+    if as_json:
+        print(json.dumps({**found, "says": says}))
+        return
+    print(*says, sep="\n")
+    if found["kept"]:
+        print("    id    then     now  kept cluster")
+    for one in found["kept"]:
+        shares = f"{percent(one['share_then']):>6}  {percent(one['share']):>6}"
+        print(f"{one['cluster_id']:>6}  {shares}  {one['label']}")
 
 
 def lineage(
@@ -216,16 +223,6 @@ def _change(one: dict[str, Any]) -> str:
         return f"split: {named} came off {ids(one['parents'])}{way}{where}"
     # What it came off was born since the earlier run too.
     return f"born: {named}{f', off {through}' if through else ''}{where}"
-
-
-def kept_in_lines(kept: list[dict[str, Any]]) -> list[str]:
-    """A table of the clusters that kept their id, by falling change."""
-    heads = ["    id    then     now  kept cluster"] if kept else []
-    return heads + [
-        f"{one['cluster_id']:>6}  {percent(one['share_then']):>6}  {percent(one['share']):>6}  "
-        f"{one['label']}"
-        for one in kept
-    ]
 
 
 def story_in_words(found: dict[str, Any]) -> list[str]:

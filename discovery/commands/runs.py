@@ -17,9 +17,7 @@ from discovery.runs import folder as runs
 from discovery.runs.state import survey
 
 from . import history
-
-Output = Annotated[Path, typer.Option("--output", "--output-dir", help="Folder of the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+from .history import AsJson, Output
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, compare and delete runs.")
 app.command("diff")(history.diff)

@@ -28,8 +28,8 @@ def axes_in_words(
     """What a low and a high value on each axis mean, most variance first.
 
     Args:
-        components: float32[20, d], the loadings: `Projection.components`.
-        explained: float64[d], the axes' shares of the variance, in [0, 1].
+        components: float32[20, d], the loadings; explained: float64[d], the axes' shares of the
+            variance, in [0, 1].
 
     Returns:
         For each axis name ("PC1"), explained, low, high, and says, one sentence.

@@ -18,7 +18,7 @@ from pipeline.record import PHASES
 from .focus import BUMP_CUT, DIFFUSE, unusual_mass
 from .profiles import ENTROPY, Profile
 from .ranges import bumps, named_positions, shape_bins, tokens_back
-from .token_lift import TokenGroup
+from .token_lift import KINDS, TokenGroup
 
 FOCUSED = 0.3
 # Share of the mass that makes a band a trait of the cluster.
@@ -49,18 +49,7 @@ TRAITS = {
     "short_context": "its rows see a quarter of the run's context or less, on average (log16)",
     "long_context": "its rows see four times the run's context or more, on average (log16)",
     **{f"{phase}_phase": f"mostly {phase} rows, far more than the run" for phase in PHASES},
-    "on_line_breaks": "mostly rows of line breaks, more than the run; so are all that follow",
-    "on_blanks": "of blanks and tabs",
-    "on_digits": "of digits",
-    "on_number_starts": "of digits after a blank",
-    "on_words": "of letters",
-    "on_word_starts": "of letters after a blank",
-    "on_word_parts": "of letters without a blank before them",
-    "on_opening_brackets": "of ( [ {",
-    "on_closing_brackets": "of ) ] }",
-    "on_quotes": "of quotes",
-    "on_punctuation": "of any other signs than letters and digits, brackets and quotes included",
-    "on_markers": "of special tokens, as <|eos|>",
+    **{f"on_{kind}": f"mostly rows {phrase}, more than the run" for kind, phrase in KINDS.items()},
 }
 
 
@@ -73,18 +62,11 @@ class Claim(NamedTuple):
     margin: float
 
 
-def claims(profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout) -> list[Claim]:
-    """All claims of a label's further words and of the traits, whatever their margin; of one
-    subject the most informative first. `run` is the profile of all rows."""
-    return [
-        *_strong_claims(profile, run, groups, layout),
-        *_weaker_claims(profile, run, groups, layout),
-    ]
-
-
-def _strong_claims(
+def claims(
     profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout
 ) -> Iterator[Claim]:
+    """All claims of a label's further words and of the traits, whatever their margin; of one
+    subject the most informative first. `run` is the profile of all rows."""
     for group in groups:
         margin = min((group.share - 0.5) / 0.1, (group.least_lift - 1.8) / 0.3)
         yield Claim("tokens", group.phrase, group.kind and f"on_{group.kind}", margin)
@@ -109,8 +91,9 @@ def _strong_claims(
     entropy, usual = float(profile.centroid[ENTROPY]), float(profile.usual[ENTROPY])
     yield Claim("width", "sharp", "focused", (FOCUSED - entropy) / 0.03)
     yield Claim("width", "diffuse", "diffuse", (entropy - DIFFUSE) / 0.05)
-    yield Claim("width", "wide", "wide", (entropy - usual - 0.08) / 0.03)
-    yield Claim("width", "narrow", "narrow", (usual - entropy - 0.08) / 0.03)
+    wider = entropy - usual
+    yield Claim("width", "wide", "wide", (wider - 0.08) / 0.03)
+    yield Claim("width", "narrow", "narrow", (-wider - 0.08) / 0.03)
 
     near, far = LAYERED_BAND_EDGES
     words = (f"within {near} tokens", f"{near}-{far - 1} tokens back", f"{far} or more tokens back")
@@ -135,30 +118,20 @@ def _strong_claims(
         yield Claim("depth", "widest in the early layers", None, (tilt - 0.1) / 0.03)
         yield Claim("depth", "widest in the late layers", None, (-tilt - 0.1) / 0.03)
 
-
-def _weaker_claims(
-    profile: Profile, run: Profile, groups: list[TokenGroup], layout: Layout
-) -> Iterator[Claim]:
-    """What is used only to distinguish two clusters, most informative first."""
+    # What is used only to distinguish two clusters.
     for group in groups:
         margin = min((group.share - 0.12) / 0.04, (group.least_lift - 1.7) / 0.3)
         yield Claim("often", f"often {group.phrase}", None, margin)
-    bins = shape_bins(layout)
-    for low in bumps(-unusual_mass(profile, layout), 0.5, 2):
-        lack = low.mass(profile.usual[bins]) - low.mass(profile.centroid[bins])
-        where = tokens_back([low]) if layout is Layout.LOG16 else named_positions([low])
+    for gap in bumps(-unusual_mass(profile, layout), 0.5, 2):
+        lack = gap.mass(profile.usual[bins]) - gap.mass(profile.centroid[bins])
+        where = tokens_back([gap]) if layout is Layout.LOG16 else named_positions([gap])
         yield Claim("lack", f"hardly {where}", None, (lack - 0.06) / 0.02)
     if layout is Layout.LOG16:
         first = int(np.argmax(profile.octaves[:-1] + profile.octaves[1:]))
         share, usual = (float(p.octaves[first : first + 2].sum()) for p in (profile, run))
         margin = min((share - 0.7) / 0.1, (share - usual - 0.3) / 0.1)
-        yield Claim("context", f"in contexts of {context_range(first)} tokens", None, margin)
-    entropy = float(profile.centroid[ENTROPY] - profile.usual[ENTROPY])
-    yield Claim("rather", "rather wide", None, (entropy - 0.03) / 0.015)
-    yield Claim("rather", "rather narrow", None, (-entropy - 0.03) / 0.015)
-
-
-def context_range(octave: int) -> str:
-    """How many tokens rows of this octave and the next see: "257-1,024"."""
-    low = 1 if octave == 0 else 2**octave + 1
-    return f"{low:,} or more" if octave + 1 == HIST_BINS - 1 else f"{low:,}-{2 ** (octave + 2):,}"
+        low = f"{1 if first == 0 else 2**first + 1:,}"
+        seen = f"{low}-{2 ** (first + 2):,}" if first < HIST_BINS - 2 else f"{low} or more"
+        yield Claim("context", f"in contexts of {seen} tokens", None, margin)
+    yield Claim("rather", "rather wide", None, (wider - 0.03) / 0.015)
+    yield Claim("rather", "rather narrow", None, (-wider - 0.03) / 0.015)

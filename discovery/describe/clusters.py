@@ -15,7 +15,7 @@ from capture_kernels.fingerprint.vector import LAYERED_BAND_EDGES, Layout
 from pipeline.token_text import TokenText
 
 from .claims import BAND_TRAITS, PHASE_WORDS, SUBJECTS, TRAITS, WEAKER, Claim, claims
-from .focus import focus_phrase, focus_phrases, unusual_mass
+from .focus import eased_phrases, focus_phrases, unusual_mass
 from .profiles import ENTROPY, Profile, Profiles
 from .ranges import bumps, joined, ranges_in_words, shape_bins, shortest_half, token_range
 from .token_lift import LEAST_LIFT, RunTokens, Token, TokenGroup
@@ -46,7 +46,6 @@ def describe_clusters(
     """Words for every cluster of a run, in the order of the profiles.
 
     Args:
-        profiles: of all rows of the run.
         token_text: text of a token id, as `pipeline.token_text.open_tokens` returns it.
         earlier: by index of the cluster in `profiles`; clusters without a predecessor are absent.
     """
@@ -54,7 +53,7 @@ def describe_clusters(
     run_tokens = RunTokens(run.tokens, token_text)
     found = [profiles.cluster(index) for index in range(profiles.clusters)]
     groups = [run_tokens.groups(profile.tokens) for profile in found]
-    claimed = [claims(found[i], run, own, layout) for i, own in enumerate(groups)]
+    claimed = [list(claims(found[i], run, own, layout)) for i, own in enumerate(groups)]
     labels = _labels(found, claimed, layout, earlier)
     return [
         Described(
@@ -90,14 +89,14 @@ def _labels(
     # The largest cluster gets the shortest label.
     rest = set(range(len(found))) - set(taken.values())
     for index in sorted(rest, key=lambda i: (-found[i].size, i)):
-        focus = focus_phrase(found[index], layout)
+        focus = focus_phrases(found[index], layout)[0]
         taken[_new_label(focus, claimed[index], taken, claimed)] = index
     return sorted(taken, key=taken.__getitem__)
 
 
 def _still_describes(label: str, profile: Profile, claimed: list[Claim], layout: Layout) -> bool:
     """Whether a label is a focus and claims that hold, with some slack, for this profile."""
-    focus = "|".join(map(re.escape, focus_phrases(profile, layout)))
+    focus = "|".join(map(re.escape, eased_phrases(profile, layout)))
     phrases = "|".join(re.escape(f", {c.phrase}") for c in claimed if c.phrase and c.margin >= -1)
     # A number that made the label unique claims nothing.
     return bool(re.fullmatch(rf"({focus})({phrases})*( \(\d+\))?", label))
@@ -189,21 +188,17 @@ def event_in_words(
 ) -> str:
     """One of `discovery.algorithms.lineage.events` as a sentence, with the labels by id of this
     run's clusters and of the parent's."""
-
     kind, cluster = event["event"], event["cluster_id"]
     gone = kind in ("died", "absorbed")
     name = f"{cluster} ({(parent_labels if gone else labels)[cluster]})"
     parents = [f"{parent} ({parent_labels[parent]})" for parent in event["parents"]]
-    match kind:
-        case "kept":
-            return f"{name} went on"
-        case "merged":
-            return f"{name} took in {' and '.join(parents[1:])}"
-        case "split":
-            return f"{name} came off {parents[0]}"
-        case "born":
-            return f"{name} is new"
-        case "absorbed":
-            (child,) = event["children"]
-            return f"{name} is now part of {child} ({labels[child]})"
-    return f"{name} is gone"
+    children = [f"{child} ({labels[child]})" for child in event["children"]]
+    words = {
+        "kept": "went on",
+        "merged": f"took in {' and '.join(parents[1:])}",
+        "split": f"came off {''.join(parents[:1])}",
+        "born": "is new",
+        "absorbed": f"is now part of {''.join(children)}",
+        "died": "is gone",
+    }
+    return f"{name} {words[kind]}"

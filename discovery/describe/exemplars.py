@@ -49,7 +49,7 @@ def candidates(
     # The nearest row of each request of each cluster,
     pair = own << 32 | request[rows]
     order = xp.argsort(pair, kind="stable")
-    first = xp.sort(order[begins(pair[order])])
+    first = xp.sort(order[xp.diff(pair[order], prepend=-1) != 0])
     # and the nearest `most` of those.
     first = first[xp.argsort(own[first], kind="stable")]
     rank = xp.arange(len(first)) - xp.searchsorted(own[first], own[first])
@@ -57,19 +57,11 @@ def candidates(
     return Candidates(on_host(rows[first]), on_host(apart[first]))
 
 
-def begins(values: Any) -> Any:
-    """Where a new value begins in a sorted array [n]: bool[n]."""
-    new = array_module(values).ones(len(values), bool)
-    new[1:] = values[1:] != values[:-1]
-    return new
-
-
 class Exemplars:
     """The rows of each cluster nearest to a target, at most one of a request.
 
-    Keeps `most` keys for each cluster, however many rows are added. The result does not depend on
-    how the rows are cut into chunks; of equally near rows the first counts. `reach`, a
-    float64[clusters], is the distance beyond which a row cannot be an exemplar any more.
+    The result does not depend on how the rows are cut into chunks; of equally near rows the first
+    counts. `reach` float64[clusters] is the distance beyond which no row can be an exemplar now.
     """
 
     def __init__(self, clusters: int, most: int) -> None:

@@ -21,18 +21,9 @@ CUT_SHIFTS = (-0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2)
 EASES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 
 
-def focus_phrase(profile: Profile, layout: Layout) -> str:
-    """Where the mean row looks.
-
-    Up to three narrow ranges that hold most of the mass, and more than usual, are named as they
-    are; otherwise those with clearly more mass than usual are what the rows "lean" to.
-    """
-    return _phrases(profile, layout, 0.0, 0.0)[0]
-
-
-def focus_phrases(profile: Profile, layout: Layout) -> set[str]:
-    """All that `focus_phrase` would return with its limits a little lower or higher."""
-    eased = (_phrases(profile, layout, *by) for by in product(CUT_SHIFTS, EASES))
+def eased_phrases(profile: Profile, layout: Layout) -> set[str]:
+    """All that `focus_phrases` returns with its limits a little lower or higher."""
+    eased = (focus_phrases(profile, layout, *by) for by in product(CUT_SHIFTS, EASES))
     found = set(chain.from_iterable(eased))
     if any(words.startswith("leans ") for words in found):
         found |= {leaning(p, layout) for p in _near_bumps(unusual_mass(profile, layout))}
@@ -51,8 +42,13 @@ def _near_bumps(heights: NDArray[np.float64]) -> list[list[Bins]]:
     return [c for c in candidates if sum(b.mass(must) for b in c) == must.sum()]
 
 
-def _phrases(profile: Profile, layout: Layout, shift: float, ease: float) -> list[str]:
-    """Equally good phrases; the first is the one to use.
+def focus_phrases(
+    profile: Profile, layout: Layout, shift: float = 0.0, ease: float = 0.0
+) -> list[str]:
+    """Where the mean row looks, in equally good phrases; the first is the one to use.
+
+    Up to three narrow ranges that hold most of the mass, and more than usual, are named as they
+    are; otherwise those with clearly more mass than usual are what the rows "lean" to.
 
     Args:
         shift: added to the cuts that end a bump.

@@ -67,13 +67,8 @@ class Profile:
 
 
 class Profiles:
-    """Sums over the rows of a run, by cluster.
-
-    Args:
-        clusters: their number; labels are -1 (noise) to clusters - 1.
-        layout: of the vectors.
-        most_pairs: most pairs of cluster and token to count.
-    """
+    """Sums over the rows of a run, by cluster: labels are -1 (noise) to clusters - 1. At most
+    `most_pairs` pairs of cluster and token are counted."""
 
     def __init__(self, clusters: int, layout: Layout, most_pairs: int = MOST_PAIRS) -> None:
         groups = clusters + 1  # noise first
@@ -102,13 +97,11 @@ class Profiles:
         """Add a chunk of n rows, whose columns are all on one device.
 
         Args:
-            vectors: float32[n, 20].
-            label: int[n], -1 for noise.
+            vectors: float32[n, 20]; label: int[n], -1 for noise.
             phase: int[n], indices into `pipeline.record.PHASES`.
             zone: int[n], indices into `capture_kernels.fingerprint.zones.ZONES`.
             octave: int[n] in 0..15, from `discovery.artifacts.projection.context_octave`.
-            token_ids: int[n]; ignored where `has_token` is false.
-            has_token: bool[n].
+            token_ids: int[n]; ignored where `has_token`, bool[n], is false.
         """
         xp = array_module(vectors)
         group = label.astype(np.int64) + 1

@@ -65,11 +65,6 @@ class TokenGroup(NamedTuple):
     lift: float
     least_lift: float
 
-    @property
-    def information(self) -> float:
-        """What the group says of the cluster, in bits a row: share times log2 of the lift."""
-        return self.share * float(np.log2(max(self.lift, 1e-9)))
-
 
 def kinds_of(text: str) -> list[str]:
     """The kinds of a token by its text as `pipeline.token_text.visible` shows it."""
@@ -91,12 +86,8 @@ def kinds_of(text: str) -> list[str]:
 
 
 class RunTokens:
-    """The tokens of a run with their texts and kinds, which clusters are compared with.
-
-    Args:
-        counts: of the whole run.
-        token_text: text of a token id as `pipeline.token_text.visible` shows it, or None.
-    """
+    """The tokens of a run with their texts and kinds, which clusters are compared with. `counts`
+    are of the whole run; `token_text` as `pipeline.token_text.open_tokens` returns it."""
 
     def __init__(self, counts: TokenCounts, token_text: TokenText) -> None:
         self.counts = counts
@@ -155,7 +146,8 @@ class RunTokens:
             for phrase, kind, rows, *of_group in zip(phrases, kinds, inside, *lifts, strict=True)
             if rows >= least_rows
         ]
-        return sorted(groups, key=lambda group: (-group.information, group.phrase))
+        # In bits a row: share times log2 of the lift.
+        return sorted(groups, key=lambda g: (-g.share * np.log2(max(g.lift, 1e-9)), g.phrase))
 
     def _lifts(
         self, inside: NDArray[np.float64], outside: NDArray[np.float64], rows: int

@@ -58,18 +58,15 @@ function fingerprintPicture(cluster) {
 function shareBar(parts) {
   return el("div", { class: "share-bar", role: "img",
     "aria-label": parts.map(([name, share]) => `${name} ${percent(share)}`).join(", ") },
-  parts.filter(([, share]) => share > 0).map(([name, share, color]) => {
-    const part = el("span", { ink: color, title: `${name} ${percent(share)}` });
-    part.style.flexGrow = share;
-    return part;
-  }));
+  parts.filter(([, share]) => share > 0).map(([name, share, color]) =>
+    el("span", { ink: color, title: `${name} ${percent(share)}`, style: { flexGrow: share } })));
 }
 
 /** A plain bar of a share, against the largest one. */
 function bar(share, top, color) {
-  const fill = el("span", { ink: color });
-  fill.style.width = `${(100 * Math.min(share, top)) / (top || 1)}%`;
-  return el("span", { class: "bar-line", "aria-hidden": "true" }, fill);
+  const width = `${(100 * Math.min(share, top)) / (top || 1)}%`;
+  return el("span", { class: "bar-line", "aria-hidden": "true" },
+    el("span", { ink: color, style: { width } }));
 }
 
 /** A value with its interval and its limit on one scale. */

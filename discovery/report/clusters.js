@@ -20,13 +20,12 @@ function cameFrom({ cluster_id: id, born_in: born, parents, persistence }) {
 }
 
 function distances(cluster) {
-  const [local, mid, long, entropy] = cluster.centroid;
   const bands = isLayered
     ? ["under 10 back", "10 to 99", "100 and more"] : ["under 8 back", "8 to 255", "256 and more"];
-  const words = [local, mid, long].map((share, i) => `${bands[i]} ${percent(share)}`).join(" · ");
+  const words = bands.map((band, i) => `${band} ${percent(cluster.centroid[i])}`).join(" · ");
   return field(isLayered ? "Where in the context it looks, and how evenly" : "How far back it looks, in tokens",
     fingerprintPicture(cluster),
-    el("p", { class: "quiet", text: `${words} · entropy ${entropy.toFixed(2)}` }));
+    el("p", { class: "quiet", text: `${words} · entropy ${cluster.centroid[3].toFixed(2)}` }));
 }
 
 function phases(cluster) {
@@ -95,7 +94,7 @@ function sortCards(by) {
   $("cards").replaceChildren(...order.map((cluster) => cards.get(cluster.cluster_id)));
 }
 
-segments($("sort-by"), "sort", [["share", "Share"], ["name", "Name"], ["age", "Age"]], "share", sortCards);
+segments($("sort-by"), "sort", Object.keys(SORTS), "share", sortCards);
 sortCards("share");
 if (!data.clusters.length) {
   $("cards").append(el("p", { class: "note", text: "No cluster was found: every row is noise." }));

@@ -60,13 +60,11 @@ function fillLegend() {
   $("show-all").hidden = Object.values(state.hidden).every((hidden) => !hidden.size);
 }
 
-segments($("color-by"), "color",
-  Object.entries(modes).map(([name, mode]) => [name, mode.label]), state.colorBy,
-  (name) => {
-    state.colorBy = name;
-    search.value = "";
-    emit("color");
-  });
+segments($("color-by"), "color", Object.keys(modes), state.colorBy, (name) => {
+  state.colorBy = name;
+  search.value = "";
+  emit("color");
+});
 search.addEventListener("input", fillLegend);
 $("show-all").addEventListener("click", () => {
   for (const hidden of Object.values(state.hidden)) hidden.clear();

@@ -96,7 +96,6 @@ function eventLine(event, withRun) {
 }
 
 function fillLineage(section) {
-  section.append(el("h2", { id: "lineage-title", text: "Lineage" }));
   const lineage = data.lineage;
   if (isFirstRun) {
     return section.append(el("p", { class: "note", text: lineage

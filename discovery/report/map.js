@@ -165,17 +165,11 @@ const labels = data.clusters
     const node = el("span", { class: "label", ink: clusterColor(cluster.cluster_id) },
       el("b", { text: cluster.cluster_id }), el("i", { text: cluster.label }));
     $("labels").append(node);
+    const wide = node.offsetWidth;
+    node.classList.add("short");
     const code = data.points.clusters.indexOf(cluster.cluster_id);
-    return { cluster, code, node };
+    return { cluster, code, node, wide, narrow: node.offsetWidth };
   });
-
-function measureLabels() {
-  for (const label of labels) {
-    label.wide = label.node.offsetWidth;
-    label.node.classList.add("short");
-    label.narrow = label.node.offsetWidth;
-  }
-}
 
 function placeLabels() {
   const taken = [];

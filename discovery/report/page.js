@@ -5,13 +5,14 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const NOISE = -1;
 
-/** Makes elements of a namespace: attributes by name, `on*` as listeners, `ink` as a colour, and
- * children, of which null is left out. */
+/** Makes elements of a namespace: attributes by name, `on*` as listeners, `ink` as a colour, `style`
+ * as an object, and children, of which null is left out. */
 const maker = (space) => (tag, attributes = {}, ...children) => {
   const node = document.createElementNS(space, tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "text") node.textContent = value;
+    else if (name === "style") Object.assign(node.style, value);
     else if (name === "ink") node.style.setProperty("--ink", css(value));
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
@@ -140,11 +141,11 @@ const deselect = () => state.selected !== null && select(state.selected);
 
 /** A row of radio buttons that look like one control. */
 function segments(fieldset, name, choices, chosen, onchange) {
-  for (const [value, label] of choices) {
+  for (const value of choices) {
     const input = el("input", {
       type: "radio", name, value, id: `${name}-${value}`, checked: value === chosen,
       onchange: () => onchange(value),
     });
-    fieldset.append(input, el("label", { for: input.id, text: label }));
+    fieldset.append(input, el("label", { for: input.id, text: sentence(value) }));
   }
 }

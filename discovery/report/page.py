@@ -23,7 +23,6 @@ SCRIPTS = "page points map pointer legend charts clusters lineage quality report
 SHOWN = (
     "run_id model layout capture_id engine window counts parameters zone_rules quality lineage"
 ).split()
-SHOWN_STAGES = ("pca", "zones")
 
 
 def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -> bytes:
@@ -38,7 +37,7 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
     stages = manifest.get("stages", {})
     data = {
         **{name: manifest.get(name) for name in SHOWN},
-        "stages": {name: stages.get(name, {}) for name in SHOWN_STAGES},
+        "stages": {name: stages.get(name, {}) for name in ("pca", "zones")},
         "clusters": clusters.to_pylist(),
         "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
     }

@@ -9,7 +9,6 @@ const tokenTexts = new Map(
 );
 
 function factsOf(i) {
-  const id = data.points.clusters[points.cluster[i]];
   const token = points.token[i];
   const text = tokenTexts.get(token);
   return [
@@ -17,8 +16,8 @@ function factsOf(i) {
     ["position", count(points.position[i]) + (points.layer[i] < 0 ? "" : `, layer ${points.layer[i]}`)],
     ["phase", data.points.phases[points.phase[i]]],
     ["token", token < 0 ? null : `${token}${text ? `  ${text}` : ""}`],
-    ["cluster", id === NOISE ? "noise" : `${id}  ${clusterName(id)}`],
-    ["zone", spaced(data.points.zones[points.zone[i]])],
+    ["cluster", modes.cluster.names[points.cluster[i]]],
+    ["zone", modes.zone.names[points.zone[i]]],
     ["probability", (points.probability[i] / 255).toFixed(2)],
   ].filter(([, value]) => value !== null);
 }
@@ -32,7 +31,7 @@ function hover(i) {
     tip.replaceChildren(
       ...factsOf(i).flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: value })]),
     );
-    tip.style.setProperty("--ink", css(clusterColor(data.points.clusters[points.cluster[i]])));
+    tip.style.setProperty("--ink", css(modes.cluster.color(points.cluster[i])));
   }
   placeRing();
 }

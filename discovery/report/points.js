@@ -21,21 +21,18 @@ const points = (() => {
 // The four ways to colour the map: the words of a column, by code, and a colour for each.
 const modes = {
   cluster: {
-    label: "Cluster",
     names: data.points.clusters.map((id) => (id === NOISE ? "noise" : `${id}  ${clusterName(id)}`)),
     color: (code) => clusterColor(data.points.clusters[code]),
   },
   zone: {
-    label: "Zone",
     names: data.points.zones.map(spaced),
     color: (code) => zoneColor(data.points.zones[code]),
   },
   phase: {
-    label: "Phase",
     names: data.points.phases,
     color: (code) => phaseColor(data.points.phases[code]),
   },
-  request: { label: "Request", names: data.points.requests },
+  request: { names: data.points.requests },
 };
 
 for (const [name, mode] of Object.entries(modes)) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,7 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
 def even_rows(total: int, most: int) -> NDArray[np.int64]:
     """The rows of an even, seeded sample of `total`: int64[min(total, most)], ascending."""
     count = min(total, most)
-    if count == total:
-        return np.arange(total)
-    edges = np.arange(count + 1) * total // count
+    edges = np.arange(count + 1) * total // max(count, 1)
     return np.random.default_rng(0).integers(edges[:-1], edges[1:])
 
 
@@ -104,27 +101,22 @@ def _take(embedding: Path, metadata: pq.FileMetaData, rows: NDArray[np.int64]) -
             batches = file.iter_batches(
                 BATCH_ROWS, row_groups=[group], columns=COLUMNS, use_threads=False
             )
-            return list(_chosen(batches, start, rows))
+            found = []
+            for batch in batches:
+                begin, end = np.searchsorted(rows, [start, start + batch.num_rows])
+                if end > begin:
+                    own = batch.take(pa.array(rows[begin:end] - start))
+                    # A dictionary would keep all request ids of the row group in memory.
+                    names = own["request_id"].cast(pa.string())
+                    found.append(own.set_column(COLUMNS.index("request_id"), "request_id", names))
+                start += batch.num_rows
+            return found
 
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as readers:
         chosen = [batch for batches in readers.map(taken, groups) for batch in batches]
     if not chosen:
         return metadata.schema.to_arrow_schema().empty_table().select(COLUMNS)
     return pa.Table.from_batches(chosen).unify_dictionaries()
-
-
-def _chosen(
-    batches: Iterator[pa.RecordBatch], start: int, rows: NDArray[np.int64]
-) -> Iterator[pa.RecordBatch]:
-    """The `rows` that are in batches of which the first begins at row `start`."""
-    for batch in batches:
-        begin, end = np.searchsorted(rows, [start, start + batch.num_rows])
-        if end > begin:
-            own = batch.take(pa.array(rows[begin:end] - start))
-            # A dictionary would keep all request ids of the row group in memory.
-            names = own["request_id"].cast(pa.string())
-            yield own.set_column(COLUMNS.index("request_id"), "request_id", names)
-        start += batch.num_rows
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[list[str], NDArray[np.int64]]:

@@ -44,7 +44,7 @@ function driftTable(drift, name, label, color) {
   })).sort((a, b) => Math.abs(b.now - b.then) - Math.abs(a.now - a.then) || (a.key < b.key ? -1 : 1));
   const top = Math.max(...rows.map((row) => Math.max(row.then, row.now)), 0.01);
   const x = (share) => 4 + (152 * share) / top;
-  const lines = rows.map(({ key, then, now }) => el("tr", {},
+  const lines = rows.map(({ key, then, now }, index) => el("tr", { hidden: index >= MOST_DRIFTS },
     el("th", { scope: "row" }, swatch(color(key)), label(key)),
     [percent(then), percent(now)].map(numberCell),
     el("td", {}, svg("svg", { class: "dumbbell", viewBox: "0 0 160 16", "aria-hidden": "true" },
@@ -53,15 +53,12 @@ function driftTable(drift, name, label, color) {
       svg("circle", { class: "then", cx: x(then), cy: 8, r: 3.5 }),
       svg("circle", { class: "bar", ink: color(key), cx: x(now), cy: 8, r: 4 })))));
   const frame = table([["", ""], ["Then", "number"], ["Now", "number"], ["", ""]], lines, name);
-  const rest = lines.slice(MOST_DRIFTS);
-  const hide = (hidden) => rest.forEach((line) => (line.hidden = hidden));
-  hide(true);
-  const more = el("button", { type: "button", class: "more", text: `Show all ${rows.length}` });
-  more.onclick = () => {
-    hide(false);
-    more.remove();
+  const showAll = (event) => {
+    for (const line of lines) line.hidden = false;
+    event.target.remove();
   };
-  return [frame, rest.length ? more : null];
+  return [frame, lines.length > MOST_DRIFTS
+    ? el("button", { type: "button", class: "more", text: `Show all ${rows.length}`, onclick: showAll }) : null];
 }
 
 function driftBlock(drift, title, ...how) {
@@ -77,16 +74,14 @@ function driftBlock(drift, title, ...how) {
 }
 
 function fillQuality(section) {
-  section.append(el("h2", { id: "quality-title", text: "Quality" }));
   const quality = data.quality || {};
   const gate = quality.gate || {};
   if ((gate.checks || []).length) {
     section.append(el("h3", { text: "Gate" }), table(CHECK_HEADS, gate.checks.map(checkRow), "Gate"));
   }
-  const names = Object.keys(quality).filter((name) => given(quality[name]));
-  const known = Object.keys(MEANINGS).filter((name) => names.includes(name));
+  const names = Object.keys({ ...MEANINGS, ...quality }).filter((name) => given(quality[name]));
   section.append(el("h3", { text: "Measures" }), el("dl", { class: "measures" },
-    [...new Set([...known, ...names])].map((name) => el("div", {},
+    names.map((name) => el("div", {},
       el("dt", { text: sentence(spaced(name)) }),
       el("dd", {}, el("b", { class: "big", text: name.endsWith("_share") ? percent(quality[name]) : figure(quality[name]) }),
         el("p", { class: "quiet", text: MEANINGS[name] || "" }))))));

@@ -64,8 +64,7 @@ function fillZones(section) {
   const names = zonesOf(shares);
   const top = Math.max(0, ...Object.values(shares));
   const mix = overTime?.counts ? mixOverTime(overTime) : null;
-  section.append(el("h2", { id: "zones-title", text: "Zones" }),
-    names.length ? "" : el("p", { class: "note", text: "No zones in this run." }),
+  section.append(names.length ? "" : el("p", { class: "note", text: "No zones in this run." }),
     el("div", { class: mix ? "zones-both" : "" },
     el("ul", { class: "zone-shares" }, names.map((zone) => el("li", {},
       swatch(zoneColor(zone)), el("span", { text: spaced(zone) }),
@@ -75,7 +74,6 @@ function fillZones(section) {
 
 function fillAxes(section) {
   const { axes = [], explained = [] } = data.stages.pca || {};
-  section.append(el("h2", { id: "axes-title", text: "Axes" }));
   const unknown = explained.length
     ? `${explained.length} principal ${explained.length === 1 ? "axis" : "axes"}, not described in this run.`
     : "This run records no principal axes.";
@@ -112,7 +110,7 @@ function settings(title, values) {
 const { shown, total } = data.points;
 
 function fillSampling(section) {
-  section.append(el("h2", { id: "sampling-title", text: "Rows and parameters" }), facts([
+  section.append(facts([
     ["Rows in the window", count(counts.rows_in_window)],
     ["Left out over the limit of a request", count(counts.over_request_limit)],
     ["Rows of the run", count(counts.rows)],
@@ -133,7 +131,6 @@ fillSampling($("sampling"));
 $("map-says").textContent = shown < total
   ? `${count(shown)} of ${count(total)} rows are drawn: an even sample.`
   : `All ${plural(total, "row")} ${total === 1 ? "is" : "are"} drawn.`;
-measureLabels();
 fillLegend();
 rearrange();
 new ResizeObserver(resize).observe(map);

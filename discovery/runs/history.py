@@ -39,27 +39,20 @@ class Ancestry(NamedTuple):
     gone: tuple[str, ...]
 
 
-class Ending(NamedTuple):
-    """How a cluster id ended: the first run without it, "died" or "absorbed", and into what."""
-
-    run_id: str
-    event: str
-    into: tuple[int, ...]
-
-
 class Descent(NamedTuple):
     """The composition of the events of several runs.
 
     origins: by cluster after them, those before them that its rows were in, largest parent first.
     through: by cluster that is new since, the ids that it came off on the way, oldest first.
     since: by the same, the run that gave it its id.
-    ended: by cluster before them whose id is gone, how it ended.
+    ended: by cluster before them whose id is gone, how it ended: run_id (the first run without it),
+        event ("died" or "absorbed") and into.
     """
 
     origins: dict[int, tuple[int, ...]]
     through: dict[int, tuple[int, ...]]
     since: dict[int, str]
-    ended: dict[int, Ending]
+    ended: dict[int, dict[str, Any]]
 
 
 def history(manifest: Manifest) -> list[Event]:
@@ -123,7 +116,7 @@ def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
     origins: dict[int, tuple[int, ...]] = {cluster: (cluster,) for cluster in first}
     through: dict[int, tuple[int, ...]] = {}
     since: dict[int, str] = {}
-    ended: dict[int, Ending] = {}
+    ended: dict[int, dict[str, Any]] = {}
     for run_id, changes in groupby(steps, key=lambda event: event["run_id"]):
         before, way = dict(origins), dict(through)
         gone = []
@@ -140,15 +133,19 @@ def descent(start: Iterable[int], steps: Sequence[Event]) -> Descent:
                 through[cluster] = () if off is None or off in first else (*way.get(off, ()), off)
         # Last, because an id may be absorbed by one that this same run gave out.
         for event in gone:
-            cluster, into = event["cluster_id"], tuple(event["children"])
-            for child in into:
+            cluster = event["cluster_id"]
+            for child in event["children"]:
                 origins[child] = _union((origins.get(child, ()), before.get(cluster, ())))
             if cluster in first:
-                ended[cluster] = Ending(run_id, event["event"], into)
+                ended[cluster] = _ending(event)
         for event in gone:
             for known in (origins, through, since):
                 known.pop(event["cluster_id"], None)
     return Descent(origins, through, since, ended)
+
+
+def _ending(event: Event) -> dict[str, Any]:
+    return {"run_id": event["run_id"], "event": event["event"], "into": event["children"]}
 
 
 def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -159,14 +156,10 @@ def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def clusters_by_run(
     known: Ancestry, manifests: Mapping[str, Manifest], own: Mapping[str, Clusters]
 ) -> dict[str, Clusters]:
-    """The clusters of each run of an ancestry, as far as they are known: for a run that is gone,
-    those that its child recorded.
-
-    Args:
-        own: by run id, the clusters of the runs that are readable.
-    """
-    found = {run_id: own[run_id] for run_id in known.runs if run_id in manifests}
-    for run_id in list(found):
+    """The clusters of each run of an ancestry, as far as they are known: `own`, those of the runs
+    that are readable, and for a run that is gone those that its child recorded."""
+    found = dict(own)
+    for run_id in own:
         if (parent := manifests[run_id]["parent_run"]) in known.gone:
             recorded = manifests[run_id]["lineage"]["parent_clusters"]
             found[parent] = {c["cluster_id"]: Cluster(c["label"], c["share"]) for c in recorded}
@@ -179,9 +172,8 @@ def compare(
     """What changed between two runs of one lineage.
 
     Args:
-        before, after: the manifests of the earlier run and of the later, which descends from it.
-        then, now: their clusters.
-        known: the ancestry of the later run.
+        before, after: manifests, the later run's descending from the earlier's; then, now: their
+            clusters; known: the ancestry of the later run.
 
     Returns:
         from, to, deleted_between (run ids), rows, clusters, and lists of clusters: merged, split,
@@ -211,11 +203,11 @@ def compare(
             }
             lists["split" if parents else "born"].append(one)
     for cluster in then.keys() - now.keys():
-        ending = found.ended.get(cluster, Ending(after["run_id"], "died", ()))
+        died = {"run_id": after["run_id"], "event": "died", "into": []}
         label, share = then[cluster]
-        one = {"cluster_id": cluster, "label": label, "share_then": share, **ending._asdict()}
+        one = {"cluster_id": cluster, "label": label, "share_then": share}
         lives_on_in = [c for c in now if cluster in found.origins.get(c, ())]
-        lists["died"].append({**one, "into": list(ending.into), "lives_on_in": lives_on_in})
+        lists["died"].append({**one, **found.ended.get(cluster, died), "lives_on_in": lives_on_in})
     for name, clusters in lists.items():
         share_of = "share_then" if name == "died" else "share"
         clusters.sort(key=lambda c: (-c[share_of], c["cluster_id"]))
@@ -248,8 +240,7 @@ def story(
     """The life of a cluster id up to a run, or None if its lineage never had it.
 
     Args:
-        manifest: of the run that the story ends with.
-        known: its ancestry.
+        manifest: of the run that the story ends with; known: its ancestry.
         seen: by run id, the clusters of the runs of the ancestry, as far as they are known.
 
     Returns:
@@ -260,17 +251,13 @@ def story(
     """
     events = history(manifest)
     own = [event for event in events if event["cluster_id"] == cluster]
-    births = [
-        {name: event[name] for name in ("run_id", "event", "parents")}
-        for event in own
-        if event["event"] in ("born", "split")
-    ]
     # In a lineage without events, where it is first seen.
     first = (run for run in known.runs if cluster in seen.get(run, {}))
+    births = [event for event in own if event["event"] in ("born", "split")]
     births += [{"run_id": run, "event": "born", "parents": []} for run in first]
     if not births:
         return None
-    birth = births[0]
+    birth = {name: births[0][name] for name in ("run_id", "event", "parents")}
     ending = next((event for event in own if event["event"] in ("died", "absorbed")), None)
     recorded = {event["run_id"]: str(event["label"]) for event in reversed(own)}
     begin = known.runs.index(birth["run_id"])
@@ -287,8 +274,7 @@ def story(
         "run_id": manifest["run_id"],
         "alive": ending is None,
         "born": birth,
-        "ended": ending
-        and {"run_id": ending["run_id"], "event": ending["event"], "into": ending["children"]},
+        "ended": ending and _ending(ending),
         "nights": runs,
         "labels": [{"label": label, "since": next(same)["run_id"]} for label, same in labelled],
         "absorbed": [

@@ -37,8 +37,7 @@ def collect(
     """Delete the runs that nothing keeps (see `keepers`), under the output lock.
 
     Args:
-        named: ids of runs to keep.
-        keep_last: how many of the newest finished runs to keep.
+        named: ids of runs to keep; keep_last: how many of the newest finished ones to keep.
         unfinished: delete runs that could still be resumed.
         dry_run: change nothing, and do without the lock.
 
@@ -74,12 +73,8 @@ def keepers(
     keep_last: int,
     unfinished: bool,
 ) -> dict[str, list[str]]:
-    """The runs to keep, oldest first, each with the reasons.
-
-    Kept are `latest`, the named runs, the newest finished ones, the newest of each lineage that
-    passed its gate or skipped it, unfinished runs, and the parents of all these. A run that is kept
-    only as a parent does not keep its own parent.
-    """
+    """The runs to keep, oldest first, each with the reasons. A run that is kept only as a parent
+    does not keep its own parent."""
     finished = [run.run_id for run in found if run.finished]
     newest_served = {
         tuple(identity_of(run.manifest).values()): run.run_id

@@ -260,7 +260,7 @@ def test_the_events_of_a_run_refer_to_the_run_before_whatever_their_order():
         found = descent([0, 1, 2, 3, 4], steps)
         # 5 came off 0 before 1 went into it; 4 went into one that was new that night.
         assert found.origins == {0: (0, 1), 2: (2,), 3: (3,), 5: (0,), 6: (2, 3), 7: (4,)}
-        assert {c: ending.into for c, ending in found.ended.items()} == {1: (0,), 4: (7,)}
+        assert {c: ending["into"] for c, ending in found.ended.items()} == {1: [0], 4: [7]}
 
 
 def test_every_id_on_the_way_is_listed():
