@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,8 +48,8 @@ class Selection:
     @property
     def exact(self) -> dict[str, Any]:
         """Those of model, layout and capture_id that are not None."""
-        values = {name: getattr(self, name) for name in ("model", "layout", "capture_id")}
-        return {name: value for name, value in values.items() if value is not None}
+        names = "model", "layout", "capture_id"
+        return {n: value for n in names if (value := getattr(self, n)) is not None}
 
 
 EVERYTHING = Selection()
@@ -87,11 +87,6 @@ class Counts:
     last: datetime | None
     duplicates: int
     rejected: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able; times are ISO 8601 in UTC."""
-        times = {"first": self.first, "last": self.last}
-        return asdict(self) | {k: v.isoformat() if v else None for k, v in times.items()}
 
 
 class Store(AbstractContextManager["Store"], ABC):

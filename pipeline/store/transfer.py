@@ -1,9 +1,4 @@
-"""Records in and out of a store: Parquet files, and JSON lines that any program can read and write.
-
-A JSON line is one record: {"request_id": "r1", "position": 7, "layer": -1, "captured_at":
-"2026-01-10T04:02:11.000000+00:00", ..., "vector": [20 numbers]}. Null fields may be left out,
-unknown fields are ignored, and a time without a zone is UTC.
-"""
+"""Records in and out of a store: Parquet files, and JSON lines (docs/formats.md)."""
 
 from __future__ import annotations
 

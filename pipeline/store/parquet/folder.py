@@ -1,15 +1,7 @@
 """The folder of a Parquet store: how it is opened, its locks, its counters and its list of files.
 
-    _attn_store.json     what this folder is, and its schema version
-    _lock, _files.lock   held while a file is published; while files are read or removed
-    _state.json          the number of the last append, and how many rows were not stored
-    day=2026-01-10/part-<append>.parquet
-    day=2026-01-10/part-<first append>-<last append>.parquet   after compaction
-    _runs/<run_id>.json  discovery runs
-
-A data file is written under a temporary name, fsynced and renamed, so that a crash, power loss
-included, leaves whole files only. Any Parquet reader takes the folder as a dataset partitioned by
-`day` (names that begin with _ or . are not data); it sees duplicates until the next compaction.
+docs/formats.md lists what is in it. A data file is written under a temporary name, fsynced and
+renamed, so that a crash, power loss included, leaves whole files only.
 """
 
 from __future__ import annotations

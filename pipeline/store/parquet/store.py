@@ -144,7 +144,8 @@ class ParquetStore(Store):
                     continue
                 keep = np.ones(file.rows, bool)
                 if sequence is not None:
-                    keep[file.rows_until(sequence) :] = False
+                    # The rows of an earlier append come first in a file.
+                    keep[sum(rows for number, rows in file.appends if number <= sequence) :] = False
                 keep[duplicates.get(file.name, [])] = False
                 for row_group, span in file.row_groups if keep.any() else ():
                     task = readers.submit(_read, file, row_group, keep[span], selection, names)
