@@ -66,7 +66,7 @@ class CaptureSummary:
         tokens = self.prompt_tokens + self.new_tokens
         return tokens / self.seconds if self.seconds else 0.0
 
-    def add(self, captured: CapturedPrompt, appended: Appended, rules: ZoneRules) -> None:
+    def add(self, captured: CapturedPrompt, appended: Appended) -> None:
         """Count one prompt that is in the store."""
         self.prompts += 1
         self.prompt_tokens += captured.prompt_tokens
@@ -78,14 +78,9 @@ class CaptureSummary:
         rows = vectors(captured.batch)
         finite = np.isfinite(rows).all(axis=1)
         phases = np.array(captured.batch.column("phase").to_pylist(), dtype=object)[finite]
-        names = rules.classify(rows[finite], self.layout).names
+        names = ZoneRules().classify(rows[finite], self.layout).names
         for phase, zone in zip(phases, names, strict=True):
             self.zones.setdefault(phase, Counter())[zone] += 1
-
-    @property
-    def done(self) -> int:
-        """Prompts that are captured or refused."""
-        return self.prompts + len(self.refused)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -211,7 +206,6 @@ def run_capture(
     clock: Callable[[], datetime],
     warn: Callable[[str], None],
     progress: Callable[[CaptureSummary], None] = lambda summary: None,
-    rules: ZoneRules | None = None,
     stopwatch: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run the prompts and append their records, prompt by prompt; `summary` grows on the way.
@@ -219,7 +213,6 @@ def run_capture(
     A prompt that the model cannot take is counted, reported to `warn` and skipped. Ctrl+C ends the
     run: the prompts that are finished are stored and counted, and `summary.interrupted` is set.
     """
-    rules = rules or ZoneRules()
     began = stopwatch()
     with first_interrupt_deferred() as interrupts, suppress(KeyboardInterrupt):
         ids = request_ids(prompts, engine.capture_id)
@@ -235,7 +228,7 @@ def run_capture(
                 summary.refused.append(request_id)
                 warn(str(error))
             else:
-                summary.add(captured, store.append(captured.batch), rules)
+                summary.add(captured, store.append(captured.batch))
             summary.interrupted = False
             summary.seconds = stopwatch() - began
             progress(summary)

@@ -88,8 +88,8 @@ def capture(
 
     def show(summary: CaptureSummary) -> None:
         display.show(
-            summary.done,
-            f"{summary.done}/{len(work)} prompts, {summary.inserted} rows, "
+            done := summary.prompts + len(summary.refused),
+            f"{done}/{len(work)} prompts, {summary.inserted} rows, "
             f"{summary.tokens_per_second:.0f} tokens/s",
         )
 

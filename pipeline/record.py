@@ -140,13 +140,14 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
 
     # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
     finite = np.isfinite(values.sum(dtype=np.float64)) or np.isfinite(values).all(axis=1)
+    known_phases = pc.is_in(columns["phase"], value_set=pa.array(PHASES))
     known_layouts = [int(layout) for layout in Layout]
     reasons = {
         "wrong length": wrong_length,
         "NaN or infinity": ~np.broadcast_to(finite, rows),
         "missing value": missing,
         "unknown layout": ~np.isin(integers("layout"), known_layouts),
-        "unknown phase": ~_in_dictionary(columns["phase"], PHASES),
+        "unknown phase": ~known_phases.to_numpy(zero_copy_only=False),
         "negative position": integers("position") < 0,
         "layer below -1": integers("layer") < MEAN_LAYER,
     }
@@ -185,15 +186,6 @@ def _required(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
     if name not in batch.schema.names:
         raise RecordError(f"column {name!r} is missing")
     return one_chunk(batch.column(name))
-
-
-def _in_dictionary(
-    column: pa.DictionaryArray, allowed_values: tuple[str, ...]
-) -> NDArray[np.bool_]:
-    allowed = pc.is_in(column.dictionary, value_set=pa.array(allowed_values))
-    known = allowed.to_numpy(zero_copy_only=False)
-    codes = pc.fill_null(column.indices, 0).to_numpy(zero_copy_only=False)
-    return known[codes] if len(known) else np.zeros(len(column), bool)
 
 
 def capture_id(settings: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ class CaptureOptions:
             quarters = (count // 4, count // 2, 3 * count // 4, count - 1)
             chosen = [capturable[i] for i in quarters]
         else:
-            chosen = _numbers("layers", self.layers, "last, auto, all or indices such as 2,18,27")
-            _check_range("layer", chosen, layers)
+            usage = "last, auto, all or indices such as 2,18,27"
+            chosen = _numbers("layer", self.layers, usage, layers)
         chosen = sorted(set(chosen))
         if self.layout is Layout.LAYERED and len(chosen) < 2:
             raise OptionError("layout layered needs several layers: try --layers auto")
@@ -89,19 +89,15 @@ class CaptureOptions:
         """The query heads to average over, None for all of `heads`."""
         if self.heads is None:
             return None
-        chosen = _numbers("heads", self.heads, "indices such as 0,3")
-        _check_range("head", chosen, heads)
-        return tuple(sorted(set(chosen)))
+        return tuple(sorted(set(_numbers("head", self.heads, "indices such as 0,3", heads))))
 
 
-def _numbers(name: str, text: str, usage: str) -> list[int]:
+def _numbers(name: str, text: str, usage: str, count: int) -> list[int]:
     try:
-        return [int(number) for number in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise OptionError(f"{name} {text!r} is not supported: use {usage}") from None
-
-
-def _check_range(name: str, numbers: list[int], count: int) -> None:
+        raise OptionError(f"{name}s {text!r} is not supported: use {usage}") from None
     for number in numbers:
         if not 0 <= number < count:
             raise OptionError(f"there is no {name} {number}: {name}s are 0..{count - 1}")
+    return numbers

@@ -7,8 +7,7 @@ the model has a row: all of the prompt, and all generated tokens but the last, w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -23,7 +22,6 @@ from transformers import DynamicCache
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint import eager
-from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline.record import MEAN_LAYER, capture_id, make_batch
 
 from .attention_scores import check_output, read_first_keys, read_scores
@@ -122,7 +120,14 @@ class TransformersEngine:
             )
         steps: list[_Step] = []
         prompt_len = len(tokens)
-        with torch.inference_mode(), self._tapped(steps):
+
+        def observe(call: AttentionCall) -> None:
+            if call.layer in self.layers:
+                # The prompt and the first generated token take every path through the model's
+                # code, so later steps need no check.
+                self._observe(call, steps[-1], check=len(steps) <= 2)
+
+        with torch.inference_mode(), AttentionTap(self.model, observe):
             new = self._generate(tokens, steps, clock)
         return self._records(tokens + new, prompt_len, steps, request_id, session_id)
 
@@ -145,9 +150,8 @@ class TransformersEngine:
             token = int(self._forward(feed, cache)[-1].argmax())
             if missing := sorted(set(self.layers) - steps[-1].seen):
                 raise self._refusal(missing[0], _NO_SOFTMAX)
-            if len(new) == self.options.max_new_tokens:
-                return new
-            new.append(token)
+            if len(new) < self.options.max_new_tokens:
+                new.append(token)
             begin += len(feed)
             full = self.context is not None and begin >= self.context
             if len(new) == self.options.max_new_tokens or token in ends or full:
@@ -170,17 +174,6 @@ class TransformersEngine:
         if ends is None:
             ends = self.tokenizer.eos_token_id
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-    @contextmanager
-    def _tapped(self, steps: list[_Step]) -> Iterator[None]:
-        def observe(call: AttentionCall) -> None:
-            if call.layer in self.layers:
-                # The prompt and the first generated token take every path through the model's
-                # code, so later steps need no check.
-                self._observe(call, steps[-1], check=len(steps) <= 2)
-
-        with AttentionTap(self.model, observe):
-            yield
 
     def _observe(self, call: AttentionCall, step: _Step, check: bool) -> None:
         """Take the statistics of one layer's wanted rows."""
@@ -263,9 +256,8 @@ class TransformersEngine:
             [step.time for step in captured for _ in range(len(step.wanted))],
             pa.timestamp("us", tz="UTC"),
         )
-        positions = np.concatenate(
-            [step.wanted.numpy() for step in captured] or [np.empty(0, np.int64)]
-        )
+        # The first token is always captured: its position is a multiple of every stride.
+        positions = np.concatenate([step.wanted.numpy() for step in captured])
         batches = []
         blind = 0
         for group in [(layer,) for layer in self.layers] if per_layer else [self.layers]:
@@ -294,8 +286,6 @@ class TransformersEngine:
         self, steps: list[_Step], positions: NDArray[np.int64], group: tuple[int, ...]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]:
         """Vectors, sink masses and which rows see a key, of all steps, with one device transfer."""
-        if not steps:
-            return np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.float32), np.empty(0, bool)
         of_layers = [zip(*(step.statistics[i] for step in steps), strict=True) for i in group]
         layers = [eager.LayerStatistics(*map(torch.cat, columns)) for columns in of_layers]
         plan = eager.plan_rows(
@@ -309,9 +299,7 @@ class TransformersEngine:
 
     def _phases(self, tokens: list[int], prompt_len: int) -> list[str]:
         """The phase of every token. A thinking tag belongs to the text that it opens or closes."""
-        if self.tags is None:
-            return ["prompt"] * prompt_len + ["output"] * (len(tokens) - prompt_len)
-        opening, closing = self.tags
+        opening, closing = self.tags or (None, None)
         phases, inside = [], False
         for position, token in enumerate(tokens):
             inside = inside or token == opening

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,16 +40,16 @@ class Selection:
     capture_id: str | None = None
 
     @property
-    def window(self) -> tuple[int | None, int | None]:
-        """`start` and `end` in microseconds since 1970, UTC."""
-        start, end = (None if t is None else to_micros(t) for t in (self.start, self.end))
-        return start, end
+    def window(self) -> tuple[int, int]:
+        """`start` and `end` in microseconds since 1970, UTC; the ends of int64 if they are None."""
+        start = -(2**63) if self.start is None else to_micros(self.start)
+        return start, 2**63 - 1 if self.end is None else to_micros(self.end)
 
     @property
     def exact(self) -> dict[str, Any]:
         """Those of model, layout and capture_id that are not None."""
-        values = {name: getattr(self, name) for name in ("model", "layout", "capture_id")}
-        return {name: value for name, value in values.items() if value is not None}
+        names = "model", "layout", "capture_id"
+        return {n: value for n in names if (value := getattr(self, n)) is not None}
 
 
 EVERYTHING = Selection()
@@ -87,11 +87,6 @@ class Counts:
     last: datetime | None
     duplicates: int
     rejected: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able; times are ISO 8601 in UTC."""
-        times = {"first": self.first, "last": self.last}
-        return asdict(self) | {k: v.isoformat() if v else None for k, v in times.items()}
 
 
 class Store(AbstractContextManager["Store"], ABC):
@@ -149,7 +144,12 @@ class Store(AbstractContextManager["Store"], ABC):
             Batches with these columns, in their `record.SCHEMA` types, whose vectors
             `record.vectors` views without a copy.
         """
-        names = columns_to_scan(columns)
+        names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
+        if not names:
+            raise StoreError("a scan needs at least one column")
+        if unknown := [name for name in names if name not in record.SCHEMA.names]:
+            known = ", ".join(record.SCHEMA.names)
+            raise StoreError(f"no column {unknown[0]!r} in a record: use some of {known}")
         mark = self.snapshot() if snapshot is None else snapshot
         if mark.get("kind") != self.kind:
             raise StoreError(f"the snapshot {mark} was not taken of a {self.kind} store")
@@ -233,17 +233,16 @@ def as_utc(time: datetime) -> datetime:
 
 def to_micros(time: datetime) -> int:
     """Microseconds since 1970, UTC, exact; a time without a zone is taken as UTC."""
-    delta = as_utc(time) - _EPOCH
-    return (delta.days * 86_400 + delta.seconds) * 1_000_000 + delta.microseconds
+    return (as_utc(time) - _EPOCH) // timedelta(microseconds=1)
 
 
-_EARLIEST = to_micros(datetime.min)
-_LATEST = to_micros(datetime.max)
+# The first and the last time that a `datetime` can hold.
+TIMES = to_micros(datetime.min), to_micros(datetime.max)
 
 
 def from_micros(micros: int) -> datetime:
     """The UTC time `micros` microseconds after 1970, clipped to the years 1 to 9999."""
-    return _EPOCH + timedelta(microseconds=min(max(micros, _EARLIEST), _LATEST))
+    return _EPOCH + timedelta(microseconds=min(max(micros, TIMES[0]), TIMES[1]))
 
 
 def check_parent(path: Path) -> None:
@@ -254,17 +253,6 @@ def check_parent(path: Path) -> None:
 
 def locked_error(path: Path) -> StoreError:
     return StoreError(f"{path} is locked by another process: wait until it is done, or stop it")
-
-
-def columns_to_scan(columns: Sequence[str] | None) -> list[str]:
-    """The columns to scan; StoreError for a name that is not a record field."""
-    names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
-    if not names:
-        raise StoreError("a scan needs at least one column")
-    if unknown := [name for name in names if name not in record.SCHEMA.names]:
-        known = ", ".join(record.SCHEMA.names)
-        raise StoreError(f"no column {unknown[0]!r} in a record: use some of {known}")
-    return names
 
 
 RUN_FIELDS = ("run_id", "created_at", "status", "engine", "model", "layout", "capture_id", "rows",
@@ -288,8 +276,7 @@ def run_values(
             raise StoreError(f"a discovery run cannot be recorded without its {name}")
     recorded = {name: run.get(name) for name in RUN_FIELDS}
     for name in ("created_at", "output"):
-        if recorded[name] is not None:
-            time = recorded[name]
+        if (time := recorded[name]) is not None:
             recorded[name] = time.isoformat() if isinstance(time, datetime) else str(time)
     if not isinstance(recorded["manifest"], str):
         recorded["manifest"] = json.dumps(run.get("manifest") or run, sort_keys=True, default=str)
@@ -298,17 +285,14 @@ def run_values(
         if cluster.get("cluster_id") is None:
             raise StoreError(f"a cluster of run {run['run_id']} has no cluster_id")
         values = {"run_id": run["run_id"]} | {name: cluster.get(name) for name in CLUSTER_FIELDS}
-        values["centroid"] = _centroid(values["centroid"])
+        if (centroid := values["centroid"]) is not None:
+            blob = (
+                centroid if isinstance(centroid, bytes) else np.asarray(centroid, "<f4").tobytes()
+            )
+            if len(blob) != 4 * DIMENSIONS:
+                raise StoreError(f"a centroid has {DIMENSIONS} numbers, got {len(blob) / 4:g}")
+            values["centroid"] = blob
         others = {k: v for k, v in cluster.items() if k not in (*CLUSTER_FIELDS, "run_id")}
         values["details"] = json.dumps(others, sort_keys=True) if others else None
         cluster_values.append(values)
     return recorded, cluster_values
-
-
-def _centroid(value: Any) -> bytes | None:
-    if value is None:
-        return None
-    blob = value if isinstance(value, bytes) else np.asarray(value, "<f4").tobytes()
-    if len(blob) != 4 * DIMENSIONS:
-        raise StoreError(f"a centroid has {DIMENSIONS} numbers, got {len(blob) / 4:g}")
-    return blob

@@ -47,9 +47,9 @@ def extremes(found: Distinct, values: Ints) -> tuple[Ints, Ints]:
 
 
 def encoded(column: pa.Array) -> tuple[Ints, pa.Array]:
-    """A string column as codes int64[n] into its distinct values; null is a value too."""
-    strings = column.dictionary_encode(null_encoding="encode")
-    return strings.indices.to_numpy(zero_copy_only=False).astype(np.int64), strings.dictionary
+    """A column as codes int64[n] into its distinct values; null is a value too."""
+    values = column.dictionary_encode(null_encoding="encode")
+    return values.indices.to_numpy(zero_copy_only=False).astype(np.int64), values.dictionary
 
 
 def dictionary_column(codes: Ints, strings: pa.Array) -> pa.DictionaryArray:

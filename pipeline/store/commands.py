@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,10 +43,8 @@ def info(db: Db, as_json: AsJson = False) -> None:
     with open_store(db, read_only=True) as store:
         counts, groups, runs = store.counts(), store.groups(), store.runs()
     if as_json:
-        kinds = [
-            asdict(g) | {"first": g.first.isoformat(), "last": g.last.isoformat()} for g in groups
-        ]
-        print(json.dumps({"db": str(db), **counts.as_dict(), "groups": kinds, "runs": runs}))
+        found = {"db": str(db), **vars(counts), "groups": list(map(vars, groups)), "runs": runs}
+        print(json.dumps(found, default=datetime.isoformat))
         return
     facts = {
         "fingerprints": f"{counts.rows:,}",
@@ -148,11 +145,10 @@ def prune(
 
 
 def _limit(before: datetime | None, older_than_days: float | None, now: datetime) -> datetime:
-    if (before is None) == (older_than_days is None):
-        raise OptionError("give either --before TIME or --older-than-days DAYS")
-    if before is not None:
+    if before is not None and older_than_days is None:
         return as_utc(before)
-    assert older_than_days is not None
+    if before is not None or older_than_days is None:
+        raise OptionError("give either --before TIME or --older-than-days DAYS")
     try:
         return as_utc(now) - timedelta(days=older_than_days)
     except (OverflowError, ValueError):

@@ -1,9 +1,4 @@
-"""Records in and out of a store: Parquet files, and JSON lines that any program can read and write.
-
-A JSON line is one record: {"request_id": "r1", "position": 7, "layer": -1, "captured_at":
-"2026-01-10T04:02:11.000000+00:00", ..., "vector": [20 numbers]}. Null fields may be left out,
-unknown fields are ignored, and a time without a zone is UTC.
-"""
+"""Records in and out of a store: Parquet files, and JSON lines (docs/formats.md)."""
 
 from __future__ import annotations
 
@@ -82,8 +77,11 @@ def import_file(store: Store, path: Path, progress: Progress = lambda rows: None
         imported.inserted += appended.inserted
         imported.duplicates += appended.duplicates
         for reason, count in appended.rejected.items():
-            new = lines and reason not in imported.first_lines
-            imported.reject(reason, count, lines[_first_rejected(batch, reason)] if new else None)
+            line = None
+            if lines and reason not in imported.first_lines:
+                alone = ((n, batch.slice(row, 1)) for row, n in enumerate(lines))
+                line = next(n for n, row in alone if reason in record.conform(row).rejected)
+            imported.reject(reason, count, line)
         if not lines:
             imported.rows += batch.num_rows
         progress(imported.rows)
@@ -160,19 +158,13 @@ def _line_batches(path: Path, imported: Imported) -> Iterator[tuple[pa.RecordBat
                     except RecordError as error:
                         imported.reject(str(error), 1, number)
                 columns = zip(*rows, strict=True) if rows else [()] * len(record.SCHEMA)
-                arrays = [
-                    pa.array(values, _LINE_TYPES.get(field.name, field.type))
-                    for field, values in zip(record.SCHEMA, columns, strict=True)
-                ]
-                yield pa.RecordBatch.from_arrays(arrays, record.SCHEMA.names), lines
+                # A vector may have any length: `record.conform` finds and counts a wrong one.
+                types = {field.name: field.type for field in record.SCHEMA}
+                types["vector"] = pa.list_(pa.float32())
+                arrays = map(pa.array, columns, types.values())
+                yield pa.RecordBatch.from_arrays(list(arrays), record.SCHEMA.names), lines
     except (OSError, EOFError) as error:
         raise damaged(path, error) from None
-
-
-# A line's vector may have any length, so that `record.conform` finds and counts a wrong one.
-_LINE_TYPES = {"vector": pa.list_(pa.float32())} | {
-    name: pa.string() for name in ("model", "capture_id", "phase")
-}
 
 
 def _python_type(kind: pa.DataType) -> Any:
@@ -221,23 +213,10 @@ def _values(line: bytes) -> tuple[Any, ...]:
     except (ValueError, OverflowError):
         raise RecordError("captured_at: not an ISO 8601 time") from None
     for name, value in values.items():
-        if isinstance(value, str) and not _is_unicode(value):
+        # Half of a surrogate pair, such as \ud800, has no UTF-8.
+        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
             raise RecordError(f"{name}: not Unicode text")
     return tuple(values.values())
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether text has no half of a surrogate pair, such as \\ud800."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _first_rejected(batch: pa.RecordBatch, reason: str) -> int:
-    """The first row of `batch` that is rejected for `reason`."""
-    return next(
-        row
-        for row in range(batch.num_rows)
-        if reason in record.conform(batch.slice(row, 1)).rejected
-    )
 
 
 @contextmanager

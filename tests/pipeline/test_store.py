@@ -242,7 +242,6 @@ def test_counts_say_what_is_there(store, records):
     sessions = set(records(400).column("session_id").drop_null().to_pylist())
     assert (counts.rows, counts.requests, counts.sessions) == (400, 10, len(sessions))
     assert (counts.first, counts.last) == (START, START + timedelta(seconds=399))
-    assert counts.as_dict()["last"] == "2026-01-09T22:06:39+00:00"
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 399, 8_000, 200_000])

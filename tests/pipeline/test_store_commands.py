@@ -47,6 +47,7 @@ def test_a_store_from_init_to_prune(store_path, exported, tmp_path):
     assert "fingerprints\t300\n" in plain.stdout and "\tlayered\t" in plain.stdout
     info = json.loads(db("info", *store, "--json").stdout)
     assert (info["rows"], info["requests"], info["first"]) == (300, 8, "2026-01-09T22:00:00+00:00")
+    assert info["last"] == max(g["last"] for g in info["groups"]) == "2026-01-09T22:04:59+00:00"
     assert sum(group["rows"] for group in info["groups"]) == 300 and info["runs"] == []
 
     out = tmp_path / "out.parquet"

@@ -36,7 +36,8 @@ def compact(folder: Folder) -> int:
     with folder.locked(FILES_LOCK, exclusive=True):
         before = len(folder.names())
         with folder.locked(APPEND_LOCK, exclusive=True):
-            for name in folder.replaced():
+            # Those that a compaction replaced by others and did not live to remove.
+            for name in set(folder.names()) - {file.name for file in folder.files()}:
                 folder.remove(name)
         for leftover in folder.root.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
             if time.time() - leftover.stat().st_mtime > TEMPORARY_AGE_S:

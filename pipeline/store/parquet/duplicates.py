@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline import record
 from pipeline.hashing import Hashes
-from pipeline.store.columns import Ints, encoded
+from pipeline.store.columns import Ints, distinct, encoded, integers
 
 from .files import DataFile, key_hashes
 
@@ -60,13 +60,9 @@ def shared_requests(files: list[DataFile]) -> Hashes:
 def first_rows(batch: pa.RecordBatch) -> NDArray[np.bool_]:
     """Which rows of one batch are the first of their key: bool[n]. Exact."""
     codes, _ = encoded(batch.column("request_id"))
-    positions = batch.column("position").to_numpy().astype(np.int64)
-    low = positions << 16 | batch.column("layer").to_numpy().astype(np.int64) + 1
+    low = integers(batch.column("position")) << 16 | integers(batch.column("layer")) + 1
     ascending = (np.diff(codes) > 0) | ((np.diff(codes) == 0) & (np.diff(low) > 0))
-    keep = np.ones(len(codes), bool)
-    if not ascending.all():
-        # lexsort is stable, so of equal keys the first in the batch comes first.
-        by_key = np.lexsort((low, codes))
-        same = (np.diff(codes[by_key]) == 0) & (np.diff(low[by_key]) == 0)
-        keep[by_key[1:][same]] = False
+    keep = np.full(len(codes), bool(ascending.all()))
+    if not keep.all():
+        keep[distinct(codes, low).first] = True
     return keep

@@ -87,10 +87,6 @@ class DataFile:
         except (pa.ArrowInvalid, OSError) as error:
             raise damaged(path, error) from None
 
-    def rows_until(self, sequence: int) -> int:
-        """How many rows were appended up to `sequence`: they are the first ones of the file."""
-        return sum(rows for number, rows in self.appends if number <= sequence)
-
     def sequences(self) -> Ints:
         """The append that each row came with: int64[rows]."""
         numbers, rows = np.array(self.appends, np.int64).T

@@ -1,15 +1,7 @@
 """The folder of a Parquet store: how it is opened, its locks, its counters and its list of files.
 
-    _attn_store.json     what this folder is, and its schema version
-    _lock, _files.lock   held while a file is published; while files are read or removed
-    _state.json          the number of the last append, and how many rows were not stored
-    day=2026-01-10/part-<append>.parquet
-    day=2026-01-10/part-<first append>-<last append>.parquet   after compaction
-    _runs/<run_id>.json  discovery runs
-
-A data file is written under a temporary name, fsynced and renamed, so that a crash, power loss
-included, leaves whole files only. Any Parquet reader takes the folder as a dataset partitioned by
-`day` (names that begin with _ or . are not data); it sees duplicates until the next compaction.
+docs/formats.md lists what is in it. A data file is written under a temporary name, fsynced and
+renamed, so that a crash, power loss included, leaves whole files only.
 """
 
 from __future__ import annotations
@@ -62,9 +54,10 @@ class Folder:
         try:
             # Another process may be making this store now. Its first files do not count as foreign,
             # and the marker is looked for last, since it is made last.
-            foreign = root.is_dir() and any(not _of_a_new_store(p) for p in root.iterdir())
+            names = [path.name for path in root.iterdir()] if root.is_dir() else []
+            others = set(names) - {APPEND_LOCK, FILES_LOCK, MARKER}
             if not (root / MARKER).is_file():
-                if foreign:
+                if not all(name.startswith(f".{MARKER}.") for name in others):
                     problem = "is a folder of another kind, and was not touched: give another path"
                     raise StoreError(f"{root} {problem}")
                 if not create:
@@ -167,11 +160,6 @@ class Folder:
         counting = [file for file in files if file.name not in replaced]
         return sorted(counting, key=lambda file: (file.day, file.appends[0][0]))
 
-    def replaced(self) -> list[str]:
-        """Files that a compaction replaced by others and did not live to remove."""
-        counting = {file.name for file in self.files()}
-        return [name for name in self.names() if name not in counting]
-
     def _file(self, name: str) -> DataFile:
         status = (self.root / name).stat()
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -202,8 +190,3 @@ class Folder:
                 path.parent.rmdir()
         except OSError as error:
             raise StoreError(f"cannot delete {path}: {error.strerror}") from None
-
-
-def _of_a_new_store(path: Path) -> bool:
-    """Whether this is one of the files that exist before the marker does."""
-    return path.name in (APPEND_LOCK, FILES_LOCK, MARKER) or path.name.startswith(f".{MARKER}.")

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import EVERYTHING, Counts, Selection, Store, from_micros
+from pipeline.store.base import EVERYTHING, TIMES, Counts, Selection, Store, from_micros
 from pipeline.store.columns import Ints, integers
 
 from . import compaction
@@ -31,8 +30,6 @@ from .summary import Summary, merge, summarize
 
 # Row groups read at once by a scan; Arrow reads without the interpreter lock.
 READERS = min(max(os.cpu_count() or 1, 2), 8)
-_EPOCH = date(1970, 1, 1)
-_FIRST_DAY, _LAST_DAY = (date.min - _EPOCH).days, (date.max - _EPOCH).days
 
 
 class ParquetStore(Store):
@@ -66,9 +63,9 @@ class ParquetStore(Store):
         if duplicates:
             rows = rows.filter(pa.array(keep))
         written = []
-        days = np.clip(integers(rows.column("captured_at")) // DAY_US, _FIRST_DAY, _LAST_DAY)
+        days = np.clip(integers(rows.column("captured_at")), *TIMES) // DAY_US
         for number in np.unique(days):
-            day = (_EPOCH + timedelta(days=int(number))).isoformat()
+            day = from_micros(int(number) * DAY_US).date().isoformat()
             of_day = days == number
             chosen = rows if of_day.all() else rows.filter(pa.array(of_day))
             written.append((day, write_file(self.path, [chosen])))
@@ -147,7 +144,8 @@ class ParquetStore(Store):
                     continue
                 keep = np.ones(file.rows, bool)
                 if sequence is not None:
-                    keep[file.rows_until(sequence) :] = False
+                    # The rows of an earlier append come first in a file.
+                    keep[sum(rows for number, rows in file.appends if number <= sequence) :] = False
                 keep[duplicates.get(file.name, [])] = False
                 for row_group, span in file.row_groups if keep.any() else ():
                     task = readers.submit(_read, file, row_group, keep[span], selection, names)
@@ -226,7 +224,7 @@ def _read(
     if not inside:
         start, end = selection.window
         times = integers(table.column("captured_at"))
-        mask &= (start is None or times >= start) & (end is None or times < end)
+        mask &= (times >= start) & (times < end)
     for name, value in exact.items():
         column = record.one_chunk(table.column(name))
         mask &= column.cast(pa.string()).to_numpy(zero_copy_only=False) == str(value)

@@ -53,7 +53,7 @@ class Summary:
     def is_within(self, selection: Selection) -> bool:
         """Whether all rows lie in the selection's time window."""
         start, end = selection.window
-        return (start is None or start <= self.first) and (end is None or self.last < end)
+        return start <= self.first and self.last < end
 
     def matching(self, selection: Selection) -> list[GroupKey]:
         """The groups that the selection names and whose times touch its window."""
@@ -62,8 +62,8 @@ class Summary:
             group
             for group, (_, first, last) in self.groups.items()
             if selection.exact.items() <= dict(zip(_GROUP, group, strict=True)).items()
-            and (start is None or last >= start)
-            and (end is None or first < end)
+            and last >= start
+            and first < end
         ]
 
 

@@ -82,7 +82,7 @@ class Database:
             self.run(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
             self.run("PRAGMA synchronous = NORMAL")
             self.run(f"PRAGMA cache_size = -{CACHE_KIB}")
-            self.pragma("user_version")  # the first access to the file itself
+            self.scalar("PRAGMA user_version")  # the first access to the file itself
         except StoreError:
             self.close()
             raise
@@ -148,9 +148,6 @@ class Database:
         """The integer that a query returns."""
         return int(self.rows(sql)[0][0])
 
-    def pragma(self, name: str) -> int:
-        return self.scalar(f"PRAGMA {name}")
-
     def is_empty(self) -> bool:
         return not self.rows("SELECT 1 FROM sqlite_master LIMIT 1")
 
@@ -192,7 +189,7 @@ def open_database(
         _read_only(path, busy_timeout_s) if read_only else Database(path, "rwc", busy_timeout_s)
     )
     try:
-        if database.pragma("application_id") != APPLICATION_ID:
+        if database.scalar("PRAGMA application_id") != APPLICATION_ID:
             if not database.is_empty():
                 raise StoreError(
                     f"{path} is a SQLite file of another program, and was not touched:"
@@ -203,7 +200,7 @@ def open_database(
                     f"{path} is an empty file: make it a store with `attn db init --db {path}`"
                 )
             _create(database)
-        version = database.pragma("user_version")
+        version = database.scalar("PRAGMA user_version")
         if version > target:
             raise StoreError(
                 f"{path} has schema version {version} and this attn reads up to {target}:"
@@ -260,7 +257,7 @@ def _create(database: Database) -> None:
 def _migrate(database: Database, migrations: Sequence[str]) -> None:
     with database.transaction():
         # Another process may have been faster: check again now that nobody else can write.
-        version = database.pragma("user_version")
+        version = database.scalar("PRAGMA user_version")
         for number, script in enumerate(migrations[version - 1 :], start=version + 1):
             for statement in statements(script):
                 database.run(statement)

@@ -42,9 +42,15 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
     count = len(keys)
     if count == 0:
         return 0
-    capture_code, capture_refs = _captures(db, rows)
-    captures = capture_refs[capture_code]
-    sessions, session_refs = _sessions(db, rows, captures)
+    compared = {
+        "model": rows.column("model").cast(pa.string()),
+        "capture_id": rows.column("capture_id").cast(pa.string()),
+        "layout": rows.column("layout").cast(pa.int64()),
+    }
+    found, capture_refs = _intern_rows(db, "captures", "capture_ref", compared)
+    captures = capture_refs[found.code]
+    owners = {"capture": pa.array(captures), "session_id": rows.column("session_id")}
+    sessions, session_refs = _intern_rows(db, "sessions", "session_ref", owners)
     first = db.scalar("SELECT value FROM totals WHERE name = 'next_seq'")
     db.run("UPDATE totals SET value = ? WHERE name = 'next_seq'", (first + count,))
     seq = np.arange(first, first + count)
@@ -78,12 +84,11 @@ def _keys(db: Database, rows: pa.RecordBatch) -> Ints:
     layers = rows.column("layer").to_numpy()
     page = rows_.pages(positions, layers)
     if page.any():
-        requests = distinct(codes, page)
-        ids = ids.take(pa.array(codes[requests.first]))
-        codes, page = requests.code, page[requests.first]
+        paged = {"request_id": rows.column("request_id"), "page": pa.array(page)}
+        (_, codes), refs = _intern_rows(db, "requests", "request_ref", paged)
     else:
-        page = np.zeros(len(ids), np.int64)
-    refs = _intern(db, "requests", "request_ref", {"request_id": ids, "page": page})
+        values = {"request_id": ids, "page": np.zeros(len(ids), np.int64)}
+        refs = _intern(db, "requests", "request_ref", values)
     if refs.max() > rows_.MAX_REQUEST_REF:
         raise StoreError(f"{db.path} has seen 2^30 requests: start another file")
     return rows_.pack(refs[codes], positions, layers)
@@ -109,27 +114,16 @@ def _unseen(db: Database, keys: Ints, newest: int) -> NDArray[np.bool_]:
     return keep
 
 
-def _captures(db: Database, rows: pa.RecordBatch) -> tuple[Ints, Ints]:
-    models, model_names = encoded(rows.column("model").cast(pa.string()))
-    ids, id_names = encoded(rows.column("capture_id").cast(pa.string()))
-    layouts = rows.column("layout").to_numpy()
-    found = distinct(models, ids, layouts)
+def _intern_rows(
+    db: Database, table: str, ref: str, columns: dict[str, pa.Array]
+) -> tuple[Distinct, Ints]:
+    """The distinct rows of some columns, and the reference in `table` of each: int64[m]."""
+    coded = {name: encoded(column) for name, column in columns.items()}
+    found = distinct(*(codes for codes, _ in coded.values()))
     values = {
-        "model": model_names.take(pa.array(models[found.first])),
-        "capture_id": id_names.take(pa.array(ids[found.first])),
-        "layout": layouts[found.first].astype(np.int64),
+        name: known.take(pa.array(codes[found.first])) for name, (codes, known) in coded.items()
     }
-    return found.code, _intern(db, "captures", "capture_ref", values)
-
-
-def _sessions(db: Database, rows: pa.RecordBatch, captures: Ints) -> tuple[Distinct, Ints]:
-    codes, names = encoded(rows.column("session_id"))
-    found = distinct(captures, codes)
-    values = {
-        "capture": captures[found.first],
-        "session_id": names.take(pa.array(codes[found.first])),
-    }
-    return found, _intern(db, "sessions", "session_ref", values)
+    return found, _intern(db, table, ref, values)
 
 
 def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:

@@ -112,7 +112,7 @@ def decode(
     stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
     if "key" in stored:
-        made |= _from_keys(integers(stored["key"]), columns, look_up)
+        made |= _from_keys(integers(stored["key"]), look_up)
     if "capture" in stored:
         captures = distinct(refs := integers(stored["capture"]))
         known = look_up("captures", refs[captures.first])
@@ -130,17 +130,13 @@ def decode(
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:
         made["top_experts"] = experts_from_blobs(stored["top_experts"])
-    if "captured_at" in columns:
-        made["captured_at"] = stored["captured_at"].cast(pa.int64())
     fields = [record.SCHEMA.field(name) for name in columns]
     found = ((field, {**stored, **made}[field.name]) for field in fields)
     arrays = [a if a.type == field.type else a.cast(field.type) for field, a in found]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _from_keys(
-    keys: Ints, columns: list[str], look_up: Callable[[str, Ints], pa.RecordBatch]
-) -> dict[str, pa.Array]:
+def _from_keys(keys: Ints, look_up: Callable[[str, Ints], pa.RecordBatch]) -> dict[str, pa.Array]:
     refs = keys >> REQUEST_SHIFT
     # Rows of one request are adjacent in most batches, so runs are found before sorting.
     starts = np.flatnonzero(np.diff(refs, prepend=-1))
@@ -148,13 +144,10 @@ def _from_keys(
     requests = look_up("requests", refs[starts][runs.first])
     code = np.repeat(runs.code, np.diff(starts, append=len(refs)))
     page = integers(requests.column("page"))[code]
-    made = {}
-    if "request_id" in columns:
-        made["request_id"] = requests.column("request_id").take(pa.array(code))
-    if "position" in columns:
-        low = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
-        made["position"] = pa.array((low | (page & 0xFF) << POSITION_BITS).astype(np.int32))
-    if "layer" in columns:
-        low = keys & (1 << LAYER_BITS) - 1
-        made["layer"] = pa.array(((low | page >> 8 << LAYER_BITS) - 1).astype(np.int16))
-    return made
+    low_position = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
+    low_layer = keys & (1 << LAYER_BITS) - 1
+    return {
+        "request_id": requests.column("request_id").take(pa.array(code)),
+        "position": pa.array((low_position | (page & 0xFF) << POSITION_BITS).astype(np.int32)),
+        "layer": pa.array(((low_layer | page >> 8 << LAYER_BITS) - 1).astype(np.int16)),
+    }

@@ -124,13 +124,9 @@ class SqliteStore(Store):
         last_seq = int(snapshot["seq"])
         stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
         with closing(Database(self.path, self._db.mode, self._db.busy_timeout_s)) as db:
-            window = zip((">=", "<"), selection.window, strict=True)
-            limits = {sign: micros for sign, micros in window if micros is not None}
-            where = "".join(f" AND captured_at {sign} ?" for sign in limits)
-            where += _in_captures(db, selection)
             query = (
-                f"SELECT {', '.join(stored)} FROM fingerprints"
-                f" WHERE seq >= ? AND seq < ?{where} ORDER BY seq"
+                f"SELECT {', '.join(stored)} FROM fingerprints WHERE seq >= ? AND seq < ? AND"
+                f" captured_at >= ? AND captured_at < ?{_in_captures(db, selection)} ORDER BY seq"
             )
 
             def look_up(table: str, refs: Ints) -> pa.RecordBatch:
@@ -146,7 +142,7 @@ class SqliteStore(Store):
                     stop = min(start + batch_rows, high)
                     # One read transaction, so that a prune cannot delete a name in between.
                     db.run("BEGIN")
-                    table = db.table(query, (start, stop, *limits.values()), batch_rows)
+                    table = db.table(query, (start, stop, *selection.window), batch_rows)
                     batch = rows_.decode(table, names, look_up) if table.num_rows else None
                     db.run("COMMIT")
                     if batch is not None:
@@ -169,7 +165,7 @@ class SqliteStore(Store):
                 f" ON f.seq >= b.block << {BLOCK_BITS} AND f.seq < b.block + 1 << {BLOCK_BITS}"
                 " WHERE +f.capture = b.capture AND captured_at >= ?1 AND captured_at < ?2"
                 " GROUP BY b.block, b.capture) JOIN captures ON capture_ref = ref GROUP BY ref",
-                _bounds(selection),
+                selection.window,
             )
 
     def counts(self) -> Counts:
@@ -198,12 +194,6 @@ class SqliteStore(Store):
         return runs
 
 
-def _bounds(selection: Selection) -> tuple[int, int]:
-    """The window as two integers that every captured_at can be compared with."""
-    start, end = selection.window
-    return -(2**63) if start is None else start, 2**63 - 1 if end is None else end
-
-
 def _in_captures(db: Database, selection: Selection) -> str:
     """SQL (starting with AND, or empty) for the model, layout and capture_id of a selection."""
     if not selection.exact:
@@ -220,7 +210,7 @@ def _ranges(db: Database, selection: Selection, last_seq: int) -> list[tuple[int
     blocks = db.rows(
         "SELECT DISTINCT block FROM blocks WHERE last_at >= ? AND first_at < ?"
         f"{_in_captures(db, selection)} ORDER BY block",
-        _bounds(selection),
+        selection.window,
     )
     ranges: list[tuple[int, int]] = []
     for (block,) in blocks:
