@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
 
 from .vector import (
-    DEPTHS,
     DIMENSIONS,
     HIST_BINS,
     LAYERED_BAND_EDGES,
@@ -36,6 +36,7 @@ from .vector import (
     PLACE_BINS,
     Layout,
     Visibility,
+    at_depths,
     chosen_heads,
 )
 
@@ -257,7 +258,9 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
     parts = [bands, entropy[:, None], shape]
     if plan.layout is Layout.LAYERED:
         entropies = torch.stack([layer.entropy for layer in layers], dim=1)
-        parts.append(entropies @ _depth_weights(len(layers)).to(entropies.device))
+        # `at_depths` is linear: its matrix float32[L, 8] is what it makes of the unit vectors.
+        weights = np.stack([at_depths(unit) for unit in np.eye(len(layers))])
+        parts.append(entropies @ torch.from_numpy(weights).to(entropies))
     vector = torch.cat(parts, dim=1)
     assert vector.shape[1] == DIMENSIONS
     # `where`, not a product, which would keep the NaN of a row without keys.
@@ -339,10 +342,3 @@ def head_logits(queries: Tensor, key: Tensor, scratch_bytes: int = GPU_SCRATCH_B
         part = slice(begin, begin + max(1, block))
         logits[:, :, part] = grouped @ by_head[:, :, part].to(torch.float32)
     return logits.view(heads, rows, total)
-
-
-def _depth_weights(layers: int) -> Tensor:
-    """`fingerprint.at_depths` as a matrix: float32[L, 8]."""
-    depth = torch.arange(DEPTHS, dtype=torch.float64) * (layers - 1) / (DEPTHS - 1)
-    distance = (depth[None, :] - torch.arange(layers, dtype=torch.float64)[:, None]).abs()
-    return (1.0 - distance).clamp(min=0.0).to(torch.float32)

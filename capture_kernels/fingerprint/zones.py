@@ -128,13 +128,9 @@ class ZoneRules:
         """
         xp = array_module(vectors)
         rows = xp.asarray(vectors, dtype=np.float32).reshape(-1, DIMENSIONS)
-        signals = xp.empty((len(rows), len(ZONES)), np.float32)
-        signals[:, :3] = rows[:, :3]
-        signals[:, 3] = ripple(rows, layout)
-        signals[:, 4] = rows[:, 3]
-        strong = xp.asarray(
-            [self.local_mass, self.mid_mass, self.long_mass, self.ripple, self.entropy], np.float32
-        )
+        signals = xp.column_stack([rows[:, :3], ripple(rows, layout), rows[:, 3]])
+        # The fields are in the order of `ZONES`.
+        strong = xp.asarray(list(asdict(self).values()), np.float32)
         xp.clip(signals, 0.0, 1.0, out=signals)
         below = signals / (2 * strong)
         above = 1.0 - (1.0 - signals) / (2 * (1.0 - strong))

@@ -17,7 +17,7 @@ if their seq is n + 1. Reading seq twice would not do: a copy engine reads words
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +126,6 @@ def _record_views(slots: Any, state: Any) -> RecordViews:
     return RecordViews(*fields.values(), *counters)
 
 
-class _Stage(Enum):
-    IDLE = 1
-    COUNTING = 2
-    COPYING = 3
-
-
 class Drain:
     """Reads a ring's records to the host, in order, each once or counted as dropped.
 
@@ -150,9 +144,9 @@ class Drain:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.received = self.dropped = self.torn = 0
-        # The number of the next record to be read, and how many are being copied.
-        self._number = self._count = 0
-        self._stage, self._marked = _Stage.IDLE, False
+        self._number = 0  # of the next record to be read
+        self._marked = False
+        self._reading: Generator[None, None, NDArray[np.void]] | None = None
         self._side: torch.cuda.Stream | None = None
         on_gpu = ring.slots.is_cuda
         self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -179,58 +173,56 @@ class Drain:
         """The records that have arrived: `RECORD_DTYPE`[n], a copy, oldest first."""
         parts: list[NDArray[np.void]] = []
         # Until a copy is on its way, or there is nothing to copy.
-        while self._side is None or self._stage is _Stage.IDLE or self._arrived.query():
-            if self._stage is _Stage.COPYING:
-                parts.append(self._take())
-            elif self._stage is _Stage.COUNTING:
-                self._start_copying()
-            elif self._marked:
-                self._marked, self._stage = False, _Stage.COUNTING
-                if self._side is not None:
-                    self._side.wait_event(self._step)
-                self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
-            else:
-                break
-        return _joined(parts)
+        while self._side is None or self._reading is None or self._arrived.query():
+            if self._reading is None:
+                if not self._marked:
+                    break
+                self._marked, self._reading = False, self._read()
+            try:
+                next(self._reading)
+            except StopIteration as done:
+                parts.append(done.value)
+                self._reading = None
+        # Without a dtype, NumPy would drop the padding between the fields.
+        return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)
 
     def flush(self) -> NDArray[np.void]:
         """All records of the steps launched so far. It waits for them, so it is for the end."""
         self.mark()
         parts = [self.poll()]
-        while self._marked or self._stage is not _Stage.IDLE:
+        while self._marked or self._reading is not None:
             self._arrived.synchronize()
             parts.append(self.poll())
-        return _joined(parts)
+        return np.concatenate(parts, dtype=RECORD_DTYPE)
 
-    def _start_copying(self) -> None:
-        capacity, committed = self.ring.capacity, int(self._counters[0])
+    def _read(self) -> Generator[None, None, NDArray[np.void]]:
+        """Copy the records of the marked step; pauses while a copy is on its way."""
+        capacity = self.ring.capacity
+        if self._side is not None:
+            self._side.wait_event(self._step)
+        self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
+        yield
+        committed = int(self._counters[0])
         overwritten = max(0, committed - capacity - self._number)
         self.dropped += overwritten
         self._number += overwritten
-        self._count = committed - self._number
-        if not self._count:
-            self._stage = _Stage.IDLE
-            return
+        count = committed - self._number
+        if not count:
+            return self._records[:0]
         first = self._number & (capacity - 1)
-        to_end = min(self._count, capacity - first)
+        to_end = min(count, capacity - first)
         self._copy(self._slots[:to_end], self.ring.slots[first : first + to_end])
-        rest = self._count - to_end
-        self._copy(self._slots[to_end : self._count], self.ring.slots[:rest])
+        self._copy(self._slots[to_end:count], self.ring.slots[: count - to_end])
         self._copy(self._counters[1:], self.ring.state[CLAIMED : CLAIMED + 1])
-        self._stage = _Stage.COPYING
-
-    def _take(self) -> NDArray[np.void]:
-        copied = self._records[: self._count]
-        numbers = np.arange(self._number, self._number + self._count)
-        whole = (copied["seq"] == numbers.astype(np.uint64) + 1) & (
-            numbers >= int(self._counters[1]) - self.ring.capacity
-        )
+        yield
+        copied, numbers = self._records[:count], np.arange(self._number, committed)
+        whole = copied["seq"] == numbers.astype(np.uint64) + 1
+        whole &= numbers >= int(self._counters[1]) - capacity
         records = copied[whole]
-        self._number += self._count
+        self._number = committed
         self.received += len(records)
-        self.torn += self._count - len(records)
-        self.dropped += self._count - len(records)
-        self._stage = _Stage.IDLE
+        self.torn += count - len(records)
+        self.dropped += count - len(records)
         return records
 
     def _copy(self, host: Tensor, device: Tensor) -> None:
@@ -240,8 +232,3 @@ class Drain:
             with torch.cuda.stream(self._side):
                 host.copy_(device, non_blocking=True)
             self._arrived.record(self._side)
-
-
-def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
-    # Without a dtype, NumPy would drop the padding between the fields.
-    return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)

@@ -19,6 +19,7 @@ from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
+    INTEGERS,
     LOG2_E,
     QUERY_TYPES,
     LayerPlan,
@@ -29,7 +30,6 @@ from capture_kernels.launch import (
 
 from .kernel import scores_pass
 
-INTEGERS = {torch.int32, torch.int64}
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
 LINE = 64
 # Keys of a tile: 128 would fill registers and shared memory with one block a processor.
