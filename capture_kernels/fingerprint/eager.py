@@ -1,17 +1,14 @@
 """Fingerprints from queries and keys, in plain torch operations on any device.
 
-`plan_rows` works out what all layers share: the keys and edges of each row. `layer_statistics`
-takes the statistics of these rows in one layer without a [T, T] tensor, in chunks of bounded
-scratch memory. `combine` makes vectors of the captured layers.
+No [T, T] tensor is made: rows are taken in chunks of bounded scratch memory.
 
 Mathematics. With the logits x_j of one head in float32, and V the visible keys of a row,
 
     lse = logsumexp over V of x;   p_j = exp(x_j - lse);   entropy = -sum p ln p / ln n,
 
-so a row is renormalised over its visible keys in log space: one whose visible mass underflows in a
-softmax, which `vector.fingerprint` cannot describe, still has exact statistics here. Learned sinks
-cancel, in the sink mass as well, and are not an argument. Bands and bins are masses of contiguous
-ranges of keys: differences of one cumulative sum of the mean over heads, at a few edges per row.
+so a row whose visible mass underflows in a softmax, which `vector.fingerprint` cannot describe,
+still has exact statistics. Learned sinks cancel, in the sink mass as well, and are not an argument.
+Bands and bins are differences of one cumulative sum of the mean over heads, at each row's edges.
 """
 
 from __future__ import annotations

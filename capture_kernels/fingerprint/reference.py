@@ -5,11 +5,8 @@ For the query at logical position t and the keys j the model lets it see,
     x_j = scale * (q . k_j);    x_j := cap * tanh(x_j / cap) where logits are soft-capped;
     p_j = exp(x_j) / (sum over seen i of exp(x_i) + exp(sink)),
 
-where a learned sink adds to the denominator only. It is written for reading, not for speed: it
-makes the whole [R, H, T] in memory.
-
-`decode_statistics` has what the decode kernels compute of one row, per head and as means. It
-subtracts logarithms instead of dividing masses, which underflow beside a huge sink.
+where a learned sink adds to the denominator only. It is written for reading, not for speed.
+`decode_statistics` subtracts logarithms, as masses underflow beside a huge sink.
 """
 
 from __future__ import annotations
@@ -82,10 +79,9 @@ def attention_rows(
 class DecodeStatistics(NamedTuple):
     """Statistics of one query row, per query head: the reference of the decode kernels.
 
-    Real keys are those that the row sees and that are neither masked nor outside a window; sink
-    tokens are among them. Visible keys are the real ones without the sink tokens; entropy, bins and
-    bands describe these alone, renormalised. Positions of a top k are counted from the first token
-    after the masked prefix.
+    Real keys are those that the row sees, neither masked nor outside a window. Visible keys are
+    these without the sink tokens; entropy, bins and bands describe them alone, renormalised.
+    Positions of a top k are counted from the first token after the masked prefix.
     """
 
     valid: bool  # whether a key is visible

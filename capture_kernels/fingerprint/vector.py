@@ -1,9 +1,8 @@
 """Fingerprints: one attention row in 20 numbers (DESIGN.md section 2). NumPy only.
 
-A row is the exact softmax of one query at logical position t over the keys j = 0..t. With the
-offset d = t - j, a fingerprint holds how far back the row attends (`hist` and three bands) and how
-widely (`entropy`). Statistics are taken per head and then averaged over the heads. The visible keys
-of a row are the contiguous range [start, t] of `Visibility`.
+A row is the exact softmax of one query at logical position t over the keys j = 0..t. A fingerprint
+holds how far back it attends (`hist` and three bands of d = t - j) and how widely (`entropy`), over
+the visible keys [start, t] of `Visibility`, as means over the heads.
 """
 
 from __future__ import annotations

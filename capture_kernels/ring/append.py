@@ -28,7 +28,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.launch import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
+from capture_kernels.launch import COLUMNS, FLAGS, INTEGERS, check
 
 from . import ring as ring_module
 from .ring import Ring
@@ -296,7 +296,8 @@ class AppendPlan:
                 f"statistics {list(statistics.shape)} must be {list(shape)}, each row after "
                 "the one before"
             )
-        check(statistics, "statistics", list(shape), FLOAT32)
+        if statistics.dtype != torch.float32:
+            raise OptionError(f"statistics must be float32, got {statistics.dtype}")
         check(rows.position, "position", [count], INTEGERS)
         check(rows.handle, "handle", [count], {torch.int64})
         check(rows.phase, "phase", [count], {torch.uint8})

@@ -1,7 +1,7 @@
 """The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
 
-Record number n lies in ring slot n mod capacity. A slot is one cache line of the GPU, 128 bytes, so
-that writing it is one full write; the host reads slots as `RECORD_DTYPE`.
+Record number n lies in ring slot n mod capacity: one cache line of the GPU, 128 bytes, which is
+written in one full write. The host reads slots as `RECORD_DTYPE`.
 
 Tensors:
     slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,
@@ -45,8 +45,7 @@ COMMITTED, CLAIMED, DONE = range(3)
 class RecordViews(NamedTuple):
     """A ring's memory, field by field, in slot order; nothing is copied.
 
-    On a GPU these are CuPy arrays, on a CPU NumPy's. To read them while steps run, copy what is
-    wanted, then read `claimed`: this module says which copies are whole.
+    CuPy arrays on a GPU, else NumPy's. Copies made while steps run may be torn: see this module.
     """
 
     seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
@@ -114,26 +113,20 @@ def _import_cupy() -> Any:
 
 def _record_views(slots: Any, state: Any) -> RecordViews:
     """Fields of int32[capacity, 32] and int64[3], NumPy's or CuPy's."""
-    fields = {}
-    for name in RECORD_DTYPE.names or ():
-        dtype, offset = RECORD_DTYPE.fields[name][:2]  # type: ignore[index]
-        first = offset // dtype.base.itemsize
-        column = slots.view(dtype.base)
-        fields[name] = (
-            column[:, first : first + dtype.shape[0]] if dtype.shape else column[:, first]
-        )
-    counters = (state[i : i + 1] for i in (COMMITTED, CLAIMED))
-    return RecordViews(*fields.values(), *counters)
+    fields = []
+    for dtype, offset, *_ in (RECORD_DTYPE.fields or {}).values():
+        columns = slots.view(dtype.base)[:, offset // dtype.base.itemsize :]
+        fields.append(columns[:, : dtype.shape[0]] if dtype.shape else columns[:, 0])
+    return RecordViews(*fields, *(state[i : i + 1] for i in (COMMITTED, CLAIMED)))
 
 
 class Drain:
     """Reads a ring's records to the host, in order, each once or counted as dropped.
 
-    The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
-    inside it). `poll`, from that thread or one other, returns what has arrived since. On a GPU both
-    only enqueue and query: a side stream waits for the marked step and copies to pinned memory. The
-    steps' stream never waits, and no call but `flush` waits for the GPU. On a CPU the same copies
-    are made at once. CUDA forbids queries while a graph is captured: do not poll meanwhile.
+    The thread that runs the steps calls `mark` after a step; `poll`, from that thread or one other,
+    returns what has arrived since. On a GPU a side stream waits for the marked step and copies to
+    pinned memory. Only `flush` waits for the GPU, and the steps' stream never waits. CUDA forbids
+    queries while a graph is captured: do not poll meanwhile.
 
     Attributes:
         received: records that were returned to the caller.
