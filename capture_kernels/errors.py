@@ -1,7 +1,7 @@
 """The errors a user may see.
 
-The command line prints an `AttnError` as one line on stderr and exits with its `exit_code`;
-a service answers with a 4xx status. Anything else is a bug and keeps its traceback.
+The command line prints an `AttnError` as one line and exits with its `exit_code`; a service answers
+with a 4xx status. Anything else is a bug and keeps its traceback.
 """
 
 

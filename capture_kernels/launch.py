@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ LARGEST_HEAD_DIM = 256
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
+INTEGERS = {torch.int32, torch.int64}
+FLAGS = {torch.bool, torch.uint8}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,11 +84,10 @@ class HeadGroups:
         order = chosen_heads(heads, key_heads, chosen)
         per_key = heads // key_heads
         groups: list[list[int]] = []
-        for head in order:
-            full = groups and len(groups[-1]) == LARGEST_GROUP
-            if not groups or full or groups[-1][0] // per_key != head // per_key:
-                groups.append([])
-            groups[-1].append(head)
+        for _, read in groupby(order, lambda head: head // per_key):
+            readers = list(read)
+            starts = range(0, len(readers), LARGEST_GROUP)
+            groups += [readers[start : start + LARGEST_GROUP] for start in starts]
         self.count, self.key_heads, self.queries_a_key = len(order), key_heads, per_key
         self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
         self._groups, self._device = groups, device
@@ -141,7 +143,7 @@ def check(tensor: Tensor | None, name: str, shape: list[int], types: set[torch.d
         raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
     if tensor.dtype not in types:
         raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
-    if tensor.stride(-1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise OptionError(f"{name} must be contiguous in its last axis")
 
 

@@ -95,13 +95,12 @@ class StatisticsPlan(LayerPlan):
     """Buffers and launches for the captured layers of one kind; a step is `schedule`, then `run`
     for each layer in turn.
 
-    `run` only records a layer. As many layers as the scratch has room for are finished together, by
-    one launch that passes over their keys and a few more. A step neither allocates, copies nor
-    waits, so that a CUDA graph can hold it, after a first step that compiles the kernels.
+    `run` only records a layer; as many as the scratch has room for are finished together. A step
+    neither allocates, copies nor waits, so that a CUDA graph can hold it, after one that compiles.
 
     Attributes:
-        per_head: float32[layers, max_rows, H, 32], and
-        mean: float32[layers, max_rows, 32]: `answer` of all layers.
+        per_head, mean: float32[layers, max_rows, H, 32] and float32[layers, max_rows, 32], `answer`
+            of all layers.
 
     Raises:
         OptionError: shapes that do not fit together, or a head_dim that is not supported.
@@ -116,8 +115,7 @@ class StatisticsPlan(LayerPlan):
     mean_top_k: int = 0  # how many keys of the mean of the chosen heads' probabilities, 0..64
     hubs: bool = False  # whether steps may add up that mean by position
     # What may be kept of pending layers beyond one layer's sums and candidates. With less, fewer
-    # layers are finished together, and keys are read again for the head mean (`topk.plan`). With 0,
-    # a plan for one row of a million keys takes less than a megabyte.
+    # layers are finished together, and keys are read again for the head mean (`topk.plan`).
     scratch_bytes: int = SCRATCH_BYTES
     programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
     tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits

@@ -1,17 +1,14 @@
 """Fingerprints from queries and keys, in plain torch operations on any device.
 
-`plan_rows` works out what all layers share: the keys and edges of each row. `layer_statistics`
-takes the statistics of these rows in one layer without a [T, T] tensor, in chunks of bounded
-scratch memory. `combine` makes vectors of the captured layers.
+No [T, T] tensor is made: rows are taken in chunks of bounded scratch memory.
 
 Mathematics. With the logits x_j of one head in float32, and V the visible keys of a row,
 
     lse = logsumexp over V of x;   p_j = exp(x_j - lse);   entropy = -sum p ln p / ln n,
 
-so a row is renormalised over its visible keys in log space: one whose visible mass underflows in a
-softmax, which `vector.fingerprint` cannot describe, still has exact statistics here. Learned sinks
-cancel, in the sink mass as well, and are not an argument. Bands and bins are masses of contiguous
-ranges of keys: differences of one cumulative sum of the mean over heads, at a few edges per row.
+so a row whose visible mass underflows in a softmax, which `vector.fingerprint` cannot describe,
+still has exact statistics. Learned sinks cancel, in the sink mass as well, and are not an argument.
+Bands and bins are differences of one cumulative sum of the mean over heads, at each row's edges.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
 
 from .vector import (
-    DEPTHS,
     DIMENSIONS,
     HIST_BINS,
     LAYERED_BAND_EDGES,
@@ -36,6 +33,7 @@ from .vector import (
     PLACE_BINS,
     Layout,
     Visibility,
+    at_depths,
     chosen_heads,
 )
 
@@ -257,7 +255,9 @@ def combine(layers: Sequence[LayerStatistics], plan: RowPlan) -> Vectors:
     parts = [bands, entropy[:, None], shape]
     if plan.layout is Layout.LAYERED:
         entropies = torch.stack([layer.entropy for layer in layers], dim=1)
-        parts.append(entropies @ _depth_weights(len(layers)).to(entropies.device))
+        # `at_depths` is linear: its matrix float32[L, 8] is what it makes of the unit vectors.
+        weights = np.stack([at_depths(unit) for unit in np.eye(len(layers))])
+        parts.append(entropies @ torch.from_numpy(weights).to(entropies))
     vector = torch.cat(parts, dim=1)
     assert vector.shape[1] == DIMENSIONS
     # `where`, not a product, which would keep the NaN of a row without keys.
@@ -339,10 +339,3 @@ def head_logits(queries: Tensor, key: Tensor, scratch_bytes: int = GPU_SCRATCH_B
         part = slice(begin, begin + max(1, block))
         logits[:, :, part] = grouped @ by_head[:, :, part].to(torch.float32)
     return logits.view(heads, rows, total)
-
-
-def _depth_weights(layers: int) -> Tensor:
-    """`fingerprint.at_depths` as a matrix: float32[L, 8]."""
-    depth = torch.arange(DEPTHS, dtype=torch.float64) * (layers - 1) / (DEPTHS - 1)
-    distance = (depth[None, :] - torch.arange(layers, dtype=torch.float64)[:, None]).abs()
-    return (1.0 - distance).clamp(min=0.0).to(torch.float32)

@@ -5,11 +5,8 @@ For the query at logical position t and the keys j the model lets it see,
     x_j = scale * (q . k_j);    x_j := cap * tanh(x_j / cap) where logits are soft-capped;
     p_j = exp(x_j) / (sum over seen i of exp(x_i) + exp(sink)),
 
-where a learned sink adds to the denominator only. It is written for reading, not for speed: it
-makes the whole [R, H, T] in memory.
-
-`decode_statistics` has what the decode kernels compute of one row, per head and as means. It
-subtracts logarithms instead of dividing masses, which underflow beside a huge sink.
+where a learned sink adds to the denominator only. It is written for reading, not for speed.
+`decode_statistics` subtracts logarithms, as masses underflow beside a huge sink.
 """
 
 from __future__ import annotations
@@ -82,10 +79,9 @@ def attention_rows(
 class DecodeStatistics(NamedTuple):
     """Statistics of one query row, per query head: the reference of the decode kernels.
 
-    Real keys are those that the row sees and that are neither masked nor outside a window; sink
-    tokens are among them. Visible keys are the real ones without the sink tokens; entropy, bins and
-    bands describe these alone, renormalised. Positions of a top k are counted from the first token
-    after the masked prefix.
+    Real keys are those that the row sees, neither masked nor outside a window. Visible keys are
+    these without the sink tokens; entropy, bins and bands describe them alone, renormalised.
+    Positions of a top k are counted from the first token after the masked prefix.
     """
 
     valid: bool  # whether a key is visible
@@ -163,30 +159,21 @@ def decode_statistics(
         np.where(real, mean, -np.inf)[None], mean_top_k, visibility.mask_prefix
     )
 
-    entropy = np.zeros(heads)
-    hist, places = np.zeros((heads, HIST_BINS)), np.zeros((heads, PLACE_BINS))
-    bands_log16, bands_layered = np.zeros((heads, 3)), np.zeros((heads, 3))
-    valid = start <= t
-    if valid:
-        count, distances = t - start + 1, t - j[start:]
-        logs = logits[:, start:] - visible_lse[:, None]
-        p = np.exp(logs)
-        if count > 1:
-            terms = np.multiply(p, logs, out=np.zeros_like(p), where=p > 0)
-            entropy = np.clip(-terms.sum(axis=1) / math.log(count), 0.0, 1.0)
-        hist = _masses(p, log2_bins(distances), HIST_BINS)
-        places = _masses(p, place_bins(count), PLACE_BINS)
-        bands_log16 = _masses(p, np.digitize(distances, LOG16_BAND_EDGES), 3)
-        bands_layered = _masses(p, np.digitize(distances, LAYERED_BAND_EDGES), 3)
+    entropy, count, distances = np.zeros(heads), max(t - start + 1, 0), t - j[start:]
+    logs = logits[:, start:] - visible_lse[:, None]
+    p = np.exp(logs)
+    if count > 1:
+        terms = np.multiply(p, logs, out=np.zeros_like(p), where=p > 0)
+        entropy = np.clip(-terms.sum(axis=1) / math.log(count), 0.0, 1.0)
     return DecodeStatistics(
-        valid=valid,
+        valid=count > 0,
         logits=logits,
         logsumexp=logsumexp,
         entropy=entropy,
-        hist=hist,
-        places=places,
-        bands_log16=bands_log16,
-        bands_layered=bands_layered,
+        hist=_masses(p, log2_bins(distances), HIST_BINS),
+        places=_masses(p, place_bins(count), PLACE_BINS),
+        bands_log16=_masses(p, np.digitize(distances, LOG16_BAND_EDGES), 3),
+        bands_layered=_masses(p, np.digitize(distances, LAYERED_BAND_EDGES), 3),
         sink_mass=sink_mass,
         top_positions=top_positions,
         top_logits=top_logits,
@@ -229,4 +216,5 @@ def _largest(
 
 def _masses(p: NDArray[np.float64], bins: NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """The mass of each head in each bin: float64[H, count], of float64[H, n] and int64[n]."""
-    return np.stack([np.bincount(bins, weights=row, minlength=count) for row in p])
+    # Of no keys, bincount makes integers.
+    return np.array([np.bincount(bins, row, count) for row in p], np.float64)

@@ -1,9 +1,8 @@
 """Fingerprints: one attention row in 20 numbers (DESIGN.md section 2). NumPy only.
 
-A row is the exact softmax of one query at logical position t over the keys j = 0..t. With the
-offset d = t - j, a fingerprint holds how far back the row attends (`hist` and three bands) and how
-widely (`entropy`). Statistics are taken per head and then averaged over the heads. The visible keys
-of a row are the contiguous range [start, t] of `Visibility`.
+A row is the exact softmax of one query at logical position t over the keys j = 0..t. A fingerprint
+holds how far back it attends (`hist` and three bands of d = t - j) and how widely (`entropy`), over
+the visible keys [start, t] of `Visibility`, as means over the heads.
 """
 
 from __future__ import annotations
@@ -114,34 +113,6 @@ def place_bins(count: int) -> NDArray[np.int64]:
     return (2 * np.arange(count) + 1) * PLACE_BINS // (2 * count)
 
 
-def band_masses(
-    probabilities: NDArray[np.float64], edges: tuple[int, int]
-) -> tuple[float, float, float]:
-    """Mean over heads of the mass with d < edges[0], between, and d >= edges[1].
-
-    Args:
-        probabilities: float64[H, n], each row summing to 1, keys oldest first.
-    """
-    offsets = np.arange(probabilities.shape[1])[::-1]
-    mean = probabilities.mean(axis=0)
-    near, far = offsets < edges[0], offsets >= edges[1]
-    return float(mean[near].sum()), float(mean[~near & ~far].sum()), float(mean[far].sum())
-
-
-def normalised_entropy(probabilities: NDArray[np.float64]) -> float:
-    """Mean over heads of -sum p ln p / ln n, in [0, 1]; 0 when one key is visible.
-
-    Args:
-        probabilities: float64[H, n], each row summing to 1.
-    """
-    count = probabilities.shape[1]
-    if count == 1:
-        return 0.0
-    logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
-    entropy = -(probabilities * logs).sum(axis=1).mean() / math.log(count)
-    return float(min(max(entropy, 0.0), 1.0))
-
-
 def fingerprint(
     layers: Sequence[ArrayLike],
     position: int,
@@ -174,16 +145,22 @@ def fingerprint(
         # Every head's mass underflowed to the sinks: nothing is known of the visible keys.
         return None
     sink_mass = float((1.0 - visible_total / total).mean())
-    renormalised = visible / visible_total[:, :, None]
-    count = renormalised.shape[2]
+    p = visible / visible_total[:, :, None]
+    count = p.shape[2]
+    offsets = np.arange(count)[::-1]
 
     if layout is Layout.LOG16:
-        bins, size, edges = log2_bins(np.arange(count)[::-1]), HIST_BINS, LOG16_BAND_EDGES
+        bins, size, edges = log2_bins(offsets), HIST_BINS, LOG16_BAND_EDGES
     else:
         bins, size, edges = place_bins(count), PLACE_BINS, LAYERED_BAND_EDGES
-    shape = np.bincount(bins, weights=renormalised.mean(axis=(0, 1)), minlength=size)
-    bands = np.mean([band_masses(layer, edges) for layer in renormalised], axis=0)
-    entropies = np.array([normalised_entropy(layer) for layer in renormalised])
+    shape = np.bincount(bins, weights=p.mean(axis=(0, 1)), minlength=size)
+    band = np.digitize(offsets, edges)
+    means = p.mean(axis=1)
+    bands = np.mean([[row[band == i].sum() for i in range(3)] for row in means], axis=0)
+    logs = np.log(p, out=np.zeros_like(p), where=p > 0)
+    # One key has no entropy, and 0 / ln 2 = 0.
+    entropies = -(p * logs).sum(axis=2).mean(axis=1) / math.log(max(count, 2))
+    entropies = np.clip(entropies, 0.0, 1.0)
     parts = [bands, [entropies.mean()], shape]
     if layout is Layout.LAYERED:
         parts.append(at_depths(entropies))

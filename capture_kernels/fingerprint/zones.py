@@ -60,14 +60,8 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
         ripple = (E[2] + .. + E[B/2 - 1]) / (E[1] + .. + E[m - 1])
 
     0 where that is 0/0. E is the DCT-II: E[0] is the constant and E[1] the slope, which each row
-    has that looks less the farther back. Only the bins that the context reaches count, for
-    otherwise the edge of the context is the largest wave.
-
-    Chosen among such shares by how well it separates counting, table and code prompts of the demo
-    model from prose, on half of the requests. On the other half, at positions >= 64, the AUC within
-    octaves of the position is 0.78 for its last layer (counting 0.88, table 0.88, code 0.60), 0.77
-    for the mean of its layers 1 to 3, and 0.48, which is chance, for layer 2 alone. Measured by
-    `python benchmarks/zones.py --db STORE`.
+    has that looks less the farther back. Beyond the context's reach its edge would be the largest
+    wave. How well it separates prompts: `python benchmarks/zones.py --db STORE`.
 
     Args:
         vectors: float32[n, 20] of one layout, on any device.
@@ -85,8 +79,7 @@ def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
         rows = xp.flatnonzero(reach == bins_reached)
         if not len(rows):
             continue
-        # In float64, rounded once: a product may add up a row in another order where other rows are
-        # beside it.
+        # In float64, rounded once: the order of a product's sums depends on the other rows.
         energy = xp.square((amplitudes[rows] @ bases[bins_reached]).astype(np.float32))
         total = energy.sum(axis=1)
         # Rounding leaves some energy to a constant histogram.
@@ -132,9 +125,8 @@ class ZoneRules:
         signals[:, :3] = rows[:, :3]
         signals[:, 3] = ripple(rows, layout)
         signals[:, 4] = rows[:, 3]
-        strong = xp.asarray(
-            [self.local_mass, self.mid_mass, self.long_mass, self.ripple, self.entropy], np.float32
-        )
+        # The fields are in the order of `ZONES`.
+        strong = xp.asarray(list(asdict(self).values()), np.float32)
         xp.clip(signals, 0.0, 1.0, out=signals)
         below = signals / (2 * strong)
         above = 1.0 - (1.0 - signals) / (2 * (1.0 - strong))
@@ -154,9 +146,7 @@ class ZoneRules:
         for start in range(0, len(rows), step):
             block = slice(start, start + step)
             evidence = self.evidence(rows[block], layout)
-            best = evidence.argmax(axis=1)
-            index[block] = best
+            index[block] = evidence.argmax(axis=1)
             total = evidence.sum(axis=1)
-            top = evidence[xp.arange(len(evidence)), best]
-            confidence[block] = top / xp.where(total > 0, total, 1.0)
+            confidence[block] = evidence.max(axis=1) / xp.where(total > 0, total, 1.0)
         return Zoned(index, confidence)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.launch import COLUMNS
+from capture_kernels.launch import COLUMNS, FLAGS, INTEGERS, check
 
 from . import ring as ring_module
 from .ring import Ring
@@ -296,19 +296,13 @@ class AppendPlan:
                 f"statistics {list(statistics.shape)} must be {list(shape)}, each row after "
                 "the one before"
             )
-        if not len(rows.handle) == len(rows.phase) == len(rows.enabled) == count:
-            raise OptionError(f"{count} positions need as many handles, phases and flags")
         if statistics.dtype != torch.float32:
             raise OptionError(f"statistics must be float32, got {statistics.dtype}")
-        for name, tensor, types in (
-            ("position", rows.position, (torch.int32, torch.int64)),
-            ("handle", rows.handle, (torch.int64,)),
-            ("phase", rows.phase, (torch.uint8,)),
-            ("enabled", rows.enabled, (torch.uint8, torch.bool)),
-            ("num_active", rows.num_active, (torch.int32,)),
-        ):
-            if tensor.dtype not in types or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise OptionError(f"{name} must be contiguous {' or '.join(map(str, types))}[R]")
+        check(rows.position, "position", [count], INTEGERS)
+        check(rows.handle, "handle", [count], {torch.int64})
+        check(rows.phase, "phase", [count], {torch.uint8})
+        check(rows.enabled, "enabled", [count], FLAGS)
+        check(rows.num_active, "num_active", [len(rows.num_active)], {torch.int32})
         if count == 0:
             return
         append_records[(self._programs,)](

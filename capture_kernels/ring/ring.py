@@ -1,7 +1,7 @@
 """The ring of fingerprint records in device memory: written by a kernel, read by a side stream.
 
-Record number n lies in ring slot n mod capacity. A slot is one cache line of the GPU, 128 bytes, so
-that writing it is one full write; the host reads slots as `RECORD_DTYPE`.
+Record number n lies in ring slot n mod capacity: one cache line of the GPU, 128 bytes, which is
+written in one full write. The host reads slots as `RECORD_DTYPE`.
 
 Tensors:
     slots       int32[capacity, 32]  the slots as words: 0-1 seq, 2-3 handle, 4 position, 5 layer,
@@ -17,7 +17,7 @@ if their seq is n + 1. Reading seq twice would not do: a copy engine reads words
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +45,7 @@ COMMITTED, CLAIMED, DONE = range(3)
 class RecordViews(NamedTuple):
     """A ring's memory, field by field, in slot order; nothing is copied.
 
-    On a GPU these are CuPy arrays, on a CPU NumPy's. To read them while steps run, copy what is
-    wanted, then read `claimed`: this module says which copies are whole.
+    CuPy arrays on a GPU, else NumPy's. Copies made while steps run may be torn: see this module.
     """
 
     seq: Any  # uint64[capacity]: record number + 1; 0 in a slot that is empty or being written
@@ -114,32 +113,20 @@ def _import_cupy() -> Any:
 
 def _record_views(slots: Any, state: Any) -> RecordViews:
     """Fields of int32[capacity, 32] and int64[3], NumPy's or CuPy's."""
-    fields = {}
-    for name in RECORD_DTYPE.names or ():
-        dtype, offset = RECORD_DTYPE.fields[name][:2]  # type: ignore[index]
-        first = offset // dtype.base.itemsize
-        column = slots.view(dtype.base)
-        fields[name] = (
-            column[:, first : first + dtype.shape[0]] if dtype.shape else column[:, first]
-        )
-    counters = (state[i : i + 1] for i in (COMMITTED, CLAIMED))
-    return RecordViews(*fields.values(), *counters)
-
-
-class _Stage(Enum):
-    IDLE = 1
-    COUNTING = 2
-    COPYING = 3
+    fields = []
+    for dtype, offset, *_ in (RECORD_DTYPE.fields or {}).values():
+        columns = slots.view(dtype.base)[:, offset // dtype.base.itemsize :]
+        fields.append(columns[:, : dtype.shape[0]] if dtype.shape else columns[:, 0])
+    return RecordViews(*fields, *(state[i : i + 1] for i in (COMMITTED, CLAIMED)))
 
 
 class Drain:
     """Reads a ring's records to the host, in order, each once or counted as dropped.
 
-    The thread that runs the steps calls `mark` after a step (after the replay of a CUDA graph, not
-    inside it). `poll`, from that thread or one other, returns what has arrived since. On a GPU both
-    only enqueue and query: a side stream waits for the marked step and copies to pinned memory. The
-    steps' stream never waits, and no call but `flush` waits for the GPU. On a CPU the same copies
-    are made at once. CUDA forbids queries while a graph is captured: do not poll meanwhile.
+    The thread that runs the steps calls `mark` after a step; `poll`, from that thread or one other,
+    returns what has arrived since. On a GPU a side stream waits for the marked step and copies to
+    pinned memory. Only `flush` waits for the GPU, and the steps' stream never waits. CUDA forbids
+    queries while a graph is captured: do not poll meanwhile.
 
     Attributes:
         received: records that were returned to the caller.
@@ -150,9 +137,9 @@ class Drain:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.received = self.dropped = self.torn = 0
-        # The number of the next record to be read, and how many are being copied.
-        self._number = self._count = 0
-        self._stage, self._marked = _Stage.IDLE, False
+        self._number = 0  # of the next record to be read
+        self._marked = False
+        self._reading: Generator[None, None, NDArray[np.void]] | None = None
         self._side: torch.cuda.Stream | None = None
         on_gpu = ring.slots.is_cuda
         self._slots = torch.zeros(ring.slots.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -179,58 +166,56 @@ class Drain:
         """The records that have arrived: `RECORD_DTYPE`[n], a copy, oldest first."""
         parts: list[NDArray[np.void]] = []
         # Until a copy is on its way, or there is nothing to copy.
-        while self._side is None or self._stage is _Stage.IDLE or self._arrived.query():
-            if self._stage is _Stage.COPYING:
-                parts.append(self._take())
-            elif self._stage is _Stage.COUNTING:
-                self._start_copying()
-            elif self._marked:
-                self._marked, self._stage = False, _Stage.COUNTING
-                if self._side is not None:
-                    self._side.wait_event(self._step)
-                self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
-            else:
-                break
-        return _joined(parts)
+        while self._side is None or self._reading is None or self._arrived.query():
+            if self._reading is None:
+                if not self._marked:
+                    break
+                self._marked, self._reading = False, self._read()
+            try:
+                next(self._reading)
+            except StopIteration as done:
+                parts.append(done.value)
+                self._reading = None
+        # Without a dtype, NumPy would drop the padding between the fields.
+        return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)
 
     def flush(self) -> NDArray[np.void]:
         """All records of the steps launched so far. It waits for them, so it is for the end."""
         self.mark()
         parts = [self.poll()]
-        while self._marked or self._stage is not _Stage.IDLE:
+        while self._marked or self._reading is not None:
             self._arrived.synchronize()
             parts.append(self.poll())
-        return _joined(parts)
+        return np.concatenate(parts, dtype=RECORD_DTYPE)
 
-    def _start_copying(self) -> None:
-        capacity, committed = self.ring.capacity, int(self._counters[0])
+    def _read(self) -> Generator[None, None, NDArray[np.void]]:
+        """Copy the records of the marked step; pauses while a copy is on its way."""
+        capacity = self.ring.capacity
+        if self._side is not None:
+            self._side.wait_event(self._step)
+        self._copy(self._counters[:1], self.ring.state[COMMITTED : COMMITTED + 1])
+        yield
+        committed = int(self._counters[0])
         overwritten = max(0, committed - capacity - self._number)
         self.dropped += overwritten
         self._number += overwritten
-        self._count = committed - self._number
-        if not self._count:
-            self._stage = _Stage.IDLE
-            return
+        count = committed - self._number
+        if not count:
+            return self._records[:0]
         first = self._number & (capacity - 1)
-        to_end = min(self._count, capacity - first)
+        to_end = min(count, capacity - first)
         self._copy(self._slots[:to_end], self.ring.slots[first : first + to_end])
-        rest = self._count - to_end
-        self._copy(self._slots[to_end : self._count], self.ring.slots[:rest])
+        self._copy(self._slots[to_end:count], self.ring.slots[: count - to_end])
         self._copy(self._counters[1:], self.ring.state[CLAIMED : CLAIMED + 1])
-        self._stage = _Stage.COPYING
-
-    def _take(self) -> NDArray[np.void]:
-        copied = self._records[: self._count]
-        numbers = np.arange(self._number, self._number + self._count)
-        whole = (copied["seq"] == numbers.astype(np.uint64) + 1) & (
-            numbers >= int(self._counters[1]) - self.ring.capacity
-        )
+        yield
+        copied, numbers = self._records[:count], np.arange(self._number, committed)
+        whole = copied["seq"] == numbers.astype(np.uint64) + 1
+        whole &= numbers >= int(self._counters[1]) - capacity
         records = copied[whole]
-        self._number += self._count
+        self._number = committed
         self.received += len(records)
-        self.torn += self._count - len(records)
-        self.dropped += self._count - len(records)
-        self._stage = _Stage.IDLE
+        self.torn += count - len(records)
+        self.dropped += count - len(records)
         return records
 
     def _copy(self, host: Tensor, device: Tensor) -> None:
@@ -240,8 +225,3 @@ class Drain:
             with torch.cuda.stream(self._side):
                 host.copy_(device, non_blocking=True)
             self._arrived.record(self._side)
-
-
-def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
-    # Without a dtype, NumPy would drop the padding between the fields.
-    return np.concatenate([np.empty(0, RECORD_DTYPE), *parts], dtype=RECORD_DTYPE)

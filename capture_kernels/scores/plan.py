@@ -19,6 +19,7 @@ from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
     FLOAT8_TYPES,
     FLOAT32,
+    INTEGERS,
     LOG2_E,
     QUERY_TYPES,
     LayerPlan,
@@ -29,7 +30,6 @@ from capture_kernels.launch import (
 
 from .kernel import scores_pass
 
-INTEGERS = {torch.int32, torch.int64}
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
 LINE = 64
 # Keys of a tile: 128 would fill registers and shared memory with one block a processor.
@@ -57,9 +57,8 @@ class ScoresPlan(LayerPlan):
     """Geometry and scratch memory of the scores of one kind of layer; `run` once a layer and chunk.
 
     A run neither allocates, copies nor waits, so that a CUDA graph can hold it (after a first run,
-    which compiles); the graph keeps the number of queries and `start`. Beside the output it needs
-    `scratch_bytes`: 8 bytes a query and head, or a few times that if queries are so few that
-    several programs share a row.
+    which compiles); the graph keeps the number of queries and `start`. `scratch_bytes` is 8 bytes a
+    query and head, or a few times that if several programs share a row.
 
     Raises:
         OptionError: options that do not fit together.
@@ -160,9 +159,8 @@ class ScoresPlan(LayerPlan):
             raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
         if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
             raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
-        columns = out.shape[2] if out.dim() == 3 else end
-        if list(out.shape) != [rows, len(self.order), max(columns, end)]:
-            shape = [rows, len(self.order), end]
+        shape = [rows, len(self.order), end]
+        if out.dim() != 3 or list(out.shape[:2]) != shape[:2] or out.shape[2] < end:
             raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
         if out.dtype != torch.float16:
             raise OptionError(f"out is {out.dtype}, not torch.float16")

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.launch import check
+from capture_kernels.launch import FLAGS, INTEGERS, check
 
 ROW_FIELDS = 8
 # Fields of `row_table`. COUNT is the number of visible keys before the model's own window hides
@@ -165,32 +165,22 @@ class PageTable(NamedTuple):
         cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
     ) -> PageTable:
         """OptionError for other shapes, types or strides."""
-        if req_to_token.dim() != 2 or req_to_token.stride(1) != 1:
-            raise OptionError("req_to_token must be [requests, longest], contiguous by request")
-        _check_indices(req_to_token[:0].view(-1), "req_to_token")
-        _check_indices(req_pool_indices, "req_pool_indices")
-        _check_indices(seq_lens, "seq_lens")
-        if len(req_pool_indices) != len(seq_lens):
-            raise OptionError(f"{len(req_pool_indices)} requests have {len(seq_lens)} lengths")
+        shape = [len(req_to_token), req_to_token.shape[-1]]
+        check(req_to_token, "req_to_token", shape, INTEGERS)
+        check(req_pool_indices, "req_pool_indices", [req_pool_indices.numel()], INTEGERS)
+        check(seq_lens, "seq_lens", [req_pool_indices.numel()], INTEGERS)
         return cls(req_to_token, req_pool_indices, seq_lens)
 
     @classmethod
     def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor) -> PageTable:
         """Raises OptionError for other shapes, types or strides."""
-        _check_indices(kv_indptr, "kv_indptr")
-        _check_indices(kv_indices, "kv_indices")
+        check(kv_indptr, "kv_indptr", [kv_indptr.numel()], INTEGERS)
+        check(kv_indices, "kv_indices", [kv_indices.numel()], INTEGERS)
         return cls(kv_indices, kv_indptr, None)
 
     @property
     def num_rows(self) -> int:
         return len(self.starts) - (self.seq_lens is None)
-
-
-def _check_indices(indices: Tensor, name: str) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise OptionError(f"{name} must be int32 or int64, got {indices.dtype}")
-    if indices.dim() != 1 or not indices.is_contiguous():
-        raise OptionError(f"{name} must have one dimension and be contiguous")
 
 
 @dataclass(eq=False)
@@ -244,10 +234,7 @@ class Schedule:
         rows = table.num_rows
         if rows > self.max_rows:
             raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        if enabled is not None and (
-            enabled.itemsize != 1 or enabled.shape != (rows,) or not enabled.is_contiguous()
-        ):
-            raise OptionError(f"enabled must be a contiguous bool or uint8[{rows}]")
+        check(enabled, "enabled", [rows], FLAGS)
         if num_active is not None and (num_active.dtype != torch.int32 or num_active.numel() != 1):
             raise OptionError("num_active must be int32[1]")
         check(masks, "masks", [rows], {torch.int32})

@@ -8,8 +8,8 @@ Mathematics, for one row, with the logit x_hd of head h and the key at distance 
 with lse_h = logsumexp, learned sinks included. Of equal values the lower position, that is the
 larger distance, comes first (`sort_key`).
 
-For the head mean, the pass writes all logits of a row, or none if they have no room. A row without
-logits has its keys read again: once for p, and chosen blocks once more for the top k.
+For the head mean, the pass writes all logits of a row. If they have no room, its keys are read
+again: once for p, and chosen blocks once more for the top k.
 
 Tensors (L layers, A pending at once, R rows, H chosen query heads, P programs, C buckets, N keys in
 a block; K rounded up to a power of two):
