@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -467,6 +467,7 @@ def test_the_mean_row_holds_the_fingerprint_of_either_layout(visibility, window,
     seed=st.integers(0, 2**31),
     programs=st.lists(st.integers(1, 20), min_size=2, max_size=2, unique=True),
 )
+@settings(max_examples=6)  # each takes seconds in the interpreter
 def test_answers_are_shares_that_depend_neither_on_slots_nor_on_programs(
     lengths, shape, visibility, window, size, seed, programs
 ):
@@ -523,6 +524,7 @@ def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexp
     window=st.one_of(st.just(0), st.integers(1, 100_000)),
     tile=st.sampled_from([32, 64]),
 )
+@settings(max_examples=25)  # each takes seconds in the interpreter
 def test_columns_are_the_ranges_of_their_bins_and_are_flushed_in_time(
     length, hidden, sinks, masked, window, tile
 ):

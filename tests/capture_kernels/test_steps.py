@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -140,6 +140,7 @@ def test_layers_that_are_rescanned_are_finished_together(strided):
 
 @given(count=st.integers(1, 3), pending=st.integers(1, 3), asked=st.integers(0, 2))
 @pytest.mark.slow
+@settings(max_examples=5)  # each takes seconds in the interpreter
 def test_layers_may_be_asked_for_at_any_time(count, pending, asked):
     layers = layers_of(count)
     case = layers[0][0]
