@@ -19,7 +19,7 @@ from pipeline.store.open import open_store
 # `make test` looks at a few examples of each property, `make test-all` (--hypothesis-profile=all)
 # at many. Examples have no deadline: other work on a test machine would break one.
 settings.register_profile("fast", deadline=None, max_examples=15)
-settings.register_profile("all", deadline=None, max_examples=60)
+settings.register_profile("all", deadline=None, max_examples=100)
 settings.load_profile("fast")
 
 

@@ -362,8 +362,9 @@ def test_a_client_that_never_reads_is_cut_off_and_slows_nobody(live):
         slowest = 0.0
         count = 2_000
         for done in range(count):
+            message = decoded(big if done < 400 else part(done + 1, count))
             began = time.perf_counter()
-            served(big if done < 400 else part(done + 1, count))
+            LiveEvents.__call__(served, message)
             slowest = max(slowest, time.perf_counter() - began)
             if done % 100 == 99:  # the reader keeps up
                 got = [reader.connection.recv(timeout=5) for _ in range(100)]
@@ -375,8 +376,7 @@ def test_a_client_that_never_reads_is_cut_off_and_slows_nobody(live):
             while chunk := raw.recv(65_536):
                 left += len(chunk)
         assert left < 400 * len(json.dumps(big))
-    # A listener that waited for the client would wait for good.
-    assert slowest < 10.0
+    assert slowest < 1.0
 
 
 def test_the_end_waits_for_a_client_that_never_reads_no_longer_than_a_few_seconds(live):
