@@ -1,4 +1,4 @@
-"""One formula for NumPy and CuPy: which of the two an array belongs to."""
+"""Arrays of NumPy and CuPy: names for their types, and one formula for both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Of arrays on the host, and of those on a device.
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Int32s = NDArray[np.int32]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 # Packages whose arrays live on a device; each has NumPy's functions under NumPy's names.
 DEVICE_PACKAGES = {"cupy"}

@@ -64,6 +64,25 @@ class LayerPlan:
             )
         if self.window < 0:
             raise OptionError(f"window must be 0 or more, got {self.window}")
+        # With its index, as tensors have it.
+        self.device = torch.empty(0, device=self.device).device
+
+    def check_inputs(self, rows: int, query: Tensor, keys: Tensor, sinks: Tensor | None) -> None:
+        """OptionError for queries of so many rows, keys or learned sinks that do not fit."""
+        key_shape, key_types = (None, self.key_heads, self.head_dim), {query.dtype, *FLOAT8_TYPES}
+        check(query, "query", (rows, self.heads, self.head_dim), QUERY_TYPES, self.device)
+        check(keys, "keys", key_shape, key_types, self.device)
+        check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)
+
+    def descales(self, descale: Tensor | None, name: str = "descale") -> int:
+        """What kernels are launched with as DESCALE: 0 without a `descale`, 1 if its number is for
+        all key heads, 2 if it has one for each; OptionError for any other."""
+        if descale is None:
+            return 0
+        one = descale.numel() == 1
+        shape = [1 if one else self.key_heads]
+        check(descale.reshape(1) if one else descale, name, shape, FLOAT32, self.device)
+        return 1 if one else 2
 
 
 class HeadGroups:
@@ -134,22 +153,37 @@ class HeadGroups:
         return torch.tensor(lines, dtype=torch.int32, device=self._device)
 
 
-def check(tensor: Tensor | None, name: str, shape: list[int], types: set[torch.dtype]) -> None:
-    """OptionError unless a tensor has this shape, one of these types and a contiguous last axis, or
-    is None: not given."""
+def check(
+    tensor: Tensor | None,
+    name: str,
+    shape: Sequence[int | None],
+    types: set[torch.dtype],
+    device: torch.device | str | None = None,
+) -> None:
+    """OptionError unless a tensor has this shape (None: any number), one of these types and a
+    contiguous last axis, and is on this device (None: any); or is None: not given."""
     if tensor is None:
         return
-    if list(tensor.shape) != shape:
-        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not {shape}")
+    if tensor.dim() != len(shape) or any(
+        wanted not in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not [{wanted}]")
     if tensor.dtype not in types:
         raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    # A single number has no neighbour that a stride could misplace.
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise OptionError(f"{name} must be contiguous in its last axis")
+    if device is not None and tensor.device != device:
+        raise OptionError(f"{name} is on {tensor.device}, the plan on {device}")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:
-    """Launch a kernel with the arguments of `step` that it takes, and with its own."""
-    kernel[grid](**{name: step[name] for name in kernel.arg_names if name in step}, **own)
+    """Launch a kernel with the arguments of `step` that it takes, and with its own, on the device
+    of the step's rows, whichever is the current one."""
+    named = {name: step[name] for name in kernel.arg_names if name in step}
+    with torch.cuda.device_of(step["row_table"]):
+        kernel[grid](**named, **own)
 
 
 def processors(device: torch.device | str) -> int:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.launch import FLOAT32, LOG2_E, LOWEST, check, launch
+from capture_kernels.launch import LOG2_E, LOWEST, check, launch
 
 from .key_pass import PARTIAL
 from .plan import StatisticsPlan
@@ -41,14 +41,17 @@ def merge_values(
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STATISTICS: tl.constexpr,
     HAS_SINKS: tl.constexpr, VALUE_DESCALE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one row and head; a row without keys keeps what it holds."""
+    """The output of one row and head; 0 for a row without keys, such as those that pad a batch:
+    NaN there would reach routing, or an all-reduce."""
     AT_ONCE: tl.constexpr = 16
     row, number = tl.program_id(0), tl.program_id(1)
     begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
-    if begin == end:
-        return
     dims = tl.arange(0, BLOCK_V)
     is_dim = dims < VALUE_DIM
+    output += row.to(tl.int64) * stride_or + number * stride_oh
+    if begin == end:
+        tl.store(output + dims, tl.zeros([BLOCK_V], output.dtype.element_ty), mask=is_dim)
+        return
     m = tl.full([1], LOWEST, tl.float32)
     if HAS_SINKS:
         m = tl.zeros([1], tl.float32) + tl.load(sinks + number).to(tl.float32) * LOG2_E
@@ -77,9 +80,8 @@ def merge_values(
         m = m_new
     o = o / weight
     if VALUE_DESCALE:
-        o *= tl.load(value_descale + number // QUERIES_A_KEY)
-    at = row.to(tl.int64) * stride_or + number * stride_oh + dims
-    tl.store(output + at, o.to(output.dtype.element_ty), mask=is_dim)
+        o *= tl.load(value_descale + number // QUERIES_A_KEY * (VALUE_DESCALE - 1))
+    tl.store(output + dims, o.to(output.dtype.element_ty), mask=is_dim)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,17 +129,18 @@ class FusedDecodePlan(StatisticsPlan):
             query, keys, descale, sinks: as `StatisticsPlan.run` takes them.
             values: of the keys' type, [KV slots, key_heads, value_dim], the last axis contiguous.
             output: of the queries' type, [R, heads, value_dim], the last axis contiguous; written.
-                Padding rows and rows without keys keep what they hold.
-            value_descale: float32[key_heads], what float8 values are multiplied by; None for 1.
+                Padding rows and rows without keys are 0.
+            value_descale: what values are multiplied by, in either form of `descale`.
 
         Raises:
-            OptionError: shapes or types that do not fit the plan, or more layers than it has.
+            OptionError: shapes, types or devices that do not fit the plan, or more layers than it
+                has.
         """
         rows, heads = self.scheduled.num_rows, self.heads
-        key_heads, depth = self.key_heads, self.value_dim
-        check(values, "values", [len(values), key_heads, depth], {keys.dtype})
-        check(output, "output", [rows, heads, depth], {query.dtype})
-        check(value_descale, "value_descale", [key_heads], FLOAT32)
+        key_heads, depth, device = self.key_heads, self.value_dim, self.device
+        check(values, "values", [None, key_heads, depth], {keys.dtype}, device)
+        check(output, "output", [rows, heads, depth], {query.dtype}, device)
+        value_descales = self.descales(value_descale, "value_descale")
         step = self._next_layer(
             query, keys, descale, sinks, values, self.partial_values, self.statistics
         )
@@ -151,7 +154,7 @@ class FusedDecodePlan(StatisticsPlan):
                 output=output,
                 stride_or=output.stride(0),
                 stride_oh=output.stride(1),
-                VALUE_DESCALE=value_descale is not None,
+                VALUE_DESCALE=value_descales,
                 num_warps=1,
             )
         self._finish_if_full()

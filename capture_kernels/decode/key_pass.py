@@ -25,7 +25,7 @@ Tensors (R rows, P programs, H chosen query heads, A layers): those of `step.sch
     keys            float[KV slots, key_heads, D]
     values          float[KV slots, key_heads, value_dim]
     head_table      int32[groups, 2 + BLOCK_H]  `launch.HeadGroups`
-    descale         float32[key_heads]          what keys are multiplied by
+    descale         float32[key_heads] or [1]   what keys are multiplied by
     partial         float32[A, P + R, H, 36]    of each split: 28 range masses, then m, L and S
     partial_values  float32[P + R, H, value_dim]  of each split: o
 The grid is [groups, P, layers]. Several layers have their inputs in `addresses` (LISTED).
@@ -38,7 +38,7 @@ import triton.language as tl
 
 from capture_kernels.decode.step.layers import layer_inputs, note_layer
 from capture_kernels.decode.step.logits import key_dims, products, query_dims, scaled_logits
-from capture_kernels.decode.step.schedule import COUNT, POSITION, REAL, SEEN, VISIBLE, row_field
+from capture_kernels.decode.step.schedule import POSITION, REAL, SEEN, VISIBLE, row_field
 from capture_kernels.decode.topk.buckets import (
     NEIGHBOURS,
     distance_of_lane,
@@ -52,7 +52,7 @@ PARTIAL = tl.constexpr(36)
 
 
 @triton.jit
-def column_ranges(visible, real, seen, count):
+def column_ranges(visible, real, seen):
     """The distances [first, after) of each column: two int32[32].
 
     0..15 log2 bins; 16..23 relative positions, oldest first; 24 d < 10; 25 10 <= d < 100; 26 sink
@@ -61,11 +61,11 @@ def column_ranges(visible, real, seen, count):
     c = tl.arange(0, 32)
     first = tl.where(c == 0, 0, 1 << tl.minimum(c, 15))
     after = tl.where(c < 15, 2 << tl.minimum(c, 14), visible)
-    # The first rank of position bin b is the least r with (2r + 1) * 8 >= 2 * count * b.
+    # The first rank of position bin b is the least r with (2r + 1) * 8 >= 2 * visible * b.
     b = tl.minimum(tl.maximum(c - 16, 0), 7)
     is_position = (c >= 16) & (c < 24)
-    first = tl.where(is_position, count - (count * (b + 1) + 3) // 8, first)
-    after = tl.where(is_position, count - (count * b + 3) // 8, after)
+    first = tl.where(is_position, visible - (visible * (b + 1) + 3) // 8, first)
+    after = tl.where(is_position, visible - (visible * b + 3) // 8, after)
     first = tl.where(c == 24, 0, tl.where(c == 25, 10, first))
     after = tl.where(c == 24, 10, tl.where(c == 25, 100, after))
     after = tl.minimum(after, visible)
@@ -144,7 +144,7 @@ def key_pass(
         layer += tl.program_id(2)
         query, keys, descale = layer_inputs(addresses, layer, query, keys)
     if DESCALE:
-        factor *= tl.load(descale + key_head + tl.maximum(joined, 0))[None, :]
+        factor *= tl.load(descale + (key_head + tl.maximum(joined, 0)) * (DESCALE - 1))[None, :]
     keys += key_head.to(tl.int64) * stride_kh
     first_split, first_logits = layer * (programs + max_rows), layer * logit_blocks
     if VALUE_DIM:
@@ -161,8 +161,7 @@ def key_pass(
         real = row_field(row_table, REAL, row, num_rows)
         visible = row_field(row_table, VISIBLE, row, num_rows)
         newest = kv_slots + tl.load(base + row) + position
-        count = row_field(row_table, COUNT, row, num_rows)
-        first, after = column_ranges(visible, real, seen, count)
+        first, after = column_ranges(visible, real, seen)
         row_query = query + row.to(tl.int64) * stride_qr
         q = query_dims(row_query, head, joined, stride_qh, 0, FIRST_D, HEAD_DIM)
         if REST_D:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from capture_kernels.decode.step.layers import layer_sinks
 from capture_kernels.decode.step.schedule import (
-    COUNT,
+    VISIBLE,
     is_split,
     reported_position,
     row_field,
@@ -73,14 +73,16 @@ def merge_splits(
         with_learned = larger + tl.log(1.0 + tl.exp(smaller - larger))
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
-    count = row_field(row_table, COUNT, row, num_rows)
+    count = row_field(row_table, VISIBLE, row, num_rows)
     # The largest key that was read weighs 1 or more; beside it, 1e-30 has lost its digits, or all.
-    valid = (tl.minimum(visible, binned) > 1e-30) & (count > 0)
+    # The NaN of a key stays NaN, of which no comparison is true.
+    least = tl.minimum(visible, binned, propagate_nan=tl.PropagateNan.ALL)
+    valid = (least > 1e-30) & (count > 0)
     some = tl.where(valid, visible, 1.0)
     log_count = tl.log(tl.maximum(count, 2).to(tl.float32))
     entropy = (tl.log2(some) - weighted / some) * LN_2 / log_count
     entropy = tl.minimum(tl.maximum(entropy, 0.0), 1.0)
-    sink_mass = sink / tl.where(visible + sink > 0, visible + sink, 1.0)
+    sink_mass = tl.where(all_keys > 0, sink / all_keys, 0.0)
     out = masses / tl.where(valid, binned, 1.0)
     out = tl.where(c == 27, entropy, out)
     out = tl.where(valid, out, 0.0)
@@ -116,7 +118,7 @@ def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "first_layer", "layers"])
 def finish(
-    partial, row_table, block_ptr, program_ptr, heads, addresses, per_head, mean, arrived,
+    partial, row_table, block_ptr, program_ptr, heads, addresses, sinks, per_head, mean, arrived,
     candidates, uncertain_tops, uncertain_buckets, rescan_queue, positions, top_values, top_mass,
     num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr, K: tl.constexpr,
@@ -142,14 +144,14 @@ def finish(
             if K:
                 write_nothing(line, positions, top_values, top_mass, K, SIZE)
         else:
-            sinks = partial
+            own_sinks = sinks
             if HAS_SINKS:
-                sinks = layer_sinks(addresses, layer)
+                own_sinks = layer_sinks(addresses, layer, sinks)
             first_split = layer * (programs + max_rows) * HEADS
             logsumexp = merge_splits(
-                partial + first_split * PARTIAL, row_table, block_ptr, program_ptr, heads, sinks,
-                per_head + answer_row * (HEADS * 32), row, number, num_rows, HEADS, MERGE_SPLITS,
-                HAS_SINKS,
+                partial + first_split * PARTIAL, row_table, block_ptr, program_ptr, heads,
+                own_sinks, per_head + answer_row * (HEADS * 32), row, number, num_rows, HEADS,
+                MERGE_SPLITS, HAS_SINKS,
             )  # fmt: skip
             if K:
                 best, uncertain = merge_top_k(

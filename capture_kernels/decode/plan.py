@@ -29,7 +29,6 @@ from capture_kernels.launch import (
     LARGEST_HEAD_DIM,
     LOG2_E,
     LOGSUMEXP,
-    QUERY_TYPES,
     HeadGroups,
     LayerPlan,
     check,
@@ -58,7 +57,8 @@ MERGED_SPLITS = (8, 32)
 
 class Statistics(NamedTuple):
     """What the rows of a step did in one layer: views of the plan's buffers, which its next step
-    overwrites. A row that is disabled or has no real key is 0, with a logsumexp of -inf."""
+    overwrites. A row that is disabled or has no real key is 0, with a logsumexp of -inf. One with a
+    key that is not finite is not `valid`, but its `mean` is finite."""
 
     per_head: Tensor  # float32[R, H, 32], and
     mean: Tensor  # float32[R, 32]: the columns are those of the plan
@@ -170,6 +170,7 @@ class StatisticsPlan(LayerPlan):
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
         self._ran = 0
+        self._captured_rows: set[int] = set()  # of the steps that CUDA graphs hold
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -198,10 +199,12 @@ class StatisticsPlan(LayerPlan):
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")
-            check(hubs, "hubs", [table.num_rows, hubs.shape[-1] if hubs.dim() else 0], FLOAT32)
+            check(hubs, "hubs", [table.num_rows, None], FLOAT32, self.device)
             if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(table, enabled=enabled, num_active=num_active, masks=masks)
+        if self._is_capturing():
+            self._captured_rows.add(table.num_rows)
         self._hubs, self._ran = hubs, 0
         self.pending.take()
 
@@ -222,11 +225,14 @@ class StatisticsPlan(LayerPlan):
             query: float16, bfloat16 or float32[R, heads, head_dim], the last axis contiguous.
             keys: of the query's type or float8 (e4m3fn, e5m2), [KV slots, key_heads, head_dim], the
                 last axis contiguous: the layer's paged cache.
-            descale: float32[key_heads], what float8 keys are multiplied by; None for 1.
-            sinks: float32[heads], a learned logit of each query head, in the denominator only.
+            descale: float32[key_heads], or float32 of one element for all key heads, above 0: what
+                keys are multiplied by; None for 1.
+            sinks: float16, bfloat16 or float32[heads], a learned logit of each query head, in the
+                denominator only.
 
         Raises:
-            OptionError: shapes or types that do not fit the plan, or more layers than it has.
+            OptionError: shapes, types or devices that do not fit the plan, or more layers than it
+                has.
         """
         self._next_layer(query, keys, descale, sinks)
         self._finish_if_full()
@@ -269,21 +275,35 @@ class StatisticsPlan(LayerPlan):
         )
         self.top.launch(step, layers, self._hubs)
 
-    def answer(self, layer: int = 0) -> Statistics:
+    def answer(self, layer: int = 0, rows: int | None = None) -> Statistics:
         """The statistics of a layer of this step: views. Finishes the layers that have run.
 
         Taken while a CUDA graph is captured, the views show the result of each replay.
 
+        Args:
+            rows: those of the step that ran last on the device, if graphs of several batch sizes
+                share the plan: a replay does not tell the host which it was.
+
         Raises:
-            OptionError: the layer has not run.
+            OptionError: the layer has not run, or the plan cannot know how many rows the step had.
         """
         if not 0 <= layer < self._ran:
             raise OptionError(f"layer {layer} of a step in which {self._ran} layers have run")
         self.finish()
-        rows = self.scheduled.num_rows
+        if rows is None:
+            rows = self.scheduled.num_rows
+            if self._captured_rows - {rows} and not self._is_capturing():
+                raise OptionError(
+                    f"steps of {rows} rows and graphs of {sorted(self._captured_rows)} share the "
+                    "plan: take answers while a graph is captured, or say how many rows"
+                )
         return Statistics(
             self.per_head[layer, :rows], self.mean[layer, :rows], self.top.answer(layer, rows)
         )
+
+    def _is_capturing(self) -> bool:
+        with torch.cuda.device_of(self.mean):
+            return self.mean.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _next_layer(
         self,
@@ -297,13 +317,10 @@ class StatisticsPlan(LayerPlan):
     ) -> dict[str, Any]:
         """Check the next layer, and record it if it has statistics. Returns what `key_pass`, and
         the kernels after it, are launched with."""
-        heads, depth, groups = self.heads, self.head_dim, self.groups
+        depth, groups = self.head_dim, self.groups
         rows, block_keys = self.scheduled, self.scheduled.block_keys
-        check(query, "query", [rows.num_rows, heads, depth], QUERY_TYPES)
-        key_types = {query.dtype, *FLOAT8_TYPES}
-        check(keys, "keys", [len(keys), groups.key_heads, depth], key_types)
-        check(descale, "descale", [groups.key_heads], FLOAT32)
-        check(sinks, "sinks", [heads], FLOAT32)
+        self.check_inputs(rows.num_rows, query, keys, sinks)
+        descales = self.descales(descale)
         if statistics and self._ran == self.layers:
             raise OptionError(
                 f"layer {self._ran + 1} of a plan for {self.layers}: raise layers, or schedule the "
@@ -341,7 +358,7 @@ class StatisticsPlan(LayerPlan):
             "BLOCK": block_keys,
             "STATISTICS": statistics,
             "SOFT_CAP": self.soft_cap is not None,
-            "DESCALE": descale is not None,
+            "DESCALE": descales,
             "TO_HALF": keys.dtype in FLOAT8_TYPES and query.dtype == torch.bfloat16,
             "HAS_SINKS": sinks is not None,
             "UPCAST": interpreted() or query.dtype == torch.float32,

@@ -148,8 +148,8 @@ def plan_rows(
         layout: which bands and which shape histogram to take.
         visibility: which keys a fingerprint describes.
         first_keys: int64[R], the first key that the model lets each row see (`first_in_window`);
-            None where it sees them all. Keys before it have no mass, but count as visible.
-        key_offset: the logical position of the first key given; keys before it have no mass.
+            None where it sees them all. Keys before it are not visible.
+        key_offset: the logical position of the first key given; keys before it are not visible.
 
     Raises:
         OptionError: a position before the first key.
@@ -157,20 +157,18 @@ def plan_rows(
     position = positions.to("cpu", torch.int64)
     if len(position) and int(position.min()) < key_offset:
         raise OptionError(f"positions must be {key_offset} or more, got {int(position.min())}")
-    seen = torch.full_like(position, key_offset)
-    if first_keys is not None:
-        seen = torch.maximum(seen, first_keys.to("cpu", torch.int64))
     visibility = visibility or Visibility()
-    first_real = torch.full_like(position, visibility.mask_prefix)
+    first_real = torch.full_like(position, max(visibility.mask_prefix, key_offset))
     if visibility.window:
         first_real = torch.maximum(first_real, first_in_window(position, visibility.window))
+    if first_keys is not None:
+        first_real = torch.maximum(first_real, first_keys.to("cpu", torch.int64))
     visible = first_real.clamp(min=visibility.sink_tokens)
     # A row that sees no key is given its own, so that its numbers stay finite.
-    start = torch.minimum(visible, position)
+    start, real = torch.minimum(visible, position), torch.minimum(first_real, position)
     count = position - start + 1
     edges = _edges(position, start, count, layout)
-    real = torch.maximum(torch.minimum(first_real, position), seen)
-    columns = [position, real, torch.maximum(start, seen), (visible <= position).long()]
+    columns = [position, real, start, (visible <= position).long()]
     # One small copy to the device instead of many.
     table = torch.cat([torch.stack(columns, 1), edges], dim=1).to(device)
     log_count = torch.log(count.to(torch.float32)).clamp(min=_LN_2).to(device)

@@ -15,8 +15,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from capture_kernels.arrays import Doubles, Ints
 from capture_kernels.errors import OptionError
 
 from .vector import (
@@ -39,7 +40,7 @@ def attention_rows(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     window: int = 0,
-) -> NDArray[np.float64]:
+) -> Doubles:
     """The softmax rows of some queries: float64[R, H, T], 0 where a key is not seen.
 
     Args:
@@ -79,26 +80,27 @@ def attention_rows(
 class DecodeStatistics(NamedTuple):
     """Statistics of one query row, per query head: the reference of the decode kernels.
 
-    Real keys are those that the row sees, neither masked nor outside a window. Visible keys are
-    these without the sink tokens; entropy, bins and bands describe them alone, renormalised.
+    Real keys are those that the row sees, neither masked nor outside a window, the visibility's or
+    the model's own. Visible keys are these without the sink tokens; entropy, bins and bands
+    describe them alone, renormalised, and n is their number.
     Positions of a top k are counted from the first token after the masked prefix.
     """
 
     valid: bool  # whether a key is visible
-    logits: NDArray[np.float64]  # float64[H, t + 1], -inf where a key is not real
-    logsumexp: NDArray[np.float64]  # float64[H], natural: real keys and the learned sink
-    entropy: NDArray[np.float64]  # float64[H], in [0, 1]: -sum p ln p / ln n, 0 where n = 1
-    hist: NDArray[np.float64]  # float64[H, 16], log2 bins of distance (`log2_bins`)
-    places: NDArray[np.float64]  # float64[H, 8], relative position, oldest first (`place_bins`)
-    bands_log16: NDArray[np.float64]  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
-    bands_layered: NDArray[np.float64]  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
-    sink_mass: NDArray[np.float64]  # float64[H], the sink tokens' share of the real keys' mass
-    top_positions: NDArray[np.int64]  # int64[H, top_k], -1 where there are fewer real keys
-    top_logits: NDArray[np.float64]  # float64[H, top_k], falling, -inf where there are fewer
-    top_mass: NDArray[np.float64]  # float64[H], sum of exp(logit - logsumexp) over the top k
-    mean: NDArray[np.float64]  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)
-    mean_top_positions: NDArray[np.int64]  # int64[mean_top_k], -1 where there are fewer real keys
-    mean_top_mass: NDArray[np.float64]  # float64[mean_top_k], falling, 0 where there are fewer
+    logits: Doubles  # float64[H, t + 1], -inf where a key is not real
+    logsumexp: Doubles  # float64[H], natural: real keys and the learned sink
+    entropy: Doubles  # float64[H], in [0, 1]: -sum p ln p / ln n, 0 where n = 1
+    hist: Doubles  # float64[H, 16], log2 bins of distance (`log2_bins`)
+    places: Doubles  # float64[H, 8], relative position, oldest first (`place_bins`)
+    bands_log16: Doubles  # float64[H, 3]: d < 8, 8 <= d < 256, d >= 256
+    bands_layered: Doubles  # float64[H, 3]: d < 10, 10 <= d < 100, d >= 100
+    sink_mass: Doubles  # float64[H], the sink tokens' share of the real keys' mass
+    top_positions: Ints  # int64[H, top_k], -1 where there are fewer real keys
+    top_logits: Doubles  # float64[H, top_k], falling, -inf where there are fewer
+    top_mass: Doubles  # float64[H], sum of exp(logit - logsumexp) over the top k
+    mean: Doubles  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)
+    mean_top_positions: Ints  # int64[mean_top_k], -1 where there are fewer real keys
+    mean_top_mass: Doubles  # float64[mean_top_k], falling, 0 where there are fewer
 
 
 def decode_statistics(
@@ -117,8 +119,7 @@ def decode_statistics(
     """The statistics of one query row over its keys, in logical positions.
 
     A row with no real key has logsumexp -inf and is 0, -1 and -inf elsewhere; one that sees sink
-    tokens only has a logsumexp, a top k and a sink mass of 1, and no other mass. Keys that only the
-    model's window hides have no mass, but count in the n of entropy and places.
+    tokens only has a logsumexp, a top k and a sink mass of 1, and no other mass.
 
     Args:
         q, scale, soft_cap, sinks, window: as `attention_rows` takes them, q for one query.
@@ -137,10 +138,10 @@ def decode_statistics(
     t, heads = position, len(queries)
     if len(keys) != t + 1:
         raise OptionError(f"position {t} needs {t + 1} keys, got {len(keys)}")
-    start = visibility.start(t)
-    seen = max(visibility.first_real(t), t - window + 1 if window else 0)
+    first_real = max(visibility.first_real(t), t - window + 1 if window else 0)
+    start = max(first_real, visibility.sink_tokens)
     j = np.arange(t + 1)
-    real, visible = j >= seen, j >= max(start, seen)
+    real, visible = j >= first_real, j >= start
     logits = _head_logits(queries[None], keys, scale, soft_cap)[0]
     logits = np.where(real, logits, -np.inf)
 
@@ -184,9 +185,7 @@ def decode_statistics(
     )
 
 
-def _head_logits(
-    queries: NDArray[np.float64], keys: NDArray[np.float64], scale: float, soft_cap: float | None
-) -> NDArray[np.float64]:
+def _head_logits(queries: Doubles, keys: Doubles, scale: float, soft_cap: float | None) -> Doubles:
     """x of every query, query head and key, seen or not: float64[R, H, T]."""
     rows, heads, depth = queries.shape
     key_heads = keys.shape[1]
@@ -199,9 +198,7 @@ def _head_logits(
     return logits
 
 
-def _largest(
-    values: NDArray[np.float64], count: int, masked: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _largest(values: Doubles, count: int, masked: int) -> tuple[Ints, Doubles]:
     """Positions int64[H, count], counted from `masked` on, and values float64[H, count] of the
     largest of float64[H, T], which fall; -1 and -inf where no more are above -inf."""
     positions = np.full((len(values), count), -1, np.int64)
@@ -214,7 +211,7 @@ def _largest(
     return positions, found
 
 
-def _masses(p: NDArray[np.float64], bins: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+def _masses(p: Doubles, bins: Ints, count: int) -> Doubles:
     """The mass of each head in each bin: float64[H, count], of float64[H, n] and int64[n]."""
     # Of no keys, bincount makes integers.
     return np.array([np.bincount(bins, row, count) for row in p], np.float64)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from capture_kernels.arrays import array_module, block_rows
+from capture_kernels.arrays import Doubles, Floats, array_module, block_rows
 from capture_kernels.errors import OptionError
 from capture_kernels.limits import read_limits
 
@@ -29,14 +29,14 @@ class Zoned(NamedTuple):
     where the vectors are, on the host or on a device."""
 
     zone: NDArray[np.int8]
-    confidence: NDArray[np.float32]
+    confidence: Floats
 
     @property
     def names(self) -> list[str]:
         return [ZONES[i] for i in self.zone]
 
 
-def ripple_basis(reach: int, bins: int) -> NDArray[np.float64]:
+def ripple_basis(reach: int, bins: int) -> Doubles:
     """Cosines 1 .. reach - 1 of the orthonormal DCT-II over the first `reach` of `bins` bins:
     float64[bins, bins - 1], zero for the bins and the cosines past the reach."""
     basis = np.zeros((bins, bins - 1))
@@ -51,7 +51,7 @@ RIPPLE_BASES = {
 }
 
 
-def ripple(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
+def ripple(vectors: Floats, layout: Layout) -> Floats:
     """fft_low: how much of the shape histogram's spectrum is low ripples, float32[n] in [0, 1].
 
     With h the histogram of B bins (16 hist, or 8 place), m its bins up to the last non-empty one
@@ -110,10 +110,7 @@ class ZoneRules:
         names = [field.name for field in fields(cls)]
         return cls(**read_limits(path, names, "threshold"))
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    def evidence(self, vectors: ArrayLike, layout: Layout) -> NDArray[np.float32]:
+    def evidence(self, vectors: ArrayLike, layout: Layout) -> Floats:
         """Evidence for each zone, in the order of `ZONES`: float32[n, 5] in [0, 1].
 
         Args:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.launch import COLUMNS, FLAGS, INTEGERS, check
+from capture_kernels.launch import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
 
 from . import ring as ring_module
 from .ring import Ring
@@ -285,40 +285,38 @@ class AppendPlan:
             rows: the rows of the step.
 
         Raises:
-            OptionError: shapes or types that do not fit the plan.
+            OptionError: shapes, types or devices that do not fit the plan.
         """
-        count, layers = len(rows.position), len(self.layers)
+        device, layers = self.ring.device, len(self.layers)
+        check(rows.position, "position", [None], INTEGERS, device)
+        count = len(rows.position)
         if count > self.max_rows:
             raise OptionError(f"{count} rows in a plan for {self.max_rows}: raise max_rows")
-        shape = (layers, count, COLUMNS)
-        if statistics.shape != shape or not statistics[0].is_contiguous():
-            raise OptionError(
-                f"statistics {list(statistics.shape)} must be {list(shape)}, each row after "
-                "the one before"
-            )
-        if statistics.dtype != torch.float32:
-            raise OptionError(f"statistics must be float32, got {statistics.dtype}")
-        check(rows.position, "position", [count], INTEGERS)
-        check(rows.handle, "handle", [count], {torch.int64})
-        check(rows.phase, "phase", [count], {torch.uint8})
-        check(rows.enabled, "enabled", [count], FLAGS)
-        check(rows.num_active, "num_active", [len(rows.num_active)], {torch.int32})
+        check(statistics, "statistics", [layers, count, COLUMNS], FLOAT32, device)
+        if not statistics[0].is_contiguous():
+            raise OptionError("each row of statistics must come right after the one before")
+        check(rows.handle, "handle", [count], {torch.int64}, device)
+        check(rows.phase, "phase", [count], {torch.uint8}, device)
+        check(rows.enabled, "enabled", [count], FLAGS, device)
+        check(rows.num_active, "num_active", [1], {torch.int32}, device)
         if count == 0:
             return
-        append_records[(self._programs,)](
-            *(statistics, rows.position, rows.handle, rows.phase, rows.enabled.view(torch.uint8)),
-            *(rows.num_active, self._layer_numbers, self.ring.slots, self.ring.state, count),
-            statistics.stride(0),
-            LAYERS=layers,
-            PER_LAYER=self.per_layer,
-            LAYERED=self.layout is Layout.LAYERED,
-            LAYOUT=int(self.layout),
-            CAPACITY=self.ring.capacity,
-            SCAN_ROWS=min(SCAN, triton.next_power_of_2(self.max_rows)),
-            SCAN_ITEMS=min(SCAN, TILE_NUMBERS // self._block_layers),
-            LANES=32 * WARPS,
-            BLOCK=self._block,
-            BLOCK_L=self._block_layers,
-            num_warps=WARPS,
-            maxnreg=REGISTERS,
-        )
+        enabled = rows.enabled.view(torch.uint8)
+        with torch.cuda.device_of(statistics):
+            append_records[(self._programs,)](
+                *(statistics, rows.position, rows.handle, rows.phase, enabled),
+                *(rows.num_active, self._layer_numbers, self.ring.slots, self.ring.state, count),
+                statistics.stride(0),
+                LAYERS=layers,
+                PER_LAYER=self.per_layer,
+                LAYERED=self.layout is Layout.LAYERED,
+                LAYOUT=int(self.layout),
+                CAPACITY=self.ring.capacity,
+                SCAN_ROWS=min(SCAN, triton.next_power_of_2(self.max_rows)),
+                SCAN_ITEMS=min(SCAN, TILE_NUMBERS // self._block_layers),
+                LANES=32 * WARPS,
+                BLOCK=self._block,
+                BLOCK_L=self._block_layers,
+                num_warps=WARPS,
+                maxnreg=REGISTERS,
+            )

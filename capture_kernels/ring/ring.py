@@ -157,9 +157,10 @@ class Drain:
             OptionError: the current stream is being captured in a CUDA graph.
         """
         if self._side is not None:
-            if torch.cuda.is_current_stream_capturing():
-                raise OptionError("mark a step after its CUDA graph is replayed, not inside it")
-            self._step.record(torch.cuda.current_stream(self.ring.device))
+            with torch.cuda.device_of(self.ring.slots):
+                if torch.cuda.is_current_stream_capturing():
+                    raise OptionError("mark a step after its CUDA graph is replayed, not inside it")
+                self._step.record()
         self._marked = True
 
     def poll(self) -> NDArray[np.void]:

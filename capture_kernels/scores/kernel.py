@@ -58,7 +58,7 @@ def _add_products(y, q, keys, there, dims, DEPTH: tl.constexpr, UPCAST: tl.const
 def scores_pass(
     query, keys, table, heads, descale, sinks, partial, out, rows, start, columns, max_lanes,
     mask_prefix, window, bend, unit, stride_qr, stride_qh, stride_ks, stride_kh, stride_table,
-    stride_descale, stride_or, stride_oh, stride_oc, WRITE: tl.constexpr, GROUP: tl.constexpr,
+    stride_or, stride_oh, stride_oc, WRITE: tl.constexpr, GROUP: tl.constexpr,
     PER_KEY: tl.constexpr, DEPTH: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     SPLITS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOWED: tl.constexpr, DESCALE: tl.constexpr,
     SINKS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -116,7 +116,7 @@ def scores_pass(
     key_head = tl.load(heads + pack * GROUP) // PER_KEY
     keys += key_head.to(tl.int64) * stride_kh
     if DESCALE:
-        factor = tl.load(descale + key_head * stride_descale)
+        factor = tl.load(descale + key_head * (DESCALE - 1))
         if SOFT_CAP:
             bend *= factor
         else:

@@ -17,13 +17,9 @@ from torch import Tensor
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import (
-    FLOAT8_TYPES,
-    FLOAT32,
     INTEGERS,
     LOG2_E,
-    QUERY_TYPES,
     LayerPlan,
-    check,
     interpreted,
     processors,
 )
@@ -127,19 +123,15 @@ class ScoresPlan(LayerPlan):
         """Write the probabilities of some queries of one request to the whole of `out`.
 
         Args:
-            query: float16/bfloat16/float32[R, heads, head_dim], the last axis contiguous, at
-                positions start..start + R - 1, such as one chunk of a prompt.
-            keys: [slots, key_heads, head_dim] of the queries' type or float8, the last axis
-                contiguous: the layer's paged cache, which holds the keys 0..start + R - 1.
+            query, keys, descale, sinks: as `StatisticsPlan.run` takes them; the queries are at
+                positions start..start + R - 1, such as one chunk of a prompt, and the cache holds
+                the keys 0..start + R - 1.
             table: int32/int64[start + R or more], the slot of each position. Slots of keys that no
                 query sees are not read.
             start: the position of the first query.
             out: float16[R, H, columns] of any strides, columns >= start + R; 0 is written where a
                 key is not seen. A query that sees no key is 0 throughout.
             last: write only the last `last` queries: `out` is float16[min(last, R), H, columns].
-            descale: float32[key_heads] or float32 of one element, above 0, what keys are
-                multiplied by; None for 1.
-            sinks: float[heads], a learned logit of every query head, in the denominator only.
 
         Raises:
             OptionError: shapes, types or devices that do not fit the plan.
@@ -150,9 +142,8 @@ class ScoresPlan(LayerPlan):
                 raise OptionError(f"last must be 0 or more, got {last}")
             query, start, rows = query[rows - last :], start + rows - last, last
         end = start + rows
-        check(query, "query", [rows, self.heads, self.head_dim], QUERY_TYPES)
-        shape = [keys.shape[0], self.key_heads, self.head_dim]
-        check(keys, "keys", shape, {query.dtype, *FLOAT8_TYPES})
+        self.check_inputs(rows, query, keys, sinks)
+        descales = self.descales(descale)
         if rows > self.max_rows:
             raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
         if start < 0 or end > self.max_length:
@@ -164,14 +155,9 @@ class ScoresPlan(LayerPlan):
             raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
         if out.dtype != torch.float16:
             raise OptionError(f"out is {out.dtype}, not torch.float16")
-        if descale is not None:
-            shape = [1] if descale.numel() == 1 else [self.key_heads]
-            check(descale.reshape(-1), "descale", shape, FLOAT32)
-        check(sinks, "sinks", [self.heads], QUERY_TYPES)
-        named = {"query": query, "keys": keys, "table": table, "out": out}
-        for name, tensor in (named | {"descale": descale, "sinks": sinks}).items():
-            if tensor is not None and tensor.device != self._heads.device:
-                raise OptionError(f"{name} is on {tensor.device}, the plan on {self._heads.device}")
+        for name, tensor in (("table", table), ("out", out)):
+            if tensor.device != self.device:
+                raise OptionError(f"{name} is on {tensor.device}, the plan on {self.device}")
         if rows == 0:
             return
         tuning = self._wide_tuning if query.dtype == torch.float32 else self._narrow_tuning
@@ -191,7 +177,6 @@ class ScoresPlan(LayerPlan):
                     2.0 * LOG2_E.value * self.scale / cap,
                     LOG2_E.value * (cap if capped else self.scale),
                     *(*query.stride()[:2], *keys.stride()[:2], table.stride(0)),
-                    0 if descale is None or descale.numel() == 1 else 1,
                     *out.stride(),
                     WRITE=write,
                     GROUP=self.group,
@@ -202,7 +187,7 @@ class ScoresPlan(LayerPlan):
                     SPLITS=tuning.splits,
                     SOFT_CAP=capped,
                     WINDOWED=self.window > 0,
-                    DESCALE=descale is not None,
+                    DESCALE=descales,
                     SINKS=sinks is not None,
                     UPCAST=interpreted(),
                     BLOCK_M=tuning.block_m,

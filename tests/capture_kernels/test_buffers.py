@@ -1,6 +1,7 @@
 """The device ring of records: what a step appends, and what reaches the host."""
 
 import sys
+import threading
 import time
 
 import numpy as np
@@ -173,6 +174,18 @@ def test_without_an_enabled_row_nothing_is_written(case):
     assert len(Drain(ring).flush()) == 0
 
 
+@pytest.mark.parametrize("layers", [1, 20])
+def test_a_plan_may_have_room_for_far_more_rows_than_a_step_has(layers):
+    ring, statistics, rows = Ring(1024, DEVICE), make_statistics(layers, 3), make_rows(3)
+    AppendPlan(ring, max_rows=900, layers=range(layers)).run(
+        torch.as_tensor(statistics).to(DEVICE), rows
+    )
+    records = Drain(ring).flush()
+    assert records["handle"].tolist() == [0, 1, 2]
+    expected = expected_vectors(statistics, Layout.LOG16)
+    np.testing.assert_allclose(records["vector"], expected, atol=1e-6, rtol=0)
+
+
 def test_only_the_slots_of_new_records_are_written():
     ring = Ring(8, DEVICE)
     ring.slots.fill_(0x5A5A5A5A)
@@ -198,22 +211,25 @@ def test_rows_of_a_larger_buffer_and_flags_of_either_type():
 class Writer:
     """Appends records whose handles count up and whose numbers all follow from the handle."""
 
-    def __init__(self, ring, rows=5):
+    def __init__(self, ring, rows=5, layers=1):
         self.ring, self.rows, self.handle, self.kept = ring, rows, 0, []
-        self.plan = AppendPlan(ring, max_rows=rows, layers=[0])
+        self.plan = AppendPlan(ring, max_rows=rows, layers=range(layers))
 
     def append(self, count):
         count = min(count, self.rows)
         rows = make_rows(count, first_handle=self.handle)
-        statistics = torch.zeros((1, count, 32), device=DEVICE)
-        statistics[0, :, :16] = (rows.handle[:, None] / 1024).float()
-        statistics[0, :, 28] = 1.0
+        statistics = torch.zeros((len(self.plan.layers), count, 32), device=DEVICE)
+        statistics[..., :16] = (rows.handle[:, None] / 1024).float()
+        statistics[..., 28] = 1.0
         self.plan.run(statistics, rows)
         self.handle += count
 
     def check(self, records):
         """Of all that was appended: in order, each once, and each of one piece."""
         self.kept.extend(records["handle"].tolist())
+        self.assert_whole(records)
+
+    def assert_whole(self, records):
         assert records["seq"].tolist() == [handle + 1 for handle in records["handle"].tolist()]
         expected = np.repeat(records["handle"][:, None] / 1024, 16, axis=1)
         np.testing.assert_array_equal(records["vector"][:, 4:], expected.astype(np.float32))
@@ -274,6 +290,33 @@ def test_a_poll_gives_what_was_marked():
     writer.check_all(drain)
 
 
+def test_records_may_be_polled_from_another_thread_while_steps_run():
+    writer = Writer(Ring(32, DEVICE))
+    drain, parts, over = Drain(writer.ring), [], threading.Event()
+
+    def poll():
+        while not over.is_set():
+            parts.append(drain.poll())
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for _ in range(30):
+            writer.append(5)
+            drain.mark()
+        deadline = time.monotonic() + 30
+        while not drain.received and time.monotonic() < deadline:
+            time.sleep(1e-3)
+    finally:
+        over.set()
+        thread.join()
+    polled = drain.received
+    writer.check(np.concatenate([*parts, drain.flush()], dtype=RECORD_DTYPE))
+    writer.check_all(drain)
+    assert polled > 0
+
+
 def test_two_drains_read_the_same_records():
     writer = Writer(Ring(8, DEVICE))
     one, other = Drain(writer.ring), Drain(writer.ring)
@@ -306,28 +349,38 @@ def test_a_slot_that_is_claimed_anew_is_dropped_as_torn_whatever_its_seq():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only an interpreted kernel can be looked at midway")
-def test_a_launch_writes_in_the_order_that_readers_rely_on(monkeypatch):
+@pytest.mark.parametrize("capacity", [16, 32])
+def test_no_reader_finds_a_torn_record_between_any_two_writes(monkeypatch, capacity):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    writer = Writer(Ring(8, DEVICE))
-    writer.append(5)
-    seen, run = [], InterpreterBuilder.create_atomic_rmw
+    # Three programs, each with the means of 16 layers.
+    writer = Writer(Ring(capacity, DEVICE), rows=9, layers=16)
+    drain, looks = Drain(writer.ring), [0]
 
-    def look_first(*arguments, **named):
-        slots = writer.ring.slots.numpy().view(RECORD_DTYPE)[[5, 6, 7, 0], 0]
-        state = writer.ring.state.tolist()
-        seen.append((state, slots["seq"].tolist(), slots["handle"].tolist()))
-        return run(*arguments, **named)
+    def look_before(name):
+        run = getattr(InterpreterBuilder, name)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", look_first)
-    writer.append(4)
-    assert seen == [
-        ([5, 5, 0], [0, 0, 0, 0], [0, 0, 0, 0]),  # before the claim: no record looks whole
-        ([5, 9, 0], [0, 0, 0, 0], [5, 6, 7, 8]),  # before seq: the records are there
-        ([5, 9, 0], [6, 7, 8, 9], [5, 6, 7, 8]),
-        ([5, 9, 0], [6, 7, 8, 9], [5, 6, 7, 8]),  # before they are committed
-    ]
-    assert writer.ring.state.tolist() == [9, 9, 0]
+        def looked(*arguments, **named):
+            looks[0] += 1
+            drain.mark()
+            writer.check(drain.poll())
+            # Whatever a reader finds whole by the rules of `ring`, committed or not, is whole.
+            records = writer.ring.slots.numpy().view(RECORD_DTYPE)[:, 0]
+            numbers = records["seq"].astype(np.int64) - 1
+            whole = (numbers >= 0) & (numbers >= int(writer.ring.state[1]) - capacity)
+            writer.assert_whole(records[whole])
+            return run(*arguments, **named)
+
+        monkeypatch.setattr(InterpreterBuilder, name, looked)
+
+    for name in ("create_atomic_rmw", "create_masked_store", "create_store"):
+        look_before(name)
+    for count in (9, 3, 9, 9, 1):
+        writer.append(count)
+    assert writer.ring.state.tolist() == [31, 31, 0]
+    assert looks[0] > 50
+    writer.check(drain.flush())
+    writer.check_all(drain)
 
 
 class RacingDrain(Drain):
@@ -457,9 +510,9 @@ def test_a_plan_that_cannot_work_is_refused(change, message):
     ("shape", "rows", "message"),
     [
         ((1, 5, 32), 5, "raise max_rows"),
-        ((2, 3, 32), 3, "must be"),
-        ((1, 2, 32), 3, "must be"),
-        ((1, 3, 31), 3, "must be"),
+        ((2, 3, 32), 3, "statistics has the shape"),
+        ((1, 2, 32), 3, "statistics has the shape"),
+        ((1, 3, 31), 3, "statistics has the shape"),
     ],
 )
 def test_statistics_that_do_not_fit_the_plan_are_refused(shape, rows, message):
@@ -483,7 +536,13 @@ def test_tensors_that_do_not_fit_together_are_refused():
         plan.run(statistics, rows._replace(num_active=rows.num_active.long()))
     with pytest.raises(OptionError, match="float32"):
         plan.run(statistics.half(), rows)
-    with pytest.raises(OptionError, match="must be"):
+    with pytest.raises(OptionError, match="num_active has the shape"):
+        plan.run(statistics, rows._replace(num_active=rows.num_active[:0]))
+    with pytest.raises(OptionError, match="position has the shape"):
+        plan.run(statistics, rows._replace(position=rows.position[0]))
+    with pytest.raises(OptionError, match="phase is on meta"):
+        plan.run(statistics, rows._replace(phase=rows.phase.to("meta")))
+    with pytest.raises(OptionError, match="right after"):
         plan.run(torch.zeros((1, 6, 32), device=DEVICE)[:, ::2], rows)
 
 
@@ -592,10 +651,11 @@ def test_a_graph_replayed_many_times_leaves_every_record_once():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_ring_that_overflows_while_it_is_read_gives_no_torn_record():
-    # Eight slots, five of them written by each step: nearly every copy is overtaken.
-    replays = 10_000
-    steps = DeviceSteps(8)
+@pytest.mark.parametrize(("capacity", "rows", "replays"), [(8, 5, 10_000), (1024, 600, 3_000)])
+def test_a_ring_that_overflows_while_it_is_read_gives_no_torn_record(capacity, rows, replays):
+    # More than half of the slots are written by each step: nearly every copy is overtaken. The
+    # records of 600 rows are written by ten programs.
+    steps = DeviceSteps(capacity, rows)
     graph = steps.capture()
     parts = []
     for _ in range(replays):
@@ -604,7 +664,36 @@ def test_a_ring_that_overflows_while_it_is_read_gives_no_torn_record():
         parts.append(steps.drain.poll())
     parts.append(steps.drain.flush())
     steps.check(np.concatenate(parts))
+    assert steps.drain.received + steps.drain.dropped == rows * (replays + 1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("capacity", [64, 1 << 16])
+def test_another_thread_polls_while_a_graph_is_replayed(capacity):
+    replays, over, parts = 5_000, threading.Event(), []
+    steps = DeviceSteps(capacity)
+    graph = steps.capture()
+
+    def poll():
+        while not over.is_set():
+            parts.append(steps.drain.poll())
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for _ in range(replays):
+            graph.replay()
+            steps.drain.mark()
+    finally:
+        over.set()
+        thread.join()
+    polled = steps.drain.received
+    parts.append(steps.drain.flush())
+    steps.check(np.concatenate(parts))
+    assert polled > 0
     assert steps.drain.received + steps.drain.dropped == 5 * (replays + 1)
+    assert capacity == 64 or steps.drain.dropped == 0
 
 
 @pytest.mark.gpu

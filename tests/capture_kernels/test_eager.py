@@ -97,7 +97,8 @@ def assert_agrees(
     chosen = slice(None) if heads is None else list(heads)
     vectors, masses = ours.vector.cpu().numpy(), ours.sink_mass.cpu().numpy()
     for r, t in enumerate(positions):
-        truth = fingerprint([e[r][chosen, : t + 1] for e in exact], t, layout, visibility)
+        seen = None if first is None else [int(first[r])] * len(layers)
+        truth = fingerprint([e[r][chosen, : t + 1] for e in exact], t, layout, visibility, seen)
         assert bool(ours.valid[r]) == (truth is not None)
         if truth is None:
             assert not vectors[r].any() and masses[r] == 0
@@ -215,7 +216,7 @@ def test_any_capture_agrees_with_the_reference(
     )
 
 
-def test_keys_that_the_cache_dropped_have_no_mass_but_count():
+def test_keys_that_the_cache_dropped_are_not_visible():
     (q, k), *_ = make_layers(200, 4, 2, 32)
     rows = torch.tensor([150, 199])
     first = first_in_window(rows, 30)
@@ -224,6 +225,21 @@ def test_keys_that_the_cache_dropped_have_no_mass_but_count():
     cut = layer_statistics(q[rows], k[110:], plan, scale=0.2)
     for a, b in zip(whole, cut, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    # The newest query needs no mask over a cache that holds its window alone.
+    last = layer_statistics(q[199:], k[170:], plan_rows(rows[1:], key_offset=170), scale=0.2)
+    for a, b in zip(whole, last, strict=True):
+        torch.testing.assert_close(a[1:], b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_uniform_attention_within_a_models_window_has_an_entropy_of_one(layout):
+    (q, k), *_ = make_layers(3000, 2, 1, 16, size=0.0)
+    rows = torch.tensor([2999])
+    plan = plan_rows(rows, layout=layout, first_keys=first_in_window(rows, 48))
+    (vector,) = combine([layer_statistics(q[rows], k, plan, scale=1.0)], plan).vector
+    assert vector[3] == pytest.approx(1.0, abs=1e-6)
+    if layout is Layout.LAYERED:
+        assert vector[4:12].tolist() == pytest.approx([1 / 8] * 8, abs=1e-6)
 
 
 def test_visible_mass_that_underflows_is_still_described():

@@ -23,15 +23,15 @@ LENGTHS = st.integers(1, 600)
 ALL_KEYS = Visibility(sink_tokens=0)
 
 
-def slow_fingerprint(layers, t, layout, visibility):
+def slow_fingerprint(layers, t, layout, visibility, first_keys):
     """DESIGN.md section 2, one key at a time."""
     vectors, sinks, entropies = [], [], []
-    for layer in layers:
+    for layer, first in zip(layers, first_keys, strict=True):
         per_head, layer_entropy = [], []
         for row in layer:
             visible, sink = [], 0.0
             for j in range(t + 1):
-                if j < visibility.mask_prefix:
+                if j < visibility.mask_prefix or j < first:
                     continue
                 if visibility.window and t - j >= visibility.window:
                     continue
@@ -95,13 +95,17 @@ visibilities = st.builds(
 )
 
 
-@given(rows=captured_rows(), visibility=visibilities, layout=st.sampled_from(LAYOUTS))
-def test_a_fingerprint_is_what_a_loop_over_single_keys_finds(rows, visibility, layout):
+@given(
+    rows=captured_rows(),
+    visibility=visibilities,
+    layout=st.sampled_from(LAYOUTS),
+    windows=st.lists(st.one_of(st.just(600), st.integers(1, 300)), min_size=4, max_size=4),
+)
+def test_a_fingerprint_is_what_a_loop_over_single_keys_finds(rows, visibility, layout, windows):
     t = rows.shape[2] - 1
-    ours, slow = (
-        fingerprint(rows, t, layout, visibility),
-        slow_fingerprint(rows, t, layout, visibility),
-    )
+    first_keys = [max(0, t - window + 1) for window in windows[: len(rows)]]
+    ours = fingerprint(rows, t, layout, visibility, first_keys)
+    slow = slow_fingerprint(rows, t, layout, visibility, first_keys)
     assert (ours is None) == (slow is None) == (visibility.start(t) > t)
     if ours is not None:
         assert ours.vector.dtype == np.float32

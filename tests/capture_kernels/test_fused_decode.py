@@ -29,8 +29,8 @@ from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
 from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
-# What rows hold that no kernel may write.
-UNTOUCHED = 7.0
+# What memory holds that no kernel may write.
+UNTOUCHED = torch.nan
 
 
 def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, **options):
@@ -56,9 +56,10 @@ def decode(case, *, statistics=True, enabled=None, sinks=None, output=None, **op
 
 
 def exact_outputs(case, *, scale=None, sinks=None, visibility=None, **options):
-    """Attention of the active rows in float64, whatever a fingerprint leaves out: [R, H, Dv]."""
+    """Attention of all rows in float64, whatever a fingerprint leaves out: [R, H, Dv]; 0 in rows
+    that pad the batch or have no keys."""
     _, heads, depth = case.queries.shape
-    outputs = np.full((case.active, heads, case.v_cache.shape[2]), UNTOUCHED)
+    outputs = np.zeros((case.rows, heads, case.v_cache.shape[2]))
     for row in np.flatnonzero(case.lengths):
         p = attention_rows(
             case.query_rows[row][None],
@@ -83,8 +84,7 @@ def assert_outputs(output, exact):
         # The interpreter cuts a bfloat16 off instead of rounding it to the nearest.
         share = 1.01 if output.dtype == torch.bfloat16 else 0.51
         bounds = {"largest": 5e-6, "rms": 5e-6, "relative": rounding * share}
-    assert_close(output[: len(exact)], exact, **bounds)
-    assert (output[len(exact) :] == UNTOUCHED).all()
+    assert_close(output, exact, **bounds)
 
 
 def check(case, *, statistics=True, programs=3, max_length=1000, **options):
@@ -180,10 +180,10 @@ def test_wholly_masked_rows_have_outputs_and_no_statistics(sinks):
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_rows_without_keys_keep_what_the_output_held(lengths):
+def test_outputs_of_padding_rows_and_of_rows_without_keys_are_0(lengths):
     case = paged_case(lengths, 2, 1, 32, value_dim=32, padding_rows=2)
     found, output = decode(case)
-    assert (output == UNTOUCHED).all() and not found.valid.any()
+    assert (output == 0).all() and not found.valid.any()
 
 
 @pytest.mark.parametrize("programs", [1, 4])
@@ -225,8 +225,23 @@ def test_caches_and_outputs_may_lie_as_engines_have_them():
     assert_outputs(output, exact_outputs(case))
     assert_statistics(found, reference(case))
     outside = torch.ones_like(around, dtype=torch.bool)
-    outside[1:3, 2:, 8:] = False
-    assert (around[outside] == UNTOUCHED).all()
+    outside[1:4, 2:, 8:] = False
+    assert around[outside].isnan().all()
+
+
+def test_an_axis_of_one_number_may_have_any_stride():
+    case = paged_case([33, 1, 5], 4, 2, 1, value_dim=1, padding_rows=1)
+
+    def strided(tensor):
+        return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
+
+    names = ("queries", "k_cache", "v_cache")
+    apart = replace(case, **{name: strided(getattr(case, name)) for name in names})
+    assert {getattr(apart, name).stride(-1) for name in names} == {2}
+    output = strided(torch.full_like(case.queries, UNTOUCHED))
+    found, _ = decode(apart, output=output)
+    assert_outputs(output, exact_outputs(case))
+    assert_statistics(found, reference(case))
 
 
 PLAN = {
@@ -267,13 +282,16 @@ def test_plans_that_cannot_be_made_are_refused(change, message):
         {"keys": zeros(9, 2, 16, dtype=torch.bfloat16)},
         {"value_descale": zeros(4, dtype=torch.float32)},
         {"value_descale": zeros(2)},
+        {"values": zeros()},
+        {"values": torch.zeros(9, 2, 8, dtype=torch.float16, device="meta")},
         {"sinks": zeros(2, dtype=torch.float32)},
-        {"descale": zeros(1, dtype=torch.float32)},
+        {"descale": zeros(3, dtype=torch.float32)},
     ],
     ids=[
         "value heads", "value dims", "flat values", "other values", "strided values",
         "output rows", "output dims", "other output", "strided output", "query dims", "other keys",
-        "long value_descale", "float16 value_descale", "few sinks", "short descale",
+        "long value_descale", "float16 value_descale", "values without axes", "values elsewhere",
+        "few sinks", "long descale",
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_a_plan_are_refused_before_anything_is_written(change):
@@ -285,14 +303,14 @@ def test_tensors_that_do_not_fit_a_plan_are_refused_before_anything_is_written(c
         "query": case.queries,
         "keys": case.k_cache,
         "values": case.v_cache,
-        "output": torch.full((3, 4, 8), UNTOUCHED, dtype=torch.float16, device=DEVICE),
+        "output": zeros(3, 4, 8),
     }
     tensors |= change
-    before = tensors["output"].clone()
+    tensors["output"].fill_(UNTOUCHED)
     with pytest.raises(OptionError) as refused:
         plan.decode(**tensors)
     assert "\n" not in str(refused.value)
-    assert torch.equal(tensors["output"], before) and plan.partial.isnan().all()
+    assert tensors["output"].isnan().all() and plan.partial.isnan().all()
 
 
 # From here on: what only a device can show.
@@ -331,7 +349,7 @@ def test_a_graph_follows_the_lengths_of_each_step():
         plan_for(case, FusedDecodePlan, value_dim=64, programs=None, max_length=2000)
         for _ in range(2)
     )
-    outputs = torch.full((2, *case.queries.shape), UNTOUCHED, dtype=torch.float16, device=DEVICE)
+    outputs = torch.zeros(2, *case.queries.shape, dtype=torch.float16, device=DEVICE)
 
     def step(plan, output):
         plan.schedule(table, enabled=enabled, num_active=active)

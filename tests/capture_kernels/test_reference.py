@@ -64,11 +64,7 @@ def slow_statistics(logits, t, visibility, window, sinks, top_k, mean_top_k):
         and not (window and t - j >= window)
     ]
     visible = [j for j in real if j >= visibility.sink_tokens]
-    # Keys that only the model's window hides count in n.
-    low = max(visibility.mask_prefix, visibility.sink_tokens)
-    if visibility.window:
-        low = max(low, t - visibility.window + 1)
-    n = t - low + 1
+    n, low = len(visible), min(visible, default=0)
     mean = [0.0] * (t + 1)
     heads = []
     # A masked prefix is not counted.
@@ -191,7 +187,8 @@ def test_the_means_over_the_heads_are_the_fingerprint_of_the_exact_rows(case, la
     t, visibility = case["t"], case["visibility"]
     exact = {name: options[name] for name in ("scale", "soft_cap", "sinks", "window")}
     rows = attention_rows(q[None], k, positions=[t], **exact)[0]
-    truth = fingerprint([rows], t, layout, visibility)
+    first = max(0, t - case["window"] + 1) if case["window"] else 0
+    truth = fingerprint([rows], t, layout, visibility, [first])
     if truth is None:
         # An exact row loses what underflows; its logarithms do not.
         assert not found.valid or (rows[:, visibility.start(t) :].sum(axis=1) == 0).any()

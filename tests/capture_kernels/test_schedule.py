@@ -27,7 +27,13 @@ def numbers(values, dtype=torch.int32):
 def page_table(case):
     if case.kv_indptr is None:
         return PageTable.of_requests(case.req_to_token, case.req_pool_indices, case.seq_lens)
-    return PageTable.of_indptr(case.kv_indptr, case.kv_indices)
+    return PageTable.of_indptr(case.kv_indptr, case.kv_indices, case.seq_lens)
+
+
+def lists_of(lengths, held=None):
+    """Rows of these lengths, each of which lists its newest `held` keys, or all of them."""
+    indptr = numbers([0, *np.cumsum(lengths if held is None else held)])
+    return PageTable.of_indptr(indptr, numbers([0]), numbers(lengths))
 
 
 def make(max_rows, block_keys=64, visibility=None, **options):
@@ -41,15 +47,14 @@ def make(max_rows, block_keys=64, visibility=None, **options):
 
 
 def row_fields(length, visibility, window, *, asked=True, active=True, all_keys=False):
-    """Position, seen, real, visible and count of a row of `length` keys, one key after another."""
+    """Position, seen, real and visible of a row of `length` keys, one key after another."""
     if not active:
-        return [-1, 0, 0, 0, 0]
+        return [-1, 0, 0, 0]
     t = length - 1
     in_model = [j for j in range(length) if not window or j > t - window]
     real = [j for j in in_model if j >= visibility.first_real(t) and asked]
     visible = [j for j in in_model if j >= visibility.start(t) and asked]
-    count = sum(j >= visibility.start(t) and asked for j in range(length))
-    return [t, len(in_model if all_keys else real), len(real), len(visible), count]
+    return [t, len(in_model if all_keys else real), len(real), len(visible)]
 
 
 def assert_rows(steps, fields):
@@ -57,10 +62,10 @@ def assert_rows(steps, fields):
     rows = len(fields)
     assert steps.num_rows == rows
     found = steps.row_table[: ROW_FIELDS * rows].view(ROW_FIELDS, rows).T
-    assert found[:, :5].tolist() == fields
+    assert found[:, :4].tolist() == fields
     blocks = [-(-seen // steps.block_keys) for _, seen, *_ in fields]
     assert steps.block_ptr[: rows + 1].tolist() == [0, *np.cumsum(blocks, dtype=int).tolist()]
-    assert_shares(steps, blocks, found[:, 5:7].tolist())
+    assert_shares(steps, blocks, found[:, 4:6].tolist())
     # What has no row keeps what it held.
     assert (steps.block_ptr[rows + 1 :] == -77).all() and (steps.base[rows:] == -77).all()
     assert (steps.row_table[ROW_FIELDS * rows :] == -77).all()
@@ -90,7 +95,7 @@ def test_keys_of_a_row_lie_where_its_page_table_says(form, padding_rows):
     steps = make(12)
     steps.run(page_table(case), num_active=numbers([case.active]))
     active = [row_fields(length, Visibility(), 0) for length in lengths]
-    assert_rows(steps, active + [[-1, 0, 0, 0, 0]] * padding_rows)
+    assert_rows(steps, active + [[-1, 0, 0, 0]] * padding_rows)
     assert (steps.base[case.active : case.rows] == 0).all()
     slots = steps.kv_slots.flatten()
     for row, length in enumerate(lengths):
@@ -139,7 +144,7 @@ def test_rows_that_are_not_asked_for_are_read_only_for_the_output(form, all_keys
         row_fields(length, visibility, 0, asked=bool(flag), all_keys=all_keys)
         for length, flag in zip(lengths, asked, strict=True)
     ]
-    assert_rows(steps, fields + [[-1, 0, 0, 0, 0]] * 2)
+    assert_rows(steps, fields + [[-1, 0, 0, 0]] * 2)
 
 
 @pytest.mark.parametrize("active", [0, 1, 3])
@@ -181,10 +186,44 @@ def test_rows_of_one_request_may_end_at_different_keys():
 )
 def test_windows_masks_and_sinks_bound_the_ranges_of_a_row(visibility, window, all_keys):
     lengths = [0, 1, 2, 4, 5, 64, 65, 69, 70, 71, 90, 91, 100, 101, 300, 1000]
-    table = PageTable.of_indptr(numbers([0, *np.cumsum(lengths)]), numbers([0]))
+    table = lists_of(lengths)
     steps = make(16, 64, visibility, window=window, all_keys=all_keys)
     steps.run(table)
     assert_rows(steps, [row_fields(n, visibility, window, all_keys=all_keys) for n in lengths])
+
+
+@pytest.mark.parametrize("all_keys", [False, True])
+def test_lists_of_the_newest_keys_have_logical_positions(all_keys):
+    # Windows of 50 keys: whole lists, lists of the window, and of a few more than it.
+    lengths, held = [1, 49, 50, 51, 300, 300, 300], [1, 49, 50, 50, 50, 66, 300]
+    steps = make(8, 64, Visibility(2, 260), window=50, all_keys=all_keys)
+    steps.run(lists_of(lengths, held))
+    assert_rows(steps, [row_fields(n, Visibility(2, 260), 50, all_keys=all_keys) for n in lengths])
+    # Key j is at base + j, so the newest is the last of its list.
+    ends = np.cumsum(held)
+    assert steps.base[:7].tolist() == [end - n for end, n in zip(ends, lengths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "held"),
+    [(0, 300, 50), (0, 300, 19), (0, 30, 31), (50, 300, 49), (50, 20, 19), (50, 300, 301)],
+)
+def test_lists_without_a_slot_for_each_token_are_refused(window, length, held):
+    right, wrong = lists_of([5, 5]), lists_of([5, length], [5, held])
+    with pytest.raises(OptionError, match=f"row 1 of kv_indptr lists {held} KV slots"):
+        make(3, window=window).run(wrong)
+    # Padding rows are not looked at.
+    make(3, window=window).run(wrong, num_active=numbers([1]))
+    # Past the first step nothing waits for the device: such a row has no answer.
+    for all_keys in (False, True):
+        steps = make(3, window=window, all_keys=all_keys)
+        steps.run(right)
+        steps.run(wrong)
+        seen = min(held, window or length) if all_keys else 0
+        assert_rows(
+            steps,
+            [row_fields(5, Visibility(), window, all_keys=all_keys), [length - 1, seen, 0, 0]],
+        )
 
 
 @given(
@@ -215,7 +254,7 @@ def test_any_rows_agree_with_a_walk_over_their_keys(
     rows = len(lengths)
     indptr = np.cumsum([0, *lengths])
     if form == "kv_indptr":
-        table = PageTable.of_indptr(numbers(indptr), numbers([0] * int(indptr[-1])))
+        table = lists_of(lengths)
     else:
         places = numbers(list(range(rows)), torch.int64)
         table = PageTable.of_requests(numbers([[0] * 9] * rows), places, numbers(lengths))
@@ -233,7 +272,7 @@ def test_any_rows_agree_with_a_walk_over_their_keys(
         for row, (length, each, asked) in enumerate(zip(lengths, seen, flags[:rows], strict=True))
     ]
     assert_rows(steps, fields)
-    masked = steps.row_table[7 * rows : 8 * rows].tolist()
+    masked = steps.row_table[6 * rows : 7 * rows].tolist()
     assert masked[:active] == [each.mask_prefix for each in seen[:active]]
     begins = indptr[:-1] if form == "kv_indptr" else np.arange(rows) * 9
     expected = [int(begin) if row < active else 0 for row, begin in enumerate(begins)]
@@ -256,10 +295,10 @@ def test_a_step_leaves_nothing_of_a_longer_one_before_it():
 
 def test_a_sequence_of_a_million_keys():
     length = 1 << 20
-    table = PageTable.of_indptr(numbers([0, length, length + 9]), numbers([0]))
+    table = lists_of([length, 9])
     steps = make(2, 256)
     steps.run(table)
-    whole = [length - 1, length, length, length - 1, length - 1]
+    whole = [length - 1, length, length, length - 1]
     assert_rows(steps, [whole, row_fields(9, Visibility(), 0)])
 
 
@@ -278,6 +317,13 @@ def test_more_rows_than_a_plan_has_room_for_are_refused():
         make(4).run(table)
 
 
+def test_tables_of_another_device_are_refused():
+    lengths = torch.ones(1, dtype=torch.int32, device="meta")
+    table = PageTable.of_requests(numbers([[0] * 4]), numbers([0]), lengths)
+    with pytest.raises(OptionError, match="seq_lens of the table is on meta"):
+        make(4).run(table)
+
+
 ZERO = numbers([0])
 
 
@@ -287,11 +333,14 @@ ZERO = numbers([0])
         lambda: PageTable.of_requests(numbers([0, 1]), ZERO, ZERO),
         lambda: PageTable.of_requests(numbers([[0, 1], [2, 3]]).T, ZERO, ZERO),
         lambda: PageTable.of_requests(numbers([[0, 1]]), ZERO, numbers([1, 2])),
-        lambda: PageTable.of_indptr(numbers([[0, 1]]), ZERO),
-        lambda: PageTable.of_indptr(numbers([0, 1]), numbers([[0]])),
+        lambda: PageTable.of_requests(numbers(0), ZERO, ZERO),
+        lambda: PageTable.of_indptr(numbers([[0, 1]]), ZERO, ZERO),
+        lambda: PageTable.of_indptr(numbers(0), ZERO, ZERO),
+        lambda: PageTable.of_indptr(numbers([0, 1]), numbers([[0]]), ZERO),
+        lambda: PageTable.of_indptr(numbers([0, 1]), ZERO, numbers([1, 1])),
         # A kernel would read what lies between, and answer for other requests.
-        lambda: PageTable.of_indptr(numbers([0, 2]), numbers([5, 0, 6, 0])[::2]),
-        lambda: PageTable.of_indptr(numbers([0, 9, 2, 9])[::2], numbers([5, 6])),
+        lambda: PageTable.of_indptr(numbers([0, 2]), numbers([5, 0, 6, 0])[::2], ZERO),
+        lambda: PageTable.of_indptr(numbers([0, 9, 2, 9])[::2], numbers([5, 6]), ZERO),
         lambda: PageTable.of_requests(
             numbers([[0, 1]]), numbers([0, 1, 0, 1])[::2], numbers([1, 1])
         ),
@@ -306,8 +355,11 @@ ZERO = numbers([0])
         "flat table",
         "transposed table",
         "other lengths",
+        "table without axes",
         "square indptr",
+        "indptr without axes",
         "square indices",
+        "lengths of other rows",
         "strided indices",
         "strided indptr",
         "strided pool indices",
@@ -330,6 +382,8 @@ def test_page_tables_that_would_be_misread_are_refused(build):
         {"enabled": numbers([1] * 6, torch.uint8)[::2]},
         {"num_active": numbers([3], torch.int64)},
         {"num_active": numbers([3, 3])},
+        {"num_active": numbers(3)},
+        {"enabled": torch.ones(3, dtype=torch.bool, device="meta")},
         {"masks": numbers([1, 1])},
         {"masks": numbers([1, 1, 1], torch.int64)},
         {"masks": numbers([1] * 6)[::2]},
@@ -340,6 +394,8 @@ def test_page_tables_that_would_be_misread_are_refused(build):
         "strided",
         "int64 num_active",
         "two num_active",
+        "num_active without axes",
+        "flags elsewhere",
         "too few masks",
         "int64 masks",
         "strided masks",

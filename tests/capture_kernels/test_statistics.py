@@ -92,24 +92,26 @@ def reference(case, *, scale=None, chosen=None, sinks=None, visibility=None, **o
 def page_table(case):
     if case.kv_indptr is None:
         return PageTable.of_requests(case.req_to_token, case.req_pool_indices, case.seq_lens)
-    return PageTable.of_indptr(case.kv_indptr, case.kv_indices)
+    return PageTable.of_indptr(case.kv_indptr, case.kv_indices, case.seq_lens)
 
 
 def active_rows(case):
-    return torch.tensor([case.active], dtype=torch.int32, device=DEVICE)
+    return torch.tensor([case.active], dtype=torch.int32, device=case.queries.device)
 
 
-def plan_for(case, plan=StatisticsPlan, *, max_length=1000, scale=None, programs=3, **options):
+def plan_for(
+    case, plan=StatisticsPlan, *, max_rows=None, max_length=1000, scale=None, programs=3, **options
+):
     """A plan for a case's shapes whose buffers are poisoned."""
     rows, heads, depth = case.queries.shape
     made = plan(
-        max_rows=rows + 1,
+        max_rows=max_rows or rows + 1,
         max_length=max_length,
         heads=heads,
         key_heads=case.k_cache.shape[1],
         head_dim=depth,
         scale=depth**-0.5 if scale is None else scale,
-        device=DEVICE,
+        device=case.queries.device,
         programs=programs,
         **options,
     )
@@ -186,6 +188,8 @@ KINDS_OF_ROWS = cases(
     ("float8 e4m3", [97, 9], (2, 2, 32), {"dtype": torch.float8_e4m3fn, "descale": [0.25, 2.0]},
      {"soft_cap": 30.0}),
     ("float8 as it is", [70], (2, 1, 32), {"dtype": torch.float8_e4m3fn}, {}),
+    ("sinks of the queries' type", [65, 5], (2, 1, 16), {"dtype": torch.bfloat16},
+     {"sinks": on_device(-3.0, 2.0, dtype=torch.bfloat16)}),
     slow=[
         ("MQA", [130, 7], (35, 1, 32), {"dtype": torch.bfloat16, "form": "kv_indptr"},
          {"programs": 50}),
@@ -208,6 +212,12 @@ KINDS_OF_ROWS = cases(
 @pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS_OF_ROWS)
 def test_rows_of_every_kind_agree_with_the_reference(lengths, shape, paged, options):
     check(paged_case(lengths, *shape, **paged), **options)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_descale_may_be_for_all_key_heads(shape):
+    case = paged_case([70, 9], 4, 2, 32, dtype=torch.float8_e4m3fn, descale=0.25)
+    check(replace(case, descale=case.descale[0].reshape(shape)))
 
 
 @pytest.mark.parametrize("power", [-60, *(pytest.param(each, marks=SLOW) for each in (-14, 0, 40))])
@@ -286,6 +296,30 @@ def test_visible_keys_that_are_lost_beside_a_sink_make_a_row_invalid(programs):
     assert found.per_head.isfinite().all() and not found.per_head[..., :26].any()
     assert (found.sink_mass == 1).all()
     assert_close(found.logsumexp, reference(case).logsumexp, **NATS)
+
+
+@pytest.mark.parametrize(
+    ("position", "number"),
+    [
+        *((0, torch.nan), (40, torch.inf)),
+        *(pytest.param(*each, marks=SLOW) for each in ((96, torch.nan), (0, torch.inf))),
+    ],
+)
+def test_a_row_with_a_key_that_is_not_finite_is_invalid_and_its_neighbours_are_exact(
+    position, number
+):
+    case = paged_case([33, 97, 70], 4, 2, 16, padding_rows=1)
+    slot = case.req_to_token[case.req_pool_indices[1], position]
+    case.queries[1].abs_()
+    case.k_cache[slot] = number
+    for joined in (1, 2):
+        found = measure(case, tuning=PAIRS._replace(key_heads=joined))
+        assert found.valid.tolist() == [True, False, True, False]
+        # Nothing that is not a number goes on to a record, or to the means of other ranks.
+        assert found.mean.isfinite().all() and not found.mean[1].any()
+        others = {name: getattr(case, name)[::2] for name in ("lengths", "query_rows", "keys")}
+        rows = found._replace(per_head=found.per_head[[0, 2, 3]], mean=found.mean[[0, 2, 3]])
+        assert_statistics(rows, reference(replace(case, **others)))
 
 
 @pytest.mark.parametrize(
@@ -439,8 +473,9 @@ def test_the_mean_row_holds_the_fingerprint_of_either_layout(visibility, window,
             window=window,
             sinks=None if sinks is None else sinks.cpu().numpy(),
         )
-        log16 = fingerprint(rows, t, Layout.LOG16, visibility)
-        layered = fingerprint(rows, t, Layout.LAYERED, visibility)
+        seen = [max(0, t - window + 1) if window else 0]
+        log16 = fingerprint(rows, t, Layout.LOG16, visibility, seen)
+        layered = fingerprint(rows, t, Layout.LAYERED, visibility, seen)
         assert bool(found.valid[row]) == (log16 is not None)
         if log16 is None or layered is None:
             continue
@@ -450,6 +485,26 @@ def test_the_mean_row_holds_the_fingerprint_of_either_layout(visibility, window,
         bands = [mean[24], mean[25], 1.0 - mean[24] - mean[25]]
         assert_close([*bands, entropy, *places, *[entropy] * 8], layered.vector, **MASSES)
         assert_close([mean[26]], [log16.sink_mass], **MASSES)
+
+
+def test_rows_may_list_the_keys_of_the_models_window_alone():
+    case = paged_case([1, 50, 51, 130], 2, 1, 32, form="kv_indptr", padding_rows=1)
+    ends = np.cumsum(case.lengths)
+    lists = [
+        case.kv_indices[max(end - 50, end - length) : end]
+        for end, length in zip(ends, case.lengths, strict=True)
+    ]
+    indptr = np.cumsum([0, *map(len, lists), HUGE])
+    windowed = replace(
+        case, kv_indices=torch.cat(lists), kv_indptr=on_device(*indptr, dtype=torch.int32)
+    )
+    check(windowed, window=50, visibility=Visibility(2, 30))
+
+
+def test_uniform_attention_within_a_models_window_has_an_entropy_of_one():
+    case = paged_case([400, 33], 2, 1, 16, size=0.0)
+    found = check(case, window=48)
+    assert_close(found.entropy, np.ones((2, 2)), **MASSES)
 
 
 @SLOW
@@ -507,8 +562,7 @@ def test_answers_are_shares_that_depend_neither_on_slots_nor_on_programs(
 @triton.jit
 def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexpr):
     visible, real = tl.load(row), tl.load(row + 1)
-    seen, count = tl.load(row + 2), tl.load(row + 3)
-    first, after = column_ranges(visible, real, seen, count)
+    first, after = column_ranges(visible, real, tl.load(row + 2))
     c = tl.arange(0, 32)
     tl.store(ranges + c, first)
     tl.store(ranges + 32 + c, after)
@@ -530,14 +584,13 @@ def test_columns_are_the_ranges_of_their_bins_and_are_flushed_in_time(
 ):
     in_model = min(length, window) if window else length
     first_real = max(masked, hidden)
-    count = max(length - max(first_real, sinks), 0)
     real = min(max(length - first_real, 0), in_model)
-    visible, seen = min(count, in_model), in_model
+    visible, seen = min(max(length - max(first_real, sinks), 0), in_model), in_model
     last = max(seen - 1, 0) // tile
     begins = sorted({0, last // 3, last // 2, max(last - 1, 0), last})
     ranges = torch.full((2, 32), -7, dtype=torch.int32, device=DEVICE)
     due = torch.full((len(begins),), -7, dtype=torch.int32, device=DEVICE)
-    row = on_device(visible, real, seen, count, dtype=torch.int32)
+    row = on_device(visible, real, seen, dtype=torch.int32)
     tiles = on_device(*begins, dtype=torch.int32)
     _ranges_and_due[(1,)](row, tiles, len(begins), ranges, due, TILE_KEYS=tile)
 
@@ -546,7 +599,7 @@ def test_columns_are_the_ranges_of_their_bins_and_are_flushed_in_time(
     expected = np.zeros((len(d), 32), bool)
     expected[shown, log2_bins(shown)] = True
     if visible:
-        expected[shown, 16 + place_bins(count)[::-1][:visible]] = True
+        expected[shown, 16 + place_bins(visible)[::-1]] = True
     expected[:visible, 24], expected[:visible, 25] = shown < 10, (shown >= 10) & (shown < 100)
     expected[visible:real, 26], expected[real:seen, 27] = True, True
     first, after = ranges.cpu().numpy().astype(np.int64)
@@ -620,6 +673,10 @@ def zeros(*shape, dtype=torch.float16):
         {"keys": zeros(9, 2, 16, dtype=torch.float64)},
         {"descale": zeros(3, dtype=torch.float32)},
         {"descale": zeros(2, dtype=torch.float16)},
+        {"descale": zeros(1, dtype=torch.float16)},
+        {"query": torch.zeros(3, 4, 16, dtype=torch.float16, device="meta")},
+        {"keys": torch.zeros(9, 2, 16, dtype=torch.float16, device="meta")},
+        {"keys": zeros()},
         {"sinks": zeros(2, dtype=torch.float32)},
         {"sinks": zeros(4, dtype=torch.int32)},
         {"sinks": zeros(8, dtype=torch.float32)[::2]},
@@ -628,6 +685,7 @@ def zeros(*shape, dtype=torch.float16):
         "rows", "heads", "head_dim", "flat queries", "other type", "whole numbers",
         "strided queries", "8 bits that are no float", "float64 queries", "key heads", "key dims",
         "flat keys", "strided keys", "float64 keys", "long descale", "float16 descale",
+        "float16 descale of one", "queries elsewhere", "keys elsewhere", "keys without axes",
         "few sinks", "whole sinks", "strided sinks",
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_file_overrides_the_thresholds_it_names(tmp_path):
     file.write_text("local_mass = 0.9\nripple = 0.25\n")
     rules = ZoneRules.from_toml(file)
     assert rules == ZoneRules(local_mass=0.9, ripple=0.25)
-    assert rules.as_dict()["mid_mass"] == ZoneRules().mid_mass
+    assert rules.mid_mass == ZoneRules().mid_mass
     file.write_text("")
     assert ZoneRules.from_toml(file) == ZoneRules()
 

@@ -40,8 +40,9 @@ def layer_inputs(addresses, layer, query, keys):
 
 
 @triton.jit
-def layer_sinks(addresses, layer):
-    return tl.load(addresses + layer * ADDRESSES + 2).to(tl.pointer_type(tl.float32))
+def layer_sinks(addresses, layer, sinks):
+    """Learned sinks of a layer; `sinks` are of a layer like it."""
+    return tl.load(addresses + layer * ADDRESSES + 2).to(sinks.dtype)
 
 
 @triton.jit
@@ -115,4 +116,5 @@ def _kind(arguments: dict[str, Any]) -> tuple[Any, ...]:
         *((each.dtype, each.stride(), each.data_ptr() % 16) for each in tensors),
         arguments["DESCALE"],
         arguments["HAS_SINKS"],
+        arguments["sinks"].dtype,
     )

@@ -16,8 +16,8 @@ one split of that row; its partial result is stored at p + r, different for ever
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
     program_ptr  int32[P + 1]  program p has the blocks program_ptr[p] to program_ptr[p + 1]
-    row_table    int32[8, R]   one line for each field below
-    base         int64[R]      key j of the row is in KV slot kv_slots[base + j]
+    row_table    int32[7, R]   one line for each field below
+    base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
 from capture_kernels.launch import FLAGS, INTEGERS, check
 
-ROW_FIELDS = 8
-# Fields of `row_table`. COUNT is the number of visible keys before the model's own window hides
-# some; FIRST and LAST are the programs of the row's first and last split.
-POSITION, SEEN, REAL, VISIBLE, COUNT, FIRST, LAST, MASKED = (
+ROW_FIELDS = 7
+# Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split.
+POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED = (
     tl.constexpr(field) for field in range(ROW_FIELDS)
 )
 
@@ -85,7 +84,7 @@ def is_split(program_ptr, program, begin, end, last):
 def _schedule_rows(
     seq_lens, starts, enabled, num_active, masks, block_ptr, program_ptr, row_table, base,
     table_stride, num_rows, programs, max_length, model_window, visible_window, mask_prefix,
-    sink_tokens, HAS_LENGTHS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_MASKS: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
@@ -93,28 +92,32 @@ def _schedule_rows(
     active = here
     if HAS_ACTIVE:
         active = active & (row < tl.load(num_active))
-    # `starts` is kv_indptr, or req_pool_indices beside seq_lens. Padding rows are not read.
-    if HAS_LENGTHS:
-        length = tl.load(seq_lens + row, mask=active, other=0).to(tl.int32)
-        begin = tl.load(starts + row, mask=active, other=0).to(tl.int64) * table_stride
-    else:
-        begin = tl.load(starts + row, mask=active, other=0).to(tl.int64)
-        length = (tl.load(starts + row + 1, mask=active, other=0).to(tl.int64) - begin).to(tl.int32)
+    # Padding rows are not read.
+    length = tl.load(seq_lens + row, mask=active, other=0).to(tl.int32)
+    begin = tl.load(starts + row, mask=active, other=0).to(tl.int64)
+    in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
     wanted = active & (length <= max_length)
+    if LISTS:
+        # The row's newest keys, of which the last is its own.
+        after = tl.load(starts + row + 1, mask=active, other=0).to(tl.int64)
+        held = (after - begin).to(tl.int32)
+        wanted = wanted & (held >= in_model) & (held <= length)
+        in_model = tl.minimum(in_model, held)
+        begin = after - length
+    else:
+        begin *= table_stride
     if HAS_ENABLED:
         wanted = wanted & (tl.load(enabled + row, mask=active, other=0) != 0)
 
     position = length - 1
-    in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
     before_window = tl.where(visible_window > 0, length - visible_window, 0)
     if HAS_MASKS:
         masked = tl.maximum(tl.load(masks + row, mask=active, other=0), 0)
     else:
         masked = tl.full([ROWS], 0, tl.int32) + mask_prefix
     first_real = tl.maximum(tl.maximum(before_window, masked), 0)
-    count = tl.maximum(length - tl.maximum(first_real, sink_tokens), 0)
     real = tl.minimum(tl.maximum(length - first_real, 0), in_model)
-    visible = tl.minimum(count, in_model)
+    visible = tl.minimum(tl.maximum(length - tl.maximum(first_real, sink_tokens), 0), in_model)
     real = tl.where(wanted, real, 0)
     seen = real
     if ALL_KEYS:
@@ -128,7 +131,6 @@ def _schedule_rows(
     tl.store(row_table + SEEN * num_rows + row, seen, mask=here)
     tl.store(row_table + REAL * num_rows + row, real, mask=here)
     tl.store(row_table + VISIBLE * num_rows + row, tl.where(wanted, visible, 0), mask=here)
-    tl.store(row_table + COUNT * num_rows + row, tl.where(wanted, count, 0), mask=here)
     tl.store(row_table + MASKED * num_rows + row, masked, mask=here)
     tl.store(base + row, begin, mask=here)
 
@@ -150,37 +152,50 @@ class PageTable(NamedTuple):
     `req_to_token` int32[requests, longest] with `req_pool_indices` int32/int64[R] and `seq_lens`
     int32/int64[R], the query's own key included: key j of row r is in KV slot
     req_to_token[req_pool_indices[r], j]. Or `kv_indices` int32/int64[n] with `kv_indptr`
-    int32[R + 1]: it is in KV slot kv_indices[kv_indptr[r] + j].
+    int32/int64[R + 1], and the same `seq_lens`: kv_indices[kv_indptr[r]:kv_indptr[r + 1]] are the
+    KV slots of the row's newest keys, of all or at least of those in the model's window.
 
     Several rows may belong to one request, as the last tokens of a prompt do. They repeat its entry
-    of `req_pool_indices`, or of `starts` given with `seq_lens` beside one-dimensional `kv_slots`.
+    of `req_pool_indices`, or of `starts` given beside one-dimensional `kv_slots`.
     """
 
     kv_slots: Tensor
     starts: Tensor
-    seq_lens: Tensor | None
+    seq_lens: Tensor
+    lists: bool = False  # whether `starts` is a kv_indptr
 
     @classmethod
     def of_requests(
         cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
     ) -> PageTable:
         """OptionError for other shapes, types or strides."""
-        shape = [len(req_to_token), req_to_token.shape[-1]]
-        check(req_to_token, "req_to_token", shape, INTEGERS)
-        check(req_pool_indices, "req_pool_indices", [req_pool_indices.numel()], INTEGERS)
-        check(seq_lens, "seq_lens", [req_pool_indices.numel()], INTEGERS)
+        check(req_to_token, "req_to_token", [None, None], INTEGERS)
+        check(req_pool_indices, "req_pool_indices", [None], INTEGERS)
+        check(seq_lens, "seq_lens", [len(req_pool_indices)], INTEGERS)
         return cls(req_to_token, req_pool_indices, seq_lens)
 
     @classmethod
-    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor) -> PageTable:
+    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor, seq_lens: Tensor) -> PageTable:
         """Raises OptionError for other shapes, types or strides."""
-        check(kv_indptr, "kv_indptr", [kv_indptr.numel()], INTEGERS)
-        check(kv_indices, "kv_indices", [kv_indices.numel()], INTEGERS)
-        return cls(kv_indices, kv_indptr, None)
+        check(kv_indices, "kv_indices", [None], INTEGERS)
+        check(seq_lens, "seq_lens", [None], INTEGERS)
+        check(kv_indptr, "kv_indptr", [len(seq_lens) + 1], INTEGERS)
+        return cls(kv_indices, kv_indptr, seq_lens, lists=True)
 
     @property
     def num_rows(self) -> int:
-        return len(self.starts) - (self.seq_lens is None)
+        return len(self.seq_lens)
+
+    def refuse_wrong_lists(self, window: int, rows: int) -> None:
+        """OptionError if the list of one of the first rows has not one KV slot for each token, of
+        all or at least of `window` (0: all). Waits for the device."""
+        held, lengths = self.starts.diff()[:rows].tolist(), self.seq_lens[:rows].tolist()
+        for row, (slots, length) in enumerate(zip(held, lengths, strict=True)):
+            if not min(length, window or length) <= slots <= length:
+                raise OptionError(
+                    f"row {row} of kv_indptr lists {slots} KV slots for {length} tokens: list one "
+                    "for each token that the model sees, not one for each page"
+                )
 
 
 @dataclass(eq=False)
@@ -203,6 +218,7 @@ class Schedule:
         )
         self.base = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         self.num_rows, self.kv_slots = 0, self.row_table
+        self._lists_checked = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -221,6 +237,9 @@ class Schedule:
     ) -> None:
         """Read the lengths of a step's rows.
 
+        In the first step, which compiles anyway, the lists of a `kv_indptr` are checked on the
+        host. In later ones, a row whose list cannot be right counts as disabled.
+
         Args:
             table: the rows' keys. Its tensors are read here and by the kernels that follow.
             enabled: bool or uint8[R], the rows to describe; None for all.
@@ -229,32 +248,41 @@ class Schedule:
             masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
 
         Raises:
-            OptionError: more rows than planned, or flags of another form.
+            OptionError: more rows than planned, flags of another form, or lists that are wrong.
         """
         rows = table.num_rows
         if rows > self.max_rows:
             raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        check(enabled, "enabled", [rows], FLAGS)
-        if num_active is not None and (num_active.dtype != torch.int32 or num_active.numel() != 1):
-            raise OptionError("num_active must be int32[1]")
-        check(masks, "masks", [rows], {torch.int32})
+        device = self.base.device
+        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), table[:3], strict=True):
+            if tensor.device != device:
+                raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
+        check(enabled, "enabled", [rows], FLAGS, device)
+        check(num_active, "num_active", [1], {torch.int32}, device)
+        check(masks, "masks", [rows], {torch.int32}, device)
+        if table.lists and not self._lists_checked:
+            # A graph's capture comes after a step that compiles.
+            active = rows if num_active is None else min(int(num_active), rows)
+            table.refuse_wrong_lists(self.window, active)
+            self._lists_checked = True
         self.num_rows, self.kv_slots = rows, table.kv_slots
         absent, visibility = self.block_ptr, self.visibility
-        _schedule_rows[(1,)](
-            absent if table.seq_lens is None else table.seq_lens,
-            table.starts,
-            absent if enabled is None else enabled.view(torch.uint8),
-            absent if num_active is None else num_active,
-            absent if masks is None else masks,
-            *(self.block_ptr, self.program_ptr, self.row_table, self.base),
-            *(table.kv_slots.stride(0), rows, self.programs, self.max_length, self.window),
-            *(visibility.window, visibility.mask_prefix, visibility.sink_tokens),
-            HAS_LENGTHS=table.seq_lens is not None,
-            HAS_ENABLED=enabled is not None,
-            HAS_ACTIVE=num_active is not None,
-            HAS_MASKS=masks is not None,
-            ALL_KEYS=self.all_keys,
-            BLOCK_KEYS=self.block_keys,
-            ROWS=triton.next_power_of_2(self.max_rows),
-            num_warps=4,
-        )
+        with torch.cuda.device_of(self.base):
+            _schedule_rows[(1,)](
+                table.seq_lens,
+                table.starts,
+                absent if enabled is None else enabled.view(torch.uint8),
+                absent if num_active is None else num_active,
+                absent if masks is None else masks,
+                *(self.block_ptr, self.program_ptr, self.row_table, self.base),
+                *(table.kv_slots.stride(0), rows, self.programs, self.max_length, self.window),
+                *(visibility.window, visibility.mask_prefix, visibility.sink_tokens),
+                LISTS=table.lists,
+                HAS_ENABLED=enabled is not None,
+                HAS_ACTIVE=num_active is not None,
+                HAS_MASKS=masks is not None,
+                ALL_KEYS=self.all_keys,
+                BLOCK_KEYS=self.block_keys,
+                ROWS=triton.next_power_of_2(self.max_rows),
+                num_warps=4,
+            )

@@ -71,7 +71,7 @@ def mean_of_tile(
         )
         scaled = factor
         if DESCALE:
-            scaled *= tl.load(descale + key_head)
+            scaled *= tl.load(descale + key_head * (DESCALE - 1))
         y = tl.zeros([TILE, BLOCK_H], tl.float32)
         y = products(k, q, y, UPCAST)
         y = scaled_logits(y, scaled, soft_cap, SOFT_CAP)

@@ -93,7 +93,7 @@ def rescan_heads(
         head_keys += key_head.to(tl.int64) * stride_kh
         scaled = factor
         if DESCALE:
-            scaled *= tl.load(descale + key_head)
+            scaled *= tl.load(descale + key_head * (DESCALE - 1))
         kept_line = (layer * max_rows + row) * HEADS + number
         first_split = (layer * (programs + max_rows) + row) * HEADS + number
         best = tl.load(uncertain_tops + kept_line * SIZE + tl.arange(0, SIZE))
