@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -13,6 +15,7 @@ from discovery.commands.classify import classify
 from discovery.commands.discover import discover
 from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
+from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
@@ -23,6 +26,9 @@ class UserErrors(TyperGroup):
     """Turns an AttnError into one line on stderr and its exit code."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal or pipe of any encoding
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except AttnError as error:
@@ -35,23 +41,54 @@ class UserErrors(TyperGroup):
             where = command.command_path if command else "attn"
             print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
             raise typer.Exit(2) from None
-        except BrokenPipeError:
-            # The reader (head, say) has what it wanted.
-            sys.stderr.close()
-            raise typer.Exit(0) from None
 
 
 app = typer.Typer(
     cls=UserErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Capture, cluster and classify what language models attend to.",
 )
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"attn {version('attn')}")
+        raise typer.Exit
+
+
+@app.callback()
+def attn(
+    _: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """Capture, cluster and classify what language models attend to."""
+
+
 app.command()(capture)
 app.command()(discover)
 app.command()(classify)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command with these arguments, by default those of the process."""
+    open_standard_streams()
+    code: Any = 0
+    try:
+        try:
+            app(arguments, prog_name="attn")
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OutputLostError as lost:
+        if lost.exit_code:
+            print(f"error: {lost}", file=sys.stderr)
+        code = code or lost.exit_code
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import NOW, REPO, WrongAnswerError
+from discovery.events.websocket import client_file
 from tests.planted import planted, planted_batch
 
 WAYS = ("pause", "stop", "SIGINT", "SIGTERM")
@@ -118,6 +119,13 @@ def published(folder: Path) -> dict[str, Any]:
     return {"files": files, "manifest": manifest}
 
 
+def address(port: int) -> dict[str, Any]:
+    """What `connect` takes to reach the run that serves on a port."""
+    found = json.loads(client_file(port).read_text())
+    headers = {"Authorization": f"Bearer {found['token']}"}
+    return {"uri": found["url"], "additional_headers": headers}
+
+
 def pause(port: int, log: Path) -> bool:
     """Pause, see that nothing goes on, and resume; False where the run was over before."""
     from websockets.exceptions import WebSocketException
@@ -128,7 +136,7 @@ def pause(port: int, log: Path) -> bool:
             pass
 
     try:
-        with connect(f"ws://127.0.0.1:{port}") as client:
+        with connect(**address(port)) as client:
             client.send('{"command": "pause"}')
             answer(client, "run_paused")
             length = log.stat().st_size
@@ -148,7 +156,7 @@ def stop(port: int) -> bool:
     from websockets.sync.client import connect
 
     try:
-        with connect(f"ws://127.0.0.1:{port}") as client:
+        with connect(**address(port)) as client:
             client.send('{"command": "stop"}')
             while json.loads(client.recv(timeout=PATIENCE))["event"] != "answer":
                 pass

@@ -50,7 +50,9 @@ def make_batches(rows: int) -> list[pa.RecordBatch]:
         number = np.arange(start, start + count)
         turn, within = np.divmod(number, 64 * ROWS_PER_REQUEST)
         request = turn * 64 + within % 64
-        vectors = rng.dirichlet(np.full(20, 0.3), count).astype(np.float32)
+        hist = rng.dirichlet(np.full(16, 0.3), count)
+        bands, entropy = np.add.reduceat(hist, [0, 3, 8], axis=1), rng.random((count, 1))
+        vectors = np.hstack([bands, entropy, hist]).astype(np.float32)
         columns: dict[str, Any] = {
             "request_id": pa.array([f"chatcmpl-{r:032x}" for r in request.tolist()]),
             "session_id": pa.array([f"session-{r // 8}" for r in request.tolist()]),
@@ -65,7 +67,7 @@ def make_batches(rows: int) -> list[pa.RecordBatch]:
             "layout": 1,
             "phase": "output",
             "token_id": pa.array((number % 150_000).astype(np.int32)),
-            "sink_mass": pa.array(vectors[:, 5].copy()),
+            "sink_mass": pa.array(vectors[:, 3].copy()),
             "vector": vectors,
         }
         batches.append(record.make_batch(columns, count))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,6 @@ Facts = dict[str, Any]
 
 # Files hashed at once: sha256 is slower than most disks.
 HASH_THREADS = 8
-_numbers = itertools.count()
 
 
 def sync(path: Path) -> None:
@@ -33,15 +33,18 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
     """Call `write` on a new file that takes the name `path` only once it is whole and on disk.
 
+    Until then it is `.NAME.<random>.tmp` beside it, which a killed process leaves behind.
+
     Returns:
         Its `file_facts`, computed while it goes to the disk.
 
     Raises:
         WriteError: it cannot be written. What was at `path` is still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_numbers)}.tmp")
+    # Random: a process id comes again after a restart of its container.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("wb") as file, ThreadPoolExecutor(1) as disk:
+        with temporary.open("xb") as file, ThreadPoolExecutor(1) as disk:
             write(file)
             file.flush()
             on_disk = disk.submit(os.fsync, file.fileno())
@@ -51,11 +54,12 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
         sync(path.parent)
     except OSError as error:
         raise WriteError(
-            f"cannot write {path}: {error.strerror}; free space or mend the folder, then run the "
-            "command again"
+            f"cannot write {path}: {error.strerror or error}; free space or mend the folder, then "
+            "run the command again"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it has its name, or its folder takes no change
+            temporary.unlink()
     return facts
 
 

@@ -16,8 +16,9 @@ Hashes = NDArray[np.uint64]
 
 
 def string_hashes(strings: pa.Array) -> Hashes:
-    """BLAKE2b-64 of each string of a column without nulls: uint64[n]."""
-    digests = [hashlib.blake2b(s.encode(), digest_size=8).digest() for s in strings.to_pylist()]
+    """BLAKE2b-64 of the bytes of each string of a column without nulls: uint64[n]."""
+    values = strings.cast(pa.binary()).to_pylist()
+    digests = [hashlib.blake2b(value, digest_size=8).digest() for value in values]
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
 

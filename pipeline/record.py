@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Floats, Mask
 from capture_kernels.errors import RecordError
-from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from capture_kernels.fingerprint.vector import DIMENSIONS, ROUNDING, Layout, broken_invariants
 
 PHASES = ("prompt", "think", "output")
 # The `layer` of a record that is the mean over all captured layers.
 MEAN_LAYER = -1
-# Part of every capture_id: raise it when a kernel's numbers change beyond rounding.
+# The first and the last time of a record, in microseconds since 1970 UTC: the years 2000 to 2099.
+CAPTURED_AT = 946_684_800_000_000, 4_102_444_800_000_000 - 1
+# Part of every capture_id: raise it when a kernel's numbers change beyond rounding. Since version 2
+# keys outside a model's own window do not count as visible; without such a window nothing changed.
 KERNEL_VERSION = 1
+WINDOWED_KERNEL_VERSION = 2
 
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
@@ -45,6 +50,18 @@ SCHEMA = pa.schema(
         pa.field("vector", pa.list_(pa.float32(), DIMENSIONS), nullable=False),
     ]
 )
+# The longest text of a record.
+TEXT_BYTES = 1024
+# The least and the largest number of a column, and why a row outside is no record.
+BOUNDS: dict[str, tuple[float, float, str]] = {
+    "position": (0, 2**31 - 1, "negative position"),
+    "prompt_len": (0, 2**31 - 1, "negative prompt_len"),
+    "layer": (MEAN_LAYER, 2**15 - 1, "layer below -1"),
+    "captured_at": (CAPTURED_AT[0], CAPTURED_AT[1], "captured_at outside the years 2000 to 2099"),
+    "token_id": (0, 2**31 - 1, "negative token_id"),
+    "sink_mass": (-ROUNDING, 1 + ROUNDING, "sink_mass outside 0 to 1"),
+    "router_entropy": (0, float(np.finfo(np.float32).max), "router_entropy negative or not finite"),
+}
 KEY = ("request_id", "position", "layer")
 
 
@@ -55,7 +72,7 @@ class Conformed(NamedTuple):
     rejected: dict[str, int]
 
 
-def vectors(batch: pa.RecordBatch | pa.Table) -> NDArray[np.float32]:
+def vectors(batch: pa.RecordBatch | pa.Table) -> Floats:
     """The vectors of a batch as float32[n, 20], without a copy if the batch is one chunk."""
     column = one_chunk(batch.column("vector"))
     return column.flatten().to_numpy(zero_copy_only=True).reshape(-1, DIMENSIONS)
@@ -68,7 +85,7 @@ def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column
 
 
-def vector_array(rows: NDArray[np.float32]) -> pa.FixedSizeListArray:
+def vector_array(rows: Floats) -> pa.FixedSizeListArray:
     """float32[n, 20] as the Arrow column `vector`, without a copy if `rows` is contiguous."""
     flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), DIMENSIONS)
@@ -104,7 +121,10 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
         if not isinstance(value, pa.Array):
             scalar = isinstance(value, str) or not hasattr(value, "__len__")
             value = pa.repeat(pa.scalar(value), rows) if scalar else pa.array(value)
-        if pa.types.is_dictionary(value.type) and value.dictionary.null_count:
+        is_encoded = pa.types.is_dictionary(value.type)
+        if is_encoded and (pc.max(value.indices).as_py() or 0) >= max(len(value.dictionary), 1):
+            raise RecordError(f"column {field.name!r} is damaged: its dictionary is too short")
+        if is_encoded and value.dictionary.null_count:
             # `is_null` misses a null in the dictionary: make it a null of the row.
             value = value.cast(value.type.value_type)
         return value if value.type == field.type else value.cast(field.type)
@@ -117,9 +137,8 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
 def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
     """`batch` in `SCHEMA`, without the rows that are not records, which are counted by reason.
 
-    Rejected: a vector that is not 20 finite numbers, an unknown layout or phase, a negative
-    position, a layer below -1, a missing required value. `vector` may be a fixed-size or a plain
-    list of any float type.
+    Rejected: a vector that is not 20 numbers, a missing required value, and `impossible_rows`.
+    `vector` may be a fixed-size or a plain list of any float type.
 
     Raises:
         RecordError: a required column is missing or cannot be cast, so that no row can be read.
@@ -135,21 +154,10 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
         if not field.nullable:
             missing |= column.is_null().to_numpy(zero_copy_only=False)
 
-    def integers(name: str) -> NDArray[Any]:
-        return pc.fill_null(columns[name], 0).to_numpy(zero_copy_only=False)
-
-    # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
-    finite = np.isfinite(values.sum(dtype=np.float64)) or np.isfinite(values).all(axis=1)
-    known_phases = pc.is_in(columns["phase"], value_set=pa.array(PHASES))
-    known_layouts = [int(layout) for layout in Layout]
     reasons = {
         "wrong length": wrong_length,
-        "NaN or infinity": ~np.broadcast_to(finite, rows),
         "missing value": missing,
-        "unknown layout": ~np.isin(integers("layout"), known_layouts),
-        "unknown phase": ~known_phases.to_numpy(zero_copy_only=False),
-        "negative position": integers("position") < 0,
-        "layer below -1": integers("layer") < MEAN_LAYER,
+        **impossible_rows(columns),
     }
     keep = np.ones(rows, bool)
     rejected: dict[str, int] = {}
@@ -165,7 +173,74 @@ def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
     return Conformed(make_batch({**kept, "vector": values[keep]}, int(keep.sum())), rejected)
 
 
-def _vectors(lists: pa.Array) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def impossible_rows(columns: Mapping[str, Any]) -> dict[str, Mask]:
+    """The rows that no capture can have recorded, by reason: bool[n] each.
+
+    Args:
+        columns: any of a record's n rows: `vector` as float32[n, 20], the others as Arrow
+            arrays of their types in `SCHEMA`. With `vector` goes `layout`.
+
+    Source: DESIGN.md section 3.
+    """
+    found: dict[str, Mask] = {}
+    if "vector" in columns:
+        vectors, layouts = columns["vector"], _numbers(columns["layout"])
+        with np.errstate(invalid="ignore"):  # infinity - infinity
+            total = vectors.sum(dtype=np.float64)
+        # A billion float32 cannot overflow a float64 sum, so a finite sum means finite numbers.
+        if not np.isfinite(total):
+            found["NaN or infinity"] = ~np.isfinite(vectors).all(axis=1)
+        found["unknown layout"] = ~np.isin(layouts, [int(layout) for layout in Layout])
+        found |= broken_invariants(vectors, layouts)
+    if "phase" in columns:
+        known = pc.is_in(columns["phase"], value_set=pa.array(PHASES))
+        found["unknown phase"] = ~known.to_numpy(zero_copy_only=False)
+    for name, (low, high, reason) in BOUNDS.items():
+        values: Any = _numbers(columns[name], within=low) if name in columns else np.empty(0)
+        # The extremes first, as they are found faster. In this direction, so that NaN fails.
+        if len(values) and not (values.min() >= low and values.max() <= high):
+            found[reason] = ~((values >= low) & (values <= high))
+    for field in SCHEMA:
+        is_text = pa.types.is_string(field.type) or field.type == _DICTIONARY
+        if is_text and field.name in columns:
+            for reason, hit in _bad_texts(columns[field.name]):
+                found[f"{field.name}: {reason}"] = hit
+    return found
+
+
+def _numbers(column: pa.Array, within: Any = 0) -> NDArray[Any]:
+    """The numbers of a column, times in microseconds, with `within` for nulls: [n]."""
+    if pa.types.is_timestamp(column.type):
+        column = column.view(pa.int64())
+    return pc.fill_null(column, pa.scalar(within, column.type)).to_numpy(zero_copy_only=False)
+
+
+def _bad_texts(column: pa.Array) -> Iterator[tuple[str, Mask]]:
+    """Which texts of a column cannot be kept, and why: bool[n] each."""
+    if pa.types.is_dictionary(column.type):
+        index = _numbers(column.indices)
+        for reason, hit in _bad_texts(column.dictionary):
+            yield reason, hit[index] & column.is_valid().to_numpy(zero_copy_only=False)
+        return
+    lengths = _numbers(pc.binary_length(column))
+    if lengths.max(initial=0) > TEXT_BYTES:
+        yield f"longer than {TEXT_BYTES:,} bytes", lengths > TEXT_BYTES
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        texts = column.view(pa.binary()).to_pylist()
+        yield "not UTF-8", np.array([text is not None and not _is_utf8(text) for text in texts])
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _vectors(lists: pa.Array) -> tuple[Floats, Mask]:
     """Lists as float32[n, 20], and which have another length (their rows are 0): bool[n]."""
     if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)
             or pa.types.is_fixed_size_list(lists.type)):  # fmt: skip
@@ -188,11 +263,13 @@ def _required(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
     return one_chunk(batch.column(name))
 
 
-def capture_id(settings: Mapping[str, Any]) -> str:
+def capture_id(settings: Mapping[str, Any], *, windowed: bool = False) -> str:
     """Short hash of what makes vectors comparable: 12 hexadecimal digits.
 
     Args:
         settings: model revision, layers, heads, mask, window, sinks, layout: plain JSON values.
+        windowed: whether the model has sliding-window layers.
     """
-    canonical = json.dumps({**settings, "kernel": KERNEL_VERSION}, sort_keys=True)
+    kernel = WINDOWED_KERNEL_VERSION if windowed else KERNEL_VERSION
+    canonical = json.dumps({**settings, "kernel": kernel}, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -36,12 +36,17 @@ def open_tokens(path: Path | None, model: str) -> TokenText:
         MissingExtraError: `path` is given and the library `tokenizers` is not installed.
     """
     if path is not None:
-        return _texts(path / FILE if path.is_dir() else path)
+        return _texts(tokenizer_file(path))
     # An empty name would be the working folder.
     if model and (Path(model) / FILE).is_file():
         with suppress(OptionError, MissingExtraError):
             return _texts(Path(model) / FILE)
     return lambda token_id: None
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json itself, of a path to it or to its folder."""
+    return path / FILE if path.is_dir() else path
 
 
 def visible(text: str) -> str:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
+from capture_kernels.arrays import Floats, Ints, Mask
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint import eager
 from pipeline.record import MEAN_LAYER, capture_id, make_batch
@@ -88,7 +88,8 @@ class TransformersEngine:
                 "window": options.window,
                 "sinks": options.sink_tokens,
                 "layout": int(options.layout),
-            }
+            },
+            windowed=any(DynamicCache(config=self.model.config).is_sliding),
         )
 
     @property
@@ -283,8 +284,8 @@ class TransformersEngine:
         return CapturedPrompt(pa.concat_batches(batches), prompt_len, tokens[prompt_len:], blind)
 
     def _vectors(
-        self, steps: list[_Step], positions: NDArray[np.int64], group: tuple[int, ...]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]:
+        self, steps: list[_Step], positions: Ints, group: tuple[int, ...]
+    ) -> tuple[Floats, Floats, Mask]:
         """Vectors, sink masses and which rows see a key, of all steps, with one device transfer."""
         of_layers = [zip(*(step.statistics[i] for step in steps), strict=True) for i in group]
         layers = [eager.LayerStatistics(*map(torch.cat, columns)) for columns in of_layers]

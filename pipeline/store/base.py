@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import MAXYEAR, MINYEAR, UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from pipeline import record
 BATCH_ROWS = 65_536
 # How long to wait for another process that is writing.
 BUSY_TIMEOUT_S = 30.0
+# The first and the last time that a record's captured_at can hold, in microseconds since 1970.
+MICROS = -(2**63), 2**63 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -41,9 +43,17 @@ class Selection:
 
     @property
     def window(self) -> tuple[int, int]:
-        """`start` and `end` in microseconds since 1970, UTC; the ends of int64 if they are None."""
-        start = -(2**63) if self.start is None else to_micros(self.start)
-        return start, 2**63 - 1 if self.end is None else to_micros(self.end)
+        """The first and the last microsecond since 1970, UTC, that is selected.
+
+        A row may have a time that no `datetime` can hold. Such a time counts as `from_micros` shows
+        it: a window from the year 1 or until the year 9999 is open at that end.
+        """
+        first, last = MICROS
+        if self.start is not None and self.start.year > MINYEAR:
+            first = to_micros(self.start)
+        if self.end is not None and self.end.year < MAXYEAR:
+            last = to_micros(self.end) - 1
+        return first, last
 
     @property
     def exact(self) -> dict[str, Any]:
@@ -89,6 +99,25 @@ class Counts:
     rejected: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What is wrong with a store.
+
+    Args:
+        rows: how many rows could be read.
+        bad: how many of them `record.conform` rejects, by reason.
+        problems: a sentence for each other fault.
+    """
+
+    rows: int
+    bad: dict[str, int]
+    problems: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.bad and not self.problems
+
+
 class Store(AbstractContextManager["Store"], ABC):
     """Fingerprint records, kept once per (request_id, position, layer).
 
@@ -114,7 +143,10 @@ class Store(AbstractContextManager["Store"], ABC):
         """
         self._check_writable()
         rows, rejected = record.conform(batch)
-        inserted = self._append(rows, rejected) if rows.num_rows or rejected else 0
+        try:
+            inserted = self._append(rows, rejected) if rows.num_rows or rejected else 0
+        except StoreError as error:
+            raise StoreError(f"{error}; nothing of this batch was stored: send it again") from None
         return Appended(inserted, rows.num_rows - inserted, rejected)
 
     @abstractmethod
@@ -130,19 +162,30 @@ class Store(AbstractContextManager["Store"], ABC):
         selection: Selection = EVERYTHING,
         *,
         snapshot: dict[str, Any] | None = None,
+        after: dict[str, Any] | None = None,
         columns: Sequence[str] | None = None,
         batch_rows: int = BATCH_ROWS,
+        as_stored: bool = False,
     ) -> Iterator[pa.RecordBatch]:
         """The selected rows, in an order that depends only on what the store holds.
 
         Args:
             snapshot: from `snapshot()`; by default, one taken as the scan starts.
+            after: an earlier snapshot, whose rows are left out.
             columns: names of `record.SCHEMA` fields, any subset in any order; None for all.
             batch_rows: maximum rows in a batch. No batch is empty.
+            as_stored: give text that is not UTF-8 as it is, for `record.conform` to reject; Python
+                cannot decode it. By default U+FFFD stands for each byte that is not UTF-8.
 
         Yields:
             Batches with these columns, in their `record.SCHEMA` types, whose vectors
-            `record.vectors` views without a copy.
+            `record.vectors` views without a copy. What a column's type cannot hold is NaN in a
+            vector and null elsewhere. All rows of the snapshot that the store holds as the scan
+            starts are given; nobody waits for a scan whose reader is slow.
+
+        Raises:
+            StoreError: the store cannot be read, or rows that the scan has yet to read were
+                deleted.
         """
         names = list(record.SCHEMA.names) if columns is None else list(dict.fromkeys(columns))
         if not names:
@@ -151,14 +194,26 @@ class Store(AbstractContextManager["Store"], ABC):
             known = ", ".join(record.SCHEMA.names)
             raise StoreError(f"no column {unknown[0]!r} in a record: use some of {known}")
         mark = self.snapshot() if snapshot is None else snapshot
-        if mark.get("kind") != self.kind:
-            raise StoreError(f"the snapshot {mark} was not taken of a {self.kind} store")
-        return self._scan(selection, mark, names, batch_rows)
+        for one in (mark, after or mark):
+            if one.get("kind") != self.kind:
+                raise StoreError(f"the snapshot {one} was not taken of a {self.kind} store")
+        batches = self._scan(selection, mark, after, names, as_stored)
+        return (
+            batch.slice(start, batch_rows)
+            for batch in batches
+            for start in range(0, batch.num_rows, batch_rows)
+        )
 
     @abstractmethod
     def _scan(
-        self, selection: Selection, snapshot: dict[str, Any], names: list[str], batch_rows: int
-    ) -> Iterator[pa.RecordBatch]: ...
+        self,
+        selection: Selection,
+        snapshot: dict[str, Any],
+        after: dict[str, Any] | None,
+        names: list[str],
+        as_stored: bool,
+    ) -> Iterator[pa.RecordBatch]:
+        """What `scan` gives, in batches of any size up to `BATCH_ROWS`."""
 
     def groups(self, selection: Selection = EVERYTHING) -> list[Group]:
         """The groups among the selected rows, largest first."""
@@ -176,12 +231,14 @@ class Store(AbstractContextManager["Store"], ABC):
     def counts(self) -> Counts: ...
 
     def prune(self, before: datetime) -> int:
-        """Delete the rows with captured_at < `before`; returns how many."""
+        """Delete the rows that `Selection(end=before)` selects; returns how many. Others get their
+        turn while it runs."""
         self._check_writable()
-        return self._prune(to_micros(before))
+        return self._prune(Selection(end=before).window[1])
 
     @abstractmethod
-    def _prune(self, limit: int) -> int: ...
+    def _prune(self, last: int) -> int:
+        """Delete the rows with captured_at <= `last`, in microseconds."""
 
     def compact(self) -> int:
         """Merge small files and drop duplicates, if the store has several files.
@@ -193,6 +250,27 @@ class Store(AbstractContextManager["Store"], ABC):
         """
         self._check_writable()
         return 0
+
+    @abstractmethod
+    def verify(self, progress: Callable[[int], None] = lambda rows: None) -> Verified:
+        """Read everything, and say what is wrong with it.
+
+        Args:
+            progress: called with the number of rows read so far.
+        """
+
+    @abstractmethod
+    def repair(self) -> Iterator[str]:
+        """Take out the rows that are not records and the files that cannot be read, and count anew
+        what the store says of its rows. Nothing is lost: rows go to a Parquet file beside the
+        store, files get a name that ends in `.damaged`.
+
+        Yields:
+            A sentence for each thing done.
+
+        Raises:
+            WriteError: there is no room for the rows; the store is as it was.
+        """
 
     def record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         """Record one discovery run and its clusters, replacing an earlier record of its run_id.
@@ -249,6 +327,29 @@ def check_parent(path: Path) -> None:
     """StoreError if the folder that a store is to be in does not exist."""
     if not path.parent.is_dir():
         raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
+
+
+def rows_gone(path: Path) -> StoreError:
+    return StoreError(f"rows were deleted from {path} while they were read: read them again")
+
+
+def store_gone(path: Path) -> StoreError:
+    return StoreError(
+        f"{path} was deleted or replaced while it was open, and its rows are gone: see what is "
+        "there now, and open it again"
+    )
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses at `path` into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise StoreError(
+            f"cannot use {path} ({reason}): check that it is there, its permissions and its disk"
+        ) from None
 
 
 def locked_error(path: Path) -> StoreError:

@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints
 from pipeline.record import one_chunk
-
-Ints = NDArray[np.int64]
 
 
 class Distinct(NamedTuple):
@@ -54,9 +53,29 @@ def encoded(column: pa.Array) -> tuple[Ints, pa.Array]:
 
 def dictionary_column(codes: Ints, strings: pa.Array) -> pa.DictionaryArray:
     """A record's dictionary column from codes into `strings`, which may repeat."""
-    unique = strings.dictionary_encode()
-    indices = unique.indices.to_numpy(zero_copy_only=False).astype(np.int32)[codes]
-    return pa.DictionaryArray.from_arrays(pa.array(indices), unique.dictionary)
+    # Nulls alone may come with any type.
+    return strings.cast(pa.string()).dictionary_encode().take(pa.array(codes))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a record's column of this type holds text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_dictionary(kind))
+
+
+def readable(text: pa.Array) -> pa.Array:
+    """Strings, or a dictionary of strings, with U+FFFD for every byte that is not UTF-8."""
+    if pa.types.is_dictionary(text.type):
+        values = readable(text.dictionary)
+        return text if values is text.dictionary else values.take(text.indices).dictionary_encode()
+    data = text.buffers()[-1]
+    if data is None or not data.size or np.frombuffer(data, np.int8).min() >= 0:
+        return text  # ASCII, as nearly always: six times as fast as a decoder
+    try:
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        raw = text.cast(pa.binary()).to_pylist()
+        return pa.array([one if one is None else one.decode(errors="replace") for one in raw])
+    return text
 
 
 def integers(column: pa.Array | pa.ChunkedArray) -> Ints:

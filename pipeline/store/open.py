@@ -7,7 +7,7 @@ from pathlib import Path
 
 from capture_kernels.errors import StoreError
 
-from .base import BUSY_TIMEOUT_S, Store
+from .base import BUSY_TIMEOUT_S, Store, os_errors
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 # `Path` joins the slashes of a URL: s3://bucket/key becomes s3:/bucket/key.
@@ -36,10 +36,13 @@ def open_store(
     if scheme := _URL.match(str(url)):
         raise StoreError(f"object storage ({scheme[1]}://) is not supported: give a local path")
     path = Path(url)
-    if path.is_file() or (path.suffix in SQLITE_SUFFIXES and not path.is_dir()):
-        from .sqlite.store import SqliteStore
+    with os_errors(path):
+        if path.is_file() or (path.suffix in SQLITE_SUFFIXES and not path.is_dir()):
+            from .sqlite.store import SqliteStore
 
-        return SqliteStore(path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s)
-    from .parquet.store import ParquetStore
+            return SqliteStore(
+                path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s
+            )
+        from .parquet.store import ParquetStore
 
-    return ParquetStore(path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s)
+        return ParquetStore(path, create=create, read_only=read_only, busy_timeout_s=busy_timeout_s)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from capture_kernels.errors import OptionError, RecordError, StoreError
+from capture_kernels.errors import OptionError, RecordError, WriteError
 from pipeline import record
 from pipeline.durable import write_atomically
-from pipeline.store.parquet.files import damaged
 
-from .base import BATCH_ROWS, EVERYTHING, Selection, Store, as_utc, check_parent
-
-# Lines in one batch; a line takes about a hundred times the memory of its record.
-BATCH_LINES = 8_192
-FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
+from .base import EVERYTHING, Appended, Selection, Store, check_parent
+from .open import open_store
+from .sources import STANDARD, Chunk, file_format, read_chunks
 
 Progress = Callable[[int], None]
 
@@ -36,9 +32,9 @@ class Imported:
     """Row counts of one import.
 
     Args:
-        rows: rows, or lines that are not blank, in the file.
+        rows: rows, or lines that are not blank, that were read.
         rejected: rows that are not records, by reason.
-        first_lines: of JSON lines, the number of the first one with each reason, from 1.
+        first_lines: the first line (JSON lines) or row (Parquet) with each reason, from 1.
     """
 
     rows: int = 0
@@ -47,44 +43,123 @@ class Imported:
     rejected: dict[str, int] = field(default_factory=dict)
     first_lines: dict[str, int] = field(default_factory=dict)
 
-    def reject(self, reason: str, count: int, line: int | None = None) -> None:
+    def add(self, chunk: Chunk, appended: Appended) -> None:
+        """Count one chunk, of which `appended` came."""
+        self.rows += chunk.rows
+        self.inserted += appended.inserted
+        self.duplicates += appended.duplicates
+        for reason, numbers in chunk.rejected.items():
+            self._reject(reason, len(numbers), numbers[0])
+        for reason, count in appended.rejected.items():
+            if reason not in self.first_lines:
+                self._reject(reason, count, chunk.numbers[_first_row(chunk.batch, reason)])
+            else:
+                self._reject(reason, count, 0)
+
+    def _reject(self, reason: str, count: int, number: int) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + count
-        if line is not None:
-            self.first_lines.setdefault(reason, line)
+        self.first_lines.setdefault(reason, number)
 
 
-def import_file(store: Store, path: Path, progress: Progress = lambda rows: None) -> Imported:
-    """Append the records of a .parquet, .jsonl or .jsonl.gz file.
+def _first_row(batch: pa.RecordBatch, reason: str) -> int:
+    """The first row that `record.conform` rejects for a reason."""
+    return bisect_left(
+        range(batch.num_rows),
+        True,
+        key=lambda row: reason in record.conform(batch.slice(0, row + 1)).rejected,
+    )
+
+
+class ImportTarget(ExitStack):
+    """The store that an import appends to.
+
+    A new store is made by the first batch that holds a record, so that an import of what cannot be
+    read, or is something else, leaves none behind.
+    """
+
+    def __init__(self, db: Path) -> None:
+        super().__init__()
+        self._db = db
+        self._store: Store | None = None
+
+    def store(self) -> Store:
+        """The opened store; it is made if there is none."""
+        if self._store is None:
+            self._store = self.enter_context(open_store(self._db, create=True))
+        return self._store
+
+    def append(self, batch: pa.RecordBatch) -> Appended:
+        """See `Store.append`."""
+        if self._store is None and not self._db.exists():
+            found = record.conform(batch)
+            if not found.batch.num_rows:
+                return Appended(0, 0, found.rejected)
+        return self.store().append(batch)
+
+    @contextmanager
+    def counted(self, imported: Imported) -> Iterator[None]:
+        """Have `imported` say how many rows are new to the store, of those imported meanwhile.
+
+        An append to a folder does not look for its keys in other files: what counts is by how many
+        rows the folder grew.
+        """
+        before = self._folder_rows()
+        try:
+            yield
+        finally:
+            inserted = min(imported.inserted, max(0, self._folder_rows() - before))
+            if self._store is not None and self._store.kind == "parquet":
+                imported.duplicates += imported.inserted - inserted
+                imported.inserted = inserted
+
+    def _folder_rows(self) -> int:
+        if self._store is None and not self._db.exists():
+            return 0
+        return self.store().counts().rows if self.store().kind == "parquet" else 0
+
+
+def import_file(
+    append: Callable[[pa.RecordBatch], Appended],
+    path: Path,
+    kind: str | None = None,
+    progress: Progress = lambda rows: None,
+    *,
+    imported: Imported | None = None,
+    max_rejected: int | None = None,
+) -> Imported:
+    """Append the records of a Parquet or JSON lines file, or of standard input (`STANDARD`).
 
     Rows are appended batch by batch: after an error, the batches before it are stored, and a second
     import of the file counts them as duplicates.
 
     Args:
+        append: `Store.append`, or what calls it.
+        kind: one of `FORMATS`; by default, what the name says.
         progress: called with the number of rows read so far, after each batch.
+        imported: counts to fill, which the caller has after an error as well.
+        max_rejected: how many rows that are not records end the import if there are more.
 
     Raises:
         OptionError: a file of another kind.
-        RecordError: a Parquet file without the columns of a record.
+        RecordError: a Parquet file without the columns of a record, a file with too many rows that
+            are not records, or none that is one.
         StoreError: the file is missing or damaged, or the store cannot be written.
     """
-    kind = file_kind(path)
-    if not path.is_file():
-        raise StoreError(f"{path} does not exist")
-    imported = Imported()
-    batches = _parquet_batches(path) if kind == ".parquet" else _line_batches(path, imported)
-    for batch, lines in batches:
-        appended = store.append(batch)
-        imported.inserted += appended.inserted
-        imported.duplicates += appended.duplicates
-        for reason, count in appended.rejected.items():
-            line = None
-            if lines and reason not in imported.first_lines:
-                alone = ((n, batch.slice(row, 1)) for row, n in enumerate(lines))
-                line = next(n for n, row in alone if reason in record.conform(row).rejected)
-            imported.reject(reason, count, line)
-        if not lines:
-            imported.rows += batch.num_rows
+    imported = Imported() if imported is None else imported
+    for chunk in read_chunks(path, file_format(path, kind)):
+        try:
+            imported.add(chunk, append(chunk.batch))
+        except RecordError as error:
+            raise RecordError(f"{path}: {error}") from None
         progress(imported.rows)
+        rejected = sum(imported.rejected.values())
+        if max_rejected is not None and rejected > max_rejected:
+            raise RecordError(
+                f"{path}: {rejected:,} of {imported.rows:,} rows are not records: more than "
+                f"--max-rejected {max_rejected:,}"
+            )
+    if imported.rows and not imported.inserted + imported.duplicates:
+        raise RecordError(f"{path}: none of the {imported.rows:,} rows is a record")
     return imported
 
 
@@ -93,18 +168,22 @@ def export_file(
     path: Path,
     selection: Selection = EVERYTHING,
     progress: Progress = lambda rows: None,
+    kind: str | None = None,
 ) -> int:
-    """Write the selected records to a .parquet, .jsonl or .jsonl.gz file; returns how many.
+    """Write the selected records to a file, or to standard output (`STANDARD`); returns how many.
 
-    The file replaces an older one once it is whole and on disk.
+    The file replaces an older one once it is whole and on disk. Standard output, a named pipe and a
+    device are written as the rows come.
+
+    Args:
+        kind: one of `FORMATS`; by default, what the name says.
 
     Raises:
-        OptionError: a file of another kind.
+        OptionError: a file of another kind, or a folder.
         StoreError: there is no such folder, or the store cannot be read.
         WriteError: the file cannot be written.
     """
-    kind = file_kind(path)
-    check_parent(path)
+    kind = file_format(path, kind)
     rows = 0
 
     def write(file: IO[bytes]) -> None:
@@ -114,117 +193,29 @@ def export_file(
                 write_batch(batch)
                 rows += batch.num_rows
                 progress(rows)
+        file.flush()
 
-    write_atomically(path, write)
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder: give the name of a file")
+    if path != STANDARD and (path.is_file() or not path.exists()):
+        check_parent(path)
+        write_atomically(path, write)
+        return rows
+    try:
+        with nullcontext(sys.stdout.buffer) if path == STANDARD else path.open("wb") as file:
+            write(file)
+    except OSError as error:
+        name = "standard output" if path == STANDARD else path
+        raise WriteError(f"cannot write to {name}: {error.strerror}") from None
     return rows
-
-
-def file_kind(path: Path) -> str:
-    """Which of `FORMATS` a file name has.
-
-    Raises:
-        OptionError: none of them.
-    """
-    for kind in FORMATS:
-        if path.name.endswith(kind):
-            return kind
-    raise OptionError(f"{path}: use a name that ends in {', '.join(FORMATS)}")
-
-
-def _parquet_batches(path: Path) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            known = [name for name in file.schema_arrow.names if name in record.SCHEMA.names]
-            for batch in file.iter_batches(BATCH_ROWS, columns=known):
-                yield batch, []
-    except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(path, error) from None
-
-
-def _line_batches(path: Path, imported: Imported) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
-    """Batches and the line number of each row; lines that are not records are counted here."""
-    try:
-        with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
-            numbered = enumerate(file, start=1)
-            while chunk := list(islice(numbered, BATCH_LINES)):
-                rows, lines = [], []
-                for number, line in chunk:
-                    if not line.strip():
-                        continue
-                    imported.rows += 1
-                    try:
-                        rows.append(_values(line))
-                        lines.append(number)
-                    except RecordError as error:
-                        imported.reject(str(error), 1, number)
-                columns = zip(*rows, strict=True) if rows else [()] * len(record.SCHEMA)
-                # A vector may have any length: `record.conform` finds and counts a wrong one.
-                types = {field.name: field.type for field in record.SCHEMA}
-                types["vector"] = pa.list_(pa.float32())
-                arrays = map(pa.array, columns, types.values())
-                yield pa.RecordBatch.from_arrays(list(arrays), record.SCHEMA.names), lines
-    except (OSError, EOFError) as error:
-        raise damaged(path, error) from None
-
-
-def _python_type(kind: pa.DataType) -> Any:
-    """What a JSON value must be to become a value of an Arrow type; a time is ISO 8601 text."""
-    if pa.types.is_integer(kind):
-        low = 0 if pa.types.is_unsigned_integer(kind) else -(1 << kind.bit_width - 1)
-        return Annotated[int, msgspec.Meta(ge=low, le=low + (1 << kind.bit_width) - 1)]
-    if pa.types.is_floating(kind):
-        return float
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        return list[_python_type(kind.value_type)]  # type: ignore[misc]
-    return str
-
-
-_Line = msgspec.defstruct(
-    "_Line",
-    [
-        (f.name, _python_type(f.type) | None, None)
-        if f.nullable
-        else (f.name, _python_type(f.type))
-        for f in record.SCHEMA
-    ],
-    kw_only=True,
-)
-
-
-def _values(line: bytes) -> tuple[Any, ...]:
-    """One line as a value for every field, each of a type that Arrow takes.
-
-    Raises:
-        RecordError: not a record; the message is the reason to count it under.
-    """
-    try:
-        # Not msgspec's parser, which takes no NaN: Python writes it, and `sink_mass` may be NaN.
-        row = msgspec.convert(json.loads(line), _Line)
-    except msgspec.ValidationError as error:
-        problem, _, where = str(error).partition(" - at `$.")
-        name = where.rstrip("`").partition("[")[0]  # without the index in a list
-        raise RecordError(f"{name}: {problem}" if name else problem) from None
-    except (ValueError, RecursionError):
-        raise RecordError("not JSON") from None
-    values = msgspec.structs.asdict(row)
-    try:
-        time = as_utc(datetime.fromisoformat(values["captured_at"]))
-        values["captured_at"] = time.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise RecordError("captured_at: not an ISO 8601 time") from None
-    for name, value in values.items():
-        # Half of a surrogate pair, such as \ud800, has no UTF-8.
-        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
-            raise RecordError(f"{name}: not Unicode text")
-    return tuple(values.values())
 
 
 @contextmanager
 def _writer(file: IO[bytes], kind: str) -> Iterator[Callable[[pa.RecordBatch], object]]:
-    if kind == ".parquet":
+    if kind == "parquet":
         with pq.ParquetWriter(file, record.SCHEMA, compression="zstd") as writer:
             yield writer.write_batch
-    elif kind == ".jsonl":
+    elif kind == "jsonl":
         yield lambda batch: file.write(_lines(batch))
     else:
         # No name and no time in the header, so that the same records give the same bytes.

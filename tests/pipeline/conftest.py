@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from shared import possible_vectors
 
 from pipeline import record
 from pipeline.store.open import open_store
@@ -29,7 +30,8 @@ def records() -> Records:
     ) -> pa.RecordBatch:
         number = np.arange(first, first + count)
         request = number // 40
-        vectors = np.random.default_rng((seed, first)).random((count, 20), np.float32)
+        layout = (request % 3 // 2 + 1).astype(np.uint8)
+        vectors = possible_vectors(layout, np.random.default_rng((seed, first)))
         made: dict[str, Any] = {
             "request_id": strings("request-{:06d}", request),
             "session_id": strings("session-{}", request // 3, null=request % 5 == 4),
@@ -42,7 +44,7 @@ def records() -> Records:
             ),
             "model": pa.array(np.where(request % 3 == 0, "big", "small"), pa.string()),
             "capture_id": strings("capture-{}", request % 3 % 2),
-            "layout": pa.array((request % 3 // 2 + 1).astype(np.uint8)),
+            "layout": pa.array(layout),
             "phase": pa.array(np.array(record.PHASES)[number % 3], pa.string()),
             "token_id": pa.array(number, pa.int32(), mask=number % 11 == 0),
             "sink_mass": pa.array(vectors[:, 0], pa.float32(), mask=number % 13 == 0),

@@ -1,8 +1,10 @@
 """Fingerprints captured from a running model are those of the attention it says it computed."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from capture_models import (
     NOON,
@@ -25,6 +27,7 @@ from pipeline.engines.options import CaptureOptions, PromptError
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import SCHEMA, vectors
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CAPTURABLE = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2"),
     *("deepseek_v3", "llama4"),
@@ -50,8 +53,11 @@ def own_attention(model, tokens):
 
 def expected(rows, position, layout=Layout.LOG16, visibility=None, heads=None):
     chosen = slice(None) if heads is None else heads
-    layers = [row[position, chosen, : position + 1] for row in rows]
-    return fingerprint(layers, position, layout, visibility or Visibility())
+    seen = [row[position, :, : position + 1] for row in rows]
+    # Keys outside a model's own window are not visible; those inside have a probability.
+    first_keys = [int(row.any(axis=0).argmax()) for row in seen]
+    layers = [row[chosen] for row in seen]
+    return fingerprint(layers, position, layout, visibility or Visibility(), first_keys)
 
 
 def assert_records_are(captured, truth, positions, atol=2e-5):
@@ -304,6 +310,21 @@ def test_a_capture_id_names_what_makes_vectors_comparable():
         model, make_tokenizer(), CaptureOptions(layers="all"), name="tiny", revision="other"
     )
     assert renamed.capture_id != base
+
+
+def test_the_shipped_sample_can_be_compared_with_a_capture_of_today():
+    sample = pq.read_table(EXAMPLES / "sample" / "fingerprints.parquet", columns=["capture_id"])
+    engine = load_engine(str(EXAMPLES / "demo_model"), CaptureOptions(layers="auto"))
+    assert sample["capture_id"].unique().to_pylist() == [engine.capture_id]
+
+
+@pytest.mark.parametrize(("kind", "windowed"), [("llama", False), ("gemma2", True)])
+def test_a_models_own_window_is_part_of_the_capture_id(kind, windowed, monkeypatch):
+    engine = make_engine(make_model(kind), layers="all")
+    found = engine.capture_id
+    del engine.capture_id
+    monkeypatch.setattr("pipeline.record.WINDOWED_KERNEL_VERSION", 99)
+    assert (engine.capture_id != found) == windowed
 
 
 def test_a_local_folder_has_the_revision_of_its_weights(tmp_path):

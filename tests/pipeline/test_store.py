@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -60,12 +61,12 @@ def test_a_store_keeps_its_records_when_it_is_opened_again(store_path, records):
         assert scanned(store).to_pylist() == expected
 
 
-def test_an_infinite_sink_mass_and_empty_texts_come_back(store, records):
+def test_the_ends_of_what_a_column_holds_come_back(store, records):
     batch = records(
         3,
-        request_id=["", "ü" * 300, "a|b\n"],
+        request_id=["", "ü" * 512, "a|b\n"],
         session_id=["", None, "'; --"],
-        sink_mass=pa.array([np.inf, -0.0, 1e-40], pa.float32()),
+        sink_mass=pa.array([1.0, -0.0, 1e-40], pa.float32()),
         top_experts=pa.array([[], None, [32_767, -32_768]], pa.list_(pa.int16())),
     )
     store.append(batch)
@@ -104,7 +105,7 @@ def test_repeats_within_a_batch_count_as_duplicates(store, records):
 
 
 def test_rejected_rows_are_counted_and_never_stored(store, records):
-    vectors = np.random.default_rng(0).random((6, 20), np.float32)
+    vectors = record.vectors(records(6)).copy()
     vectors[1, 3], vectors[2, 0] = np.nan, np.inf
     batch = records(6, vector=vectors, layout=pa.array([1, 1, 1, 1, 9, 1], pa.uint8()),
                     position=pa.array([0, 1, 2, -1, 4, 5], pa.int32()), layer=-1)  # fmt: skip
@@ -211,6 +212,23 @@ def test_a_snapshot_sees_no_later_row_whatever_its_time(store, records):
     assert scanned(store, snapshot=mark).equals(before)
     assert scanned(store).num_rows == 750
     assert isinstance(mark, dict)
+
+
+def test_a_scan_after_an_earlier_snapshot_gives_the_rows_that_came_since(store, records):
+    for start in range(0, 70_000, 35_000):
+        store.append(records(35_000, first=start))
+    earlier = store.snapshot()
+    store.append(records(150, first=69_950))  # 100 of them new
+    store.append(records(100, first=90_000, captured_at=START))
+    later = store.snapshot()
+    store.append(records(100, first=95_000))
+    for _ in range(2):
+        found = scanned(store, after=earlier, snapshot=later).column("token_id").to_pylist()
+        new = (records(100, first=first)["token_id"] for first in (70_000, 90_000))
+        expected = [number for column in new for number in column.to_pylist()]
+        assert sorted(map(str, found)) == sorted(map(str, expected))
+        store.compact()
+    assert scanned(store, after=store.snapshot()).num_rows == 0
 
 
 def test_a_snapshot_of_a_pruned_store_still_sees_no_later_row(store, records):
@@ -335,6 +353,45 @@ def test_a_store_that_is_not_there_is_made_only_when_asked(store_path):
     open_store(store_path).close()
 
 
+def destroy(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        for file in path.parent.glob(f"{path.name}*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("then", ["nothing", "another store"])
+def test_an_append_to_a_store_that_was_deleted_or_replaced_is_no_success(store_path, records, then):
+    with open_store(store_path, create=True) as store:
+        store.append(records(10))
+        destroy(store_path)
+        if then == "another store":
+            open_store(store_path, create=True).close()
+        for write in (
+            lambda: store.append(records(10, first=10)),
+            lambda: store.prune(START + timedelta(days=9)),
+            lambda: store.record_run({"run_id": "r", "created_at": "now"}, []),
+        ):
+            with pytest.raises(StoreError, match="was deleted or replaced while it was open"):
+                write()
+        with pytest.raises(StoreError, match="nothing of this batch was stored: send it again"):
+            store.append(records(10, first=20))
+        with pytest.raises(StoreError, match="deleted or replaced"):
+            list(store.scan())
+    if then == "nothing":
+        assert not store_path.exists()
+    else:
+        with open_store(store_path) as other:
+            assert other.counts().rows == len(other.runs()) == 0
+        assert not list(store_path.glob("**/*.tmp"))
+
+
+def test_what_the_operating_system_refuses_is_a_store_error(store_path):
+    with pytest.raises(StoreError, match=r"cannot .*name too long"):
+        open_store(store_path.with_name("n" * 300 + store_path.suffix), create=True)
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/store", "gs://bucket/f.db", Path("S3://bucket/f.db")])
 def test_object_storage_is_refused_in_one_line(url):
     with pytest.raises(StoreError, match=r"^object storage \(\w+://\) is not supported"):
@@ -371,7 +428,7 @@ def test_any_batches_with_repeats_make_the_set_of_their_keys(
     expected: dict[tuple, float] = {}
     with open_store(path, create=True) as store:
         for number, batch in enumerate(batches):
-            values = [float(number * 100 + row) for row in range(len(batch))]
+            values = [(number * 100 + row) / 1_024 for row in range(len(batch))]
             for (request, position, layer, _, _), value in zip(batch, values, strict=True):
                 expected.setdefault((f"r{request}", position, layer), value)
             made = records(
@@ -381,15 +438,17 @@ def test_any_batches_with_repeats_make_the_set_of_their_keys(
                 layer=pa.array([row[2] for row in batch], pa.int16()),
                 model=pa.array([f"m{row[3]}" for row in batch], pa.string()),
                 session_id=pa.array([None if row[4] else "s" for row in batch], pa.string()),
-                captured_at=pa.array([row[3] * 86_400_000_000 for row in batch],
+                captured_at=pa.array([(20_000 + row[3]) * 86_400_000_000 for row in batch],
                                      pa.timestamp("us", tz="UTC")),
-                vector=np.repeat(np.array(values, np.float32)[:, None], 20, axis=1),
+                layout=2,
+                vector=np.array([[1, 0, 0, value] + [0.125] * 8 + [value] * 8 for value in values],
+                                np.float32).reshape(-1, 20),
             )  # fmt: skip
             store.append(made)
             if hasattr(store, "compact") and data.draw(st.booleans()):
                 store.compact()
         found = {
-            tuple(row[name] for name in KEYS): row["vector"][0]
+            tuple(row[name] for name in KEYS): row["vector"][3]
             for batch in store.scan()
             for row in batch.to_pylist()
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.base import Selection
 from pipeline.store.open import open_store
+from pipeline.store.parquet import compaction
 from pipeline.store.parquet.folder import FILES_LOCK, MARKER, STATE
 from pipeline.store.parquet.summary import _b85decode
 
@@ -160,17 +163,107 @@ def test_two_stores_of_one_folder_see_each_other(store, root, records):
         assert len(rows(store)) == 30
 
 
-def test_removing_waits_for_a_scan_and_says_when_it_waited_too_long(root, records):
-    with open_store(root, create=True, busy_timeout_s=0.1) as store:
-        for start in range(0, 400, 100):
-            store.append(records(100, first=start))
-        scan = store.scan(batch_rows=100)
+def in_steps(store, records, days: int = 3, appends: int = 4) -> list[dict]:
+    """Append 100 rows several times a day, each with a third of the one before; the rows."""
+    for start in range(0, 100 * days * appends, 100):
+        at = START + timedelta(days=start // (100 * appends))
+        store.append(records(150, first=start, captured_at=at))
+    return rows(store)
+
+
+def test_a_paused_scan_blocks_nobody_and_gives_its_rows_across_compactions(root, records):
+    with open_store(root, create=True, busy_timeout_s=0.5) as store, open_store(root) as other:
+        expected = in_steps(store, records)
+        scan = store.scan(batch_rows=30)
+        seen = next(scan).to_pylist()
+        other.append(records(100, first=9_000))
+        assert other.compact() > 0
+        seen += [row for _ in range(14) for row in next(scan).to_pylist()]
+        other.append(records(100, first=9_100))
+        assert other.compact() > 0
+        # What was captured before its first row is none of its rows.
+        other.prune(START - timedelta(days=1))
+        seen += [row for batch in scan for row in batch.to_pylist()]
+        assert seen == expected
+
+
+def test_a_scan_whose_rows_are_deleted_says_so_and_blocks_nobody(root, records):
+    with open_store(root, create=True, busy_timeout_s=0.5) as store, open_store(root) as other:
+        in_steps(store, records, days=40, appends=1)
+        scan = store.scan(batch_rows=30)
         next(scan)
-        with pytest.raises(StoreError, match="locked by another process"):
-            store.prune(START + timedelta(days=9))
-        assert sum(batch.num_rows for batch in scan) == 300
-        assert store.prune(START + timedelta(days=9)) == 400
-        assert files(root) == [] and not list(root.glob("day=*"))
+        assert other.prune(START + timedelta(days=39)) == 3_950
+        with pytest.raises(StoreError, match=r"rows were deleted from .* while they were read"):
+            list(scan)
+        assert store.counts().rows == len(rows(store)) == 100
+
+
+def test_a_scan_outlives_a_prune_of_days_outside_its_window(root, records):
+    with open_store(root, create=True) as store:
+        in_steps(store, records, days=40, appends=1)
+        later = Selection(start=START + timedelta(days=10))
+        expected = rows(store, selection=later)
+        scan = store.scan(later, batch_rows=30)
+        seen = next(scan).to_pylist()
+        store.prune(START + timedelta(days=5))
+        store.compact()
+        assert seen + [row for batch in scan for row in batch.to_pylist()] == expected
+
+
+def test_a_scan_right_after_a_prune_that_rewrote_its_files_gives_the_rows_that_are_left(
+    store, records
+):
+    store.append(records(100, every_s=60))
+    store.append(records(100, first=50, every_s=60))
+    assert len(rows(store)) == 150  # knows now which rows are duplicates
+    store.prune(START + timedelta(minutes=30))
+    assert [row["token_id"] for row in rows(store)] == [
+        row["token_id"] for row in records(120, first=30, every_s=60).to_pylist()
+    ]
+
+
+def test_a_long_prune_and_a_long_compaction_let_others_get_their_turn(root, records, monkeypatch):
+    monkeypatch.setattr(compaction, "TURN_S", 0)  # after every file
+    turns, running = [], threading.Event()
+
+    def read() -> None:
+        with open_store(root, busy_timeout_s=60) as reader:
+            while running.is_set():
+                turns.append(reader.counts().rows)
+                time.sleep(0.01)
+
+    with open_store(root, create=True) as store:
+        in_steps(store, records, days=10, appends=2)
+        for work in (store.compact, lambda: store.prune(START + timedelta(days=60))):
+            turns.clear()
+            running.set()
+            thread = threading.Thread(target=read)
+            thread.start()
+            while not turns:
+                time.sleep(0.01)
+            before = len(turns)
+            work()
+            during = len(turns) - before
+            running.clear()
+            thread.join()
+            assert during >= 3
+        assert len(set(turns)) > 3  # it saw the rows become fewer
+        assert store.counts().rows == 0
+
+
+def test_what_is_known_of_files_that_are_gone_is_forgotten(store, records):
+    in_steps(store, records)
+    assert len(store._folder._known) == 12
+    store.compact()
+    assert store.counts().rows == 1_250
+    assert len(store._folder._known) == 3
+
+
+def test_names_that_a_killed_writer_left_stop_no_append(store, root, records):
+    # Of a writer with this process id, which comes again after the restart of a container.
+    for number in range(1_000):
+        (root / f".part-{os.getpid()}-{number}.tmp").touch()
+    assert store.append(records(10)).inserted == 10
 
 
 def test_a_folder_of_another_kind_is_refused_and_kept(root):

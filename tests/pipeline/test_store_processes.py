@@ -9,15 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.store.open import open_store
 
 REPO = Path(__file__).parents[2]
-# What every child starts with: `batch(first)` makes 500 records numbered from `first`.
+# What every child starts with: `batch(first)` makes 500 records numbered from `first`. The share of
+# the nearest keys holds the last three digits of the number.
 PRELUDE = """
 import os, resource, sys
 import numpy as np, pyarrow as pa
@@ -28,13 +33,17 @@ from pipeline.store.open import open_store
 
 def batch(first, rows=500):
     number = np.arange(first, first + rows)
+    near = (number % 1000 / 1000).astype(np.float32)
+    vector = np.zeros((rows, 20), np.float32)
+    vector[:, [0, 3, 4]] = near[:, None]
+    vector[:, [2, 19]] = 1 - near[:, None]
     return record.make_batch({
         "request_id": [f"request-{n // 100}" for n in number.tolist()],
         "position": (number % 100).astype(np.int32), "layer": -1,
         "captured_at": pa.array(number * 30_000_000 + 1_767_225_600_000_000,
                                 pa.timestamp("us", tz="UTC")),
         "model": "m", "capture_id": "c", "layout": 1, "phase": "output",
-        "vector": np.repeat((number % 1000)[:, None], 20, axis=1).astype(np.float32),
+        "vector": vector,
     }, rows)
 
 path = sys.argv[1]
@@ -65,8 +74,9 @@ def numbers(path: Path) -> list[int]:
             of_batch = [100 * r + p for r, p in zip(requests, batch["position"].to_pylist(),
                                                     strict=True)]  # fmt: skip
             vectors = record.vectors(batch)
-            assert (vectors[:, 0] == [n % 1000 for n in of_batch]).all()
-            assert (vectors == vectors[:, :1]).all()
+            near = np.array([n % 1000 / 1000 for n in of_batch], np.float32)[:, None]
+            assert (vectors[:, [0, 3, 4]] == near).all()
+            assert (vectors[:, [2, 19]] == 1 - near).all()
             found += of_batch
         assert store.counts().rows == len(found)
     return found
@@ -226,3 +236,59 @@ def test_a_read_only_store_can_be_read_and_says_why_not_written(
     read, said = out.splitlines()
     assert read == "read 120 120"
     assert said.startswith("error: ") and ("read-only" in said or "Permission denied" in said)
+
+
+EXPORT = """
+from pathlib import Path
+from capture_kernels.errors import AttnError
+from pipeline.store.transfer import export_file
+with open_store(path, read_only=True) as store:
+    try:
+        print(export_file(store, Path(sys.argv[2])))
+    except AttnError as error:
+        print("error:", error)
+"""
+
+
+def test_two_exports_to_one_name_leave_a_whole_file(tmp_path):
+    path, out = tmp_path / "fingerprints.db", tmp_path / "out.parquet"
+    writer = child(WRITER, path, 0, 40)
+    assert not writer.communicate(timeout=60)[1]
+    for _ in range(3):
+        exports = [child(EXPORT, path, out) for _ in range(2)]
+        for export in exports:
+            said, errors = export.communicate(timeout=60)
+            assert (said, errors) == ("20000\n", "")
+        assert pq.read_table(out).num_rows == 20_000
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out.jsonl.gz"])
+def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(small_disk, tmp_path, name):
+    path = tmp_path / "fingerprints"
+    assert not child(WRITER, path, 0, 40).communicate(timeout=60)[1]
+    (small_disk / "other").write_bytes(bytes(2_000_000))
+    said, errors = child(EXPORT, path, small_disk / name).communicate(timeout=60)
+    assert errors == "" and len(said.splitlines()) == 1
+    assert said.startswith("error: cannot write") and "No space left" in said
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+
+
+def test_a_store_without_room_can_be_read_verified_and_says_what_it_cannot_write(
+    small_disk, store_path
+):
+    path = small_disk / store_path.name
+    with open_store(path, create=True) as store:
+        assert not child(WRITER, path, 0, 2).communicate(timeout=60)[1]
+        (small_disk / "rest").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        assert store.verify().is_good
+        assert sum(batch.num_rows for batch in store.scan()) == store.counts().rows == 1_000
+        for run in range(100):
+            try:
+                store.record_run({"run_id": f"r{run}", "created_at": "now", "x": "y" * 9_999}, [])
+            except StoreError as error:
+                assert "batch" not in str(error) and len(str(error).splitlines()) == 1
+                break
+        else:
+            pytest.fail("the disk is not full")
+        assert store.prune(datetime(2020, 1, 1, tzinfo=UTC)) == 0

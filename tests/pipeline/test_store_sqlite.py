@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
 from pipeline.store.open import open_store
+from pipeline.store.sqlite import store as sqlite_store
 from pipeline.store.sqlite.file import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, open_database
 
+START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
 SCHEMA = Path(pipeline.store.__file__).parent / "sqlite" / "schema.sql"
 
 
@@ -223,10 +227,48 @@ def test_a_truncated_or_overwritten_file_is_called_damaged(filled, keep):
         list(store.scan())
 
 
-def test_a_vector_of_the_wrong_length_is_called_damaged(filled):
+def test_a_vector_of_the_wrong_length_is_a_row_that_is_rejected(filled):
     sql(filled, "UPDATE fingerprints SET vector = x'00' WHERE seq = 77")
-    with open_store(filled) as store, pytest.raises(StoreError, match="not 80 bytes"):
-        list(store.scan())
+    with open_store(filled) as store:
+        (batch,) = store.scan()
+    assert record.conform(batch).rejected == {"NaN or infinity": 1}
+    assert np.isfinite(record.vectors(batch)).all(axis=1).sum() == 4_999
+
+
+def test_a_scan_whose_rows_are_deleted_says_so_and_other_rows_come(path, records):
+    with open_store(path, create=True) as store, open_store(path) as other:
+        for start in range(0, 200_000, 50_000):
+            store.append(records(50_000, first=start))
+        scans = [store.scan(), store.scan(snapshot=store.snapshot(), columns=["vector"])]
+        for scan in scans:
+            next(scan)
+        other.append(records(100, first=900_000))
+        assert other.prune(START + timedelta(seconds=100)) == 100
+        # Only the first block lost rows, and it was read before.
+        assert 65_535 + sum(batch.num_rows for batch in scans[0]) == 200_000
+        assert other.prune(START + timedelta(seconds=150_000)) == 149_900
+        with pytest.raises(StoreError, match=r"rows were deleted from .* while they were read"):
+            list(scans[1])
+        later = store.scan()
+        assert sum(batch.num_rows for batch in later) == store.counts().rows == 50_100
+
+
+def test_a_long_prune_lets_threads_and_processes_write_and_read(path, records, monkeypatch):
+    monkeypatch.setattr(sqlite_store, "PRUNE_BLOCKS", 1)
+    with open_store(path, create=True) as store:
+        for start in range(0, 300_000, 50_000):
+            store.append(records(50_000, first=start))
+        pruning = threading.Thread(target=store.prune, args=(START + timedelta(days=30),))
+        pruning.start()
+        seen = []
+        while pruning.is_alive():
+            seen.append(store.counts().rows)
+            late = store.append(records(1, first=90_000_000 + len(seen)))
+            assert late.inserted == 1
+        pruning.join()
+        assert len(set(seen)) > 3
+        assert store.counts().rows == len(seen)
+        assert all(b.num_rows for b in store.scan())  # no session that is used was deleted
 
 
 def test_a_file_locked_for_too_long_says_so(filled, records):

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared import possible_vectors
 
 from capture_kernels.errors import OptionError, RecordError, StoreError, WriteError
 from pipeline import record
-from pipeline.store import transfer
+from pipeline.store import sources
 from pipeline.store.base import Selection
 from pipeline.store.open import open_store
 from pipeline.store.transfer import export_file, import_file
@@ -28,7 +29,7 @@ BATCH_LINES = 300
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(transfer, "BATCH_LINES", BATCH_LINES)
+    monkeypatch.setattr(sources, "BATCH_LINES", BATCH_LINES)
 
 
 def rows(store) -> list[dict]:
@@ -42,7 +43,8 @@ def key(row: dict) -> tuple:
 def line(**changes) -> str:
     made = {
         "request_id": "r", "position": 0, "layer": -1, "captured_at": "2026-01-10T00:00:00Z",
-        "model": "m", "capture_id": "c", "layout": 1, "phase": "output", "vector": [0.5] * 20,
+        "model": "m", "capture_id": "c", "layout": 1, "phase": "output",
+        "vector": [1.0, 0.0, 0.0, 0.5, 1.0] + [0.0] * 15,
     }  # fmt: skip
     kept = {name: value for name, value in (made | changes).items() if value is not ...}
     return json.dumps(kept)
@@ -55,10 +57,10 @@ def test_what_is_exported_comes_back_the_same(store, records, tmp_path, name, co
     path = tmp_path / name
     assert export_file(store, path) == count
     with open_store(tmp_path / "again.db", create=True) as again:
-        imported = import_file(again, path)
+        imported = import_file(again.append, path)
         assert (imported.rows, imported.inserted, imported.duplicates) == (count, count, 0)
         assert rows(again) == rows(store) == records(count).to_pylist()
-        once_more = import_file(again, path)
+        once_more = import_file(again.append, path)
         assert (once_more.inserted, once_more.duplicates) == (0, count)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
@@ -105,17 +107,17 @@ def test_bad_lines_are_counted_with_their_reason_and_first_line(store, tmp_path)
         ("vector: Expected `array`, got `str`", line(position=11, vector="abc")),
         (None, line(position=12, captured_at="2026-01-10T02:00:00+02:00", unknown="field")),
         ("model: Expected `str`, got `null`", line(position=13, model=None)),
-        (None, line(position=14, sink_mass=float("nan"))),
+        ("sink_mass outside 0 to 1", line(position=14, sink_mass=float("nan"))),
         ("not JSON", "[" * 100_000),
     ]
     path.write_text("\n".join(text for _, text in lines))
-    imported = import_file(store, path)
+    imported = import_file(store.append, path)
     reasons = [reason for reason, _ in lines if reason]
     assert imported.rejected == Counter(reasons)
     numbers = [reason for reason, _ in lines]
     assert imported.first_lines == {reason: numbers.index(reason) + 1 for reason in reasons}
-    assert (imported.rows, imported.inserted) == (20, 3)
-    assert [row["captured_at"] for row in rows(store)] == [datetime(2026, 1, 10, tzinfo=UTC)] * 3
+    assert (imported.rows, imported.inserted) == (20, 2)
+    assert [row["captured_at"] for row in rows(store)] == [datetime(2026, 1, 10, tzinfo=UTC)] * 2
 
 
 def test_first_lines_are_right_past_the_first_batch(store, tmp_path):
@@ -123,7 +125,7 @@ def test_first_lines_are_right_past_the_first_batch(store, tmp_path):
     lines = [line(position=n) for n in range(BATCH_LINES + 50)]
     lines[BATCH_LINES + 20] = line(position=1, vector=[])
     path.write_text("\n".join(lines) + "\n")
-    imported = import_file(store, path)
+    imported = import_file(store.append, path)
     assert imported.first_lines == {"wrong length": BATCH_LINES + 21}
     assert imported.inserted == BATCH_LINES + 49
 
@@ -133,7 +135,7 @@ def test_vectors_of_plain_lists_and_other_floats_are_imported(store, records, tm
     lists = pa.array(record.vectors(batch).astype(np.float64).tolist(), pa.list_(pa.float64()))
     columns = {name: batch.column(name) for name in record.SCHEMA.names} | {"vector": lists}
     pq.write_table(pa.table(columns | {"extra": pa.nulls(50)}), tmp_path / "f.parquet")
-    assert import_file(store, tmp_path / "f.parquet").inserted == 50
+    assert import_file(store.append, tmp_path / "f.parquet").inserted == 50
     assert rows(store) == batch.to_pylist()
 
 
@@ -141,7 +143,7 @@ def test_a_parquet_file_without_a_column_is_refused(store, records, tmp_path):
     table = pa.Table.from_batches([records(5)]).drop_columns(["model"])
     pq.write_table(table, tmp_path / "f.parquet")
     with pytest.raises(RecordError, match="'model' is missing"):
-        import_file(store, tmp_path / "f.parquet")
+        import_file(store.append, tmp_path / "f.parquet")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -152,24 +154,24 @@ def test_a_cut_off_file_is_named_and_what_was_read_is_kept(store, records, tmp_p
     path.write_bytes(path.read_bytes()[:-200])
     with open_store(tmp_path / "again.db", create=True) as again:
         if name == "f.jsonl":  # the last line only
-            assert import_file(again, path).rejected == {"not JSON": 1}
+            assert import_file(again.append, path).rejected == {"not JSON": 1}
         else:
             with pytest.raises(StoreError, match=f"{name} is damaged"):
-                import_file(again, path)
+                import_file(again.append, path)
         assert again.counts().rows in (0, BATCH_LINES, BATCH_LINES + 99)
 
 
 def test_a_damaged_gzip_and_a_wrong_kind_of_file_are_named(store, tmp_path):
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line().encode())[:-9] + b"123456789")
     with pytest.raises(StoreError, match="damaged"):
-        import_file(store, tmp_path / "f.jsonl.gz")
+        import_file(store.append, tmp_path / "f.jsonl.gz")
     (tmp_path / "f.parquet").write_text("not Parquet")
     with pytest.raises(StoreError, match="damaged"):
-        import_file(store, tmp_path / "f.parquet")
+        import_file(store.append, tmp_path / "f.parquet")
     with pytest.raises(OptionError, match=r"ends in .parquet, .jsonl"):
-        import_file(store, tmp_path / "f.csv")
+        import_file(store.append, tmp_path / "f.csv")
     with pytest.raises(StoreError, match="does not exist"):
-        import_file(store, tmp_path / "none.jsonl")
+        import_file(store.append, tmp_path / "none.jsonl")
     with pytest.raises(StoreError, match="does not exist: make it"):
         export_file(store, tmp_path / "no" / "f.jsonl")
 
@@ -189,24 +191,24 @@ def test_a_failed_export_keeps_the_old_file(store, records, tmp_path, monkeypatc
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+shares = st.floats(0, 1, width=32)
 lines = st.fixed_dictionaries(
     {
         "request_id": texts,
         "session_id": st.none() | texts,
         "position": st.integers(0, 2**31 - 1),
-        "prompt_len": st.none() | st.integers(-(2**31), 2**31 - 1),
+        "prompt_len": st.none() | st.integers(0, 2**31 - 1),
         "layer": st.integers(-1, 2**15 - 1),
-        "captured_at": st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30)),
+        "captured_at": st.datetimes(datetime(2000, 1, 1), datetime(2099, 12, 31)),
         "model": texts,
         "capture_id": texts,
         "layout": st.sampled_from([1, 2]),
         "phase": st.sampled_from(record.PHASES),
-        "token_id": st.none() | st.integers(-(2**31), 2**31 - 1),
-        "sink_mass": st.none() | numbers,
-        "router_entropy": st.none() | numbers,
+        "token_id": st.none() | st.integers(0, 2**31 - 1),
+        "sink_mass": st.none() | shares,
+        "router_entropy": st.none() | st.floats(0, width=32, allow_infinity=False),
         "top_experts": st.none() | st.lists(st.integers(-(2**15), 2**15 - 1), max_size=3),
-        "vector": st.lists(numbers, min_size=20, max_size=20),
+        "vector": st.integers(0, 2**32 - 1),  # the seed of one that its layout may have
     }
 )
 
@@ -216,7 +218,13 @@ lines = st.fixed_dictionaries(
 def test_any_records_survive_store_export_and_import(store_path, tmp_path_factory, made):
     folder = tmp_path_factory.mktemp("round")
     columns = {field.name: [row[field.name] for row in made] for field in record.SCHEMA}
-    vectors = np.array(columns["vector"], np.float32).reshape(-1, 20)
+    drawn = zip(columns["layout"], columns["vector"], strict=True)
+    vectors = np.array(
+        [
+            possible_vectors(np.array([layout]), np.random.default_rng(seed))[0]
+            for layout, seed in drawn
+        ]
+    ).reshape(-1, 20)
     kinds = {f.name: f.type for f in record.SCHEMA} | dict.fromkeys(
         ["model", "capture_id", "phase"], pa.string()
     )
@@ -231,5 +239,5 @@ def test_any_records_survive_store_export_and_import(store_path, tmp_path_factor
         for name in ("f.parquet", "f.jsonl"):
             assert export_file(store, folder / name) == len(made)
             with open_store(folder / f"again-{name}{store_path.suffix}", create=True) as again:
-                assert import_file(again, folder / name).inserted == len(made)
+                assert import_file(again.append, folder / name).inserted == len(made)
                 assert sorted(rows(again), key=key) == expected

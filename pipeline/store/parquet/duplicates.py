@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints, Mask
 from pipeline import record
 from pipeline.hashing import Hashes
-from pipeline.store.columns import Ints, distinct, encoded, integers
+from pipeline.store.columns import distinct, encoded, integers
 
 from .files import DataFile, key_hashes
 
@@ -57,7 +57,7 @@ def shared_requests(files: list[DataFile]) -> Hashes:
     return np.unique(entries["hash"][1:][overlap])
 
 
-def first_rows(batch: pa.RecordBatch) -> NDArray[np.bool_]:
+def first_rows(batch: pa.RecordBatch) -> Mask:
     """Which rows of one batch are the first of their key: bool[n]. Exact."""
     codes, _ = encoded(batch.column("request_id"))
     low = integers(batch.column("position")) << 16 | integers(batch.column("layer")) + 1

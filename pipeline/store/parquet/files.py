@@ -7,11 +7,11 @@ knows what a file holds, and whether two files can share a key, without reading 
 from __future__ import annotations
 
 import json
-import os
 import re
+import secrets
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from capture_kernels.arrays import Ints
 from capture_kernels.errors import StoreError
 from pipeline import record
 from pipeline.durable import sync
 from pipeline.hashing import Hashes, mix64, string_hashes
 from pipeline.store.base import BATCH_ROWS
-from pipeline.store.columns import Ints, encoded, integers
+from pipeline.store.columns import encoded, integers
 
 from .summary import Summary, merge, pack, summarize, unpack
 
@@ -35,7 +36,9 @@ _NAME = re.compile(r"part-(\d{12})(?:-(\d{12}))?\.parquet")
 # Few distinct values: a dictionary pays. Vectors and counters have none, and would only try.
 _DICTIONARY_COLUMNS = ["request_id", "session_id", "prompt_len", "layer", "model", "capture_id",
                        "layout", "phase"]  # fmt: skip
-_temporary_numbers = count()
+MOVES_IT = "; `attn db verify --repair` moves it aside"
+# What tells a file from another one of its name: inode, time of its last change in ns, bytes.
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class DataFile:
         name: path within it, `day=2026-01-10/part-000000000007.parquet`.
         appends: (sequence number, rows) of each append that the rows come from, ascending.
         replaces: names of the files that this one was made from; they are to be ignored.
+        stamp: of the file when its footer was read.
     """
 
     root: Path
@@ -55,6 +59,7 @@ class DataFile:
     replaces: frozenset[str]
     summary: Summary
     metadata: pq.FileMetaData
+    stamp: Stamp
 
     @property
     def day(self) -> str:
@@ -73,19 +78,49 @@ class DataFile:
             yield number, slice(start, stop)
             start = stop
 
-    def read(self, row_group: int, columns: Sequence[str]) -> pa.Table:
-        """Some columns of one row group.
+    def open(self) -> pa.NativeFile | None:
+        """The file, which can be read for as long as it is open, whatever becomes of its name. None
+        if the name is another file's now, or no file's.
+
+        Raises:
+            StoreError: it may not be read.
+        """
+        path = self.root / self.name
+        try:
+            source = pa.OSFile(str(path))
+            return source if stamp(path) == self.stamp else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise damaged(path, error) from None
+
+    def read(
+        self, row_group: int, columns: Sequence[str], source: pa.NativeFile | None = None
+    ) -> pa.Table:
+        """Some columns of one row group, in their `record.SCHEMA` types.
+
+        Args:
+            source: from `open`; by default, the file is opened by its name.
 
         Raises:
             StoreError: the file is damaged or gone.
         """
         path = self.root / self.name
         try:
-            with pq.ParquetFile(path, metadata=self.metadata) as opened:
+            with pq.ParquetFile(source or path, metadata=self.metadata) as opened:
                 # One thread: a scan reads several row groups at once instead.
-                return opened.read_row_group(row_group, columns=columns, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise damaged(path, error) from None
+                table = opened.read_row_group(row_group, columns=columns, use_threads=False)
+            if table.num_rows != self.metadata.row_group(row_group).num_rows:
+                raise ValueError("rows are missing")
+            fields = [record.SCHEMA.field(name).with_nullable(True) for name in columns]
+            return table.select(list(columns)).cast(pa.schema(fields))
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            raise damaged(path, error, MOVES_IT) from None
+
+    def rows_of(self, after: int, upto: int) -> slice:
+        """The rows of the appends `after` < number <= `upto`."""
+        start = sum(rows for number, rows in self.appends if number <= after)
+        return slice(start, max(start, sum(rows for n, rows in self.appends if n <= upto)))
 
     def sequences(self) -> Ints:
         """The append that each row came with: int64[rows]."""
@@ -128,8 +163,8 @@ def write_file(
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
-    number = next(_temporary_numbers)
-    temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{number}{TEMPORARY_SUFFIX}"
+    # Random: a process id comes again after a restart of its container.
+    temporary = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     summaries = []
     try:
         temporary.touch(exist_ok=False)
@@ -158,6 +193,11 @@ def write_file(
     return temporary
 
 
+def stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def read_file(root: Path, name: str) -> DataFile:
     """The file called `name`, its footer read.
 
@@ -165,42 +205,50 @@ def read_file(root: Path, name: str) -> DataFile:
         FileNotFoundError: it is gone.
         StoreError: it is damaged or not ours.
     """
+    path = root / name
     sequences = sequences_in_name(name)
     try:
-        metadata = pq.read_metadata(root / name)
-    except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise damaged(root / name, error) from None
-    packed = (metadata.metadata or {}).get(FOOTER_KEY.encode())
-    if packed is None or sequences is None:
-        raise StoreError(f"{root / name} was not written by this store: move it out of the folder")
-    about = json.loads(packed)
-    appends = about.get("runs") or [[sequences[0], metadata.num_rows]]
-    return DataFile(
-        root,
-        name,
-        appends=tuple((int(sequence), int(rows)) for sequence, rows in appends),
-        replaces=frozenset(about.get("replaces", ())),
-        summary=unpack(about),
-        metadata=metadata,
-    )
+        found = stamp(path)
+        metadata = pq.read_metadata(path)
+        packed = (metadata.metadata or {}).get(FOOTER_KEY.encode())
+        if packed is None or sequences is None:
+            raise StoreError(f"{path} was not written by this store: move it out of the folder")
+        about = json.loads(packed)
+        appends = about.get("runs") or [[sequences[0], metadata.num_rows]]
+        file = DataFile(
+            root,
+            name,
+            appends=tuple((int(sequence), int(rows)) for sequence, rows in appends),
+            replaces=frozenset(about.get("replaces", ())),
+            summary=unpack(about),
+            metadata=metadata,
+            stamp=found,
+        )
+        groups = (metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+        counts = {sum(rows for _, rows in file.appends), file.summary.rows, sum(groups)}
+        if counts != {file.rows}:
+            raise ValueError("its footer contradicts itself")
+        return file
+    except FileNotFoundError:
+        raise
+    # All that the bytes of a footer, which is JSON in Thrift, can lead to.
+    except (pa.ArrowException, OSError, ArithmeticError, AttributeError, LookupError, TypeError,
+            ValueError, zlib.error) as error:  # fmt: skip
+        raise damaged(path, error, MOVES_IT) from None
 
 
 def write_error(path: Path, error: OSError) -> StoreError:
     """What a failed write means to the user."""
     reason = error.strerror or str(error).splitlines()[0]
-    return StoreError(
-        f"cannot write in {path} ({reason}): nothing of this batch was stored; "
-        "make room or make it writable, and send it again"
-    )
+    return StoreError(f"cannot write in {path} ({reason}): make room or make it writable")
 
 
-def damaged(path: Path, error: Exception) -> StoreError:
+def damaged(path: Path, error: Exception, hint: str = "") -> StoreError:
     """What a file that cannot be read means to the user."""
     if isinstance(error, PermissionError):
         return StoreError(f"{path} cannot be read: permission denied")
+    reason = (str(error) or type(error).__name__).splitlines()[0]
     return StoreError(
-        f"{path} is damaged or cannot be read ({str(error).splitlines()[0]}): "
-        "restore it, or delete it to go on without its rows"
+        f"{path} is damaged or cannot be read ({reason}): "
+        f"restore it, or delete it to go on without its rows{hint}"
     )

@@ -17,13 +17,15 @@ from typing import Any
 
 from capture_kernels.errors import StoreError, WriteError
 from pipeline.durable import sync, write_atomically
-from pipeline.store.base import check_parent, locked_error
+from pipeline.store.base import check_parent, locked_error, os_errors, store_gone
 
-from .files import DataFile, read_file, sequences_in_name, write_error
+from .files import DataFile, Stamp, read_file, sequences_in_name, stamp, write_error
 
 SCHEMA_VERSION = 1
 MARKER, STATE, RUNS = "_attn_store.json", "_state.json", "_runs"
 APPEND_LOCK, FILES_LOCK = "_lock", "_files.lock"
+# How often a held lock is tried again.
+POLL_S = 0.005
 _KIND = "attn fingerprint store"
 
 
@@ -42,8 +44,10 @@ class Folder:
         self.root = root
         self.read_only = read_only
         self.busy_timeout_s = busy_timeout_s
-        self._known: dict[str, tuple[tuple[int, int, int], DataFile]] = {}
+        self._known: dict[str, DataFile] = {}
+        self._identity: Stamp | None = None
         self._check_marker(create and not read_only)
+        self._identity = stamp(root / MARKER)
         # What power loss took from the state, the file names still say.
         spans = [span for name in self.names() if (span := sequences_in_name(name))]
         self._last_sequence = max((last for _, last in spans), default=0)
@@ -66,7 +70,10 @@ class Folder:
                 root.mkdir(exist_ok=True)
                 for name in (APPEND_LOCK, FILES_LOCK):
                     (root / name).touch()
-                self.write_json(MARKER, {"kind": _KIND, "schema_version": SCHEMA_VERSION})
+                with self.locked(APPEND_LOCK, exclusive=True):
+                    if not (root / MARKER).is_file():  # no other process was faster
+                        marker = {"kind": _KIND, "schema_version": SCHEMA_VERSION}
+                        self.write_json(MARKER, marker)
             marker = json.loads((root / MARKER).read_text(encoding="utf-8"))
         except OSError as error:
             raise StoreError(
@@ -81,6 +88,17 @@ class Folder:
                 f"{root} has schema version {version} and this attn reads {SCHEMA_VERSION}:"
                 " upgrade attn"
             )
+
+    def check_same(self) -> None:
+        """StoreError if the path is another folder's now, or no folder's."""
+        if self._identity is None:  # it is being made
+            return
+        try:
+            same = stamp(self.root / MARKER) == self._identity
+        except (FileNotFoundError, NotADirectoryError):
+            same = False
+        if not same:
+            raise store_gone(self.root)
 
     # -- small files
 
@@ -109,8 +127,11 @@ class Folder:
         """`sequence` of the last append, and the counts of `duplicates` and `rejected` rows."""
         state: dict[str, Any] = {"sequence": 0, "duplicates": 0, "rejected": {}}
         # Lost or unreadable: the counts start again; the sequence is in the file names.
-        with suppress(FileNotFoundError, ValueError):
-            state |= json.loads((self.root / STATE).read_text(encoding="utf-8"))
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            found = state | json.loads((self.root / STATE).read_text(encoding="utf-8"))
+            rejected = {str(reason): int(n) for reason, n in dict(found["rejected"]).items()}
+            numbers = {name: int(found[name]) for name in ("sequence", "duplicates")}
+            state = numbers | {"rejected": rejected}
         state["sequence"] = max(state["sequence"], self._last_sequence)
         return state
 
@@ -119,55 +140,61 @@ class Folder:
         """Hold one of the lock files.
 
         Raises:
-            StoreError: another process or thread held it for longer than the busy timeout.
+            StoreError: another process or thread held it for longer than the busy timeout, the
+                folder was deleted or replaced, or the operating system refuses what is done here.
         """
-        try:
-            handle = os.open(self.root / name, os.O_RDONLY if self.read_only else os.O_CREAT)
-        except FileNotFoundError:  # a read-only copy without its locks: nobody writes there
-            yield
-            return
-        except OSError as error:
-            raise StoreError(f"cannot open {self.root / name}: {error.strerror}") from None
-        try:
-            kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-            deadline = time.monotonic() + self.busy_timeout_s
-            while True:
-                try:
-                    fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise locked_error(self.root) from None
-                    time.sleep(0.005)
-            yield
-        finally:
-            os.close(handle)
+        with os_errors(self.root):
+            try:
+                handle = os.open(self.root / name, os.O_RDONLY if self.read_only else os.O_CREAT)
+            except FileNotFoundError:
+                # A read-only copy without its locks: nobody writes there.
+                self.check_same()
+                yield
+                return
+            try:
+                kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+                deadline = time.monotonic() + self.busy_timeout_s
+                while True:
+                    try:
+                        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > deadline:
+                            raise locked_error(self.root) from None
+                        time.sleep(POLL_S)
+                self.check_same()
+                yield
+            finally:
+                os.close(handle)
 
     # -- data files
 
     def names(self) -> list[str]:
         """The names of all data files, in no order."""
-        found = (f"{path.parent.name}/{path.name}" for path in self.root.glob("day=*/part-*"))
-        return [name for name in found if sequences_in_name(name)]
+        names: list[str] = []
+        for day in [path for path in self.root.iterdir() if path.name.startswith("day=")]:
+            with suppress(FileNotFoundError, NotADirectoryError):  # its last file was removed
+                names += [f"{day.name}/{path.name}" for path in day.iterdir()]
+        return [name for name in names if sequences_in_name(name)]
 
     def files(self) -> list[DataFile]:
-        """The data files that count, by day and then in order of arrival.
+        """The data files that count, by day and then in order of arrival: the same objects as
+        before for files that are unchanged.
 
-        Hold the files lock while they are in use: they may be removed otherwise.
+        Hold the files lock: they may be removed otherwise.
         """
-        files = [self._file(name) for name in self.names()]
+        # Two threads may both read a new file, and either result may stay.
+        known = self._known = {name: self._file(name) for name in self.names()}
+        files = list(known.values())
         replaced = frozenset[str]().union(*(file.replaces for file in files))
         counting = [file for file in files if file.name not in replaced]
         return sorted(counting, key=lambda file: (file.day, file.appends[0][0]))
 
     def _file(self, name: str) -> DataFile:
-        status = (self.root / name).stat()
-        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        # Two threads may both read a new file, and either result may stay.
         known = self._known.get(name)
-        if known is None or known[0] != stamp:
-            known = self._known[name] = (stamp, read_file(self.root, name))
-        return known[1]
+        if known is not None and known.stamp == stamp(self.root / name):
+            return known
+        return read_file(self.root, name)
 
     def publish(self, temporary: Path, name: str) -> None:
         """Give a written file its name, durably. Hold the append lock."""

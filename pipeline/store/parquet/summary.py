@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints
 from pipeline.hashing import Hashes, string_hashes
 from pipeline.store.base import Selection
-from pipeline.store.columns import Ints, encoded, integers
+from pipeline.store.columns import encoded, integers, readable
 
 _REQUESTS = np.dtype([("hash", "<u8"), ("low", "<i8"), ("high", "<i8")])
 _GROUP = ["model", "layout", "capture_id"]
@@ -52,8 +53,8 @@ class Summary:
 
     def is_within(self, selection: Selection) -> bool:
         """Whether all rows lie in the selection's time window."""
-        start, end = selection.window
-        return start <= self.first and self.last < end
+        first, last = selection.window
+        return first <= self.first and self.last <= last
 
     def matching(self, selection: Selection) -> list[GroupKey]:
         """The groups that the selection names and whose times touch its window."""
@@ -63,7 +64,7 @@ class Summary:
             for group, (_, first, last) in self.groups.items()
             if selection.exact.items() <= dict(zip(_GROUP, group, strict=True)).items()
             and last >= start
-            and first < end
+            and first <= end
         ]
 
 
@@ -72,7 +73,7 @@ def summarize(batch: pa.RecordBatch) -> Summary:
     codes, ids = encoded(batch.column("request_id"))
     positions = integers(batch.column("position"))
     keys = {name: batch.column(name) for name in _GROUP}
-    keys |= {name: keys[name].cast(pa.string()) for name in ("model", "capture_id")}
+    keys |= {name: readable(keys[name]).cast(pa.string()) for name in ("model", "capture_id")}
     times = pa.table({**keys, "at": batch.column("captured_at").cast(pa.int64())})
     found = times.group_by(_GROUP, use_threads=False).aggregate(
         [("at", "count"), ("at", "min"), ("at", "max")]

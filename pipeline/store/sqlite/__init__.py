@@ -1,4 +1,4 @@
 """The store in one SQLite file.
 
-May import `pipeline.store.base`, `columns` and `pipeline.record`.
+May import `pipeline.store.base`, `columns`, `verify` and `pipeline.record`.
 """

@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ import pyarrow as pa
 from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S, check_parent, locked_error
+from pipeline import record
+from pipeline.store.base import (
+    BATCH_ROWS,
+    BUSY_TIMEOUT_S,
+    check_parent,
+    locked_error,
+    os_errors,
+    store_gone,
+)
+from pipeline.store.columns import readable
 
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
 SCHEMA_VERSION = 1
@@ -31,17 +41,18 @@ MIGRATIONS: tuple[str, ...] = ()
 CACHE_KIB = 64 * 1024
 _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 
+_DAMAGED = (
+    "{path} is damaged: restore it from a backup, or save what"
+    " `sqlite3 {path} .recover` still reads"
+)
 # SQLite's messages, and what they mean to the user. ADBC passes on messages, not result codes.
 _MEANINGS = (
     ("is locked", str(locked_error(Path("{path}")))),
     ("not a database", "{path} is not a SQLite file: give another path"),
-    ("malformed", "{path} is damaged: restore it from a backup, or save what `sqlite3 {path} "
-                  ".recover` still reads"),
+    ("malformed", _DAMAGED),
     ("readonly", "{path} or its folder is read-only: make it writable, or work on a copy"),
-    ("is full", "the disk of {path} is full: nothing of this batch was stored; make room and "
-                "send it again"),
-    ("disk I/O", "{path} cannot be read or written (disk full, over quota or failing): nothing of "
-                 "this batch was stored"),
+    ("is full", "the disk of {path} is full: make room"),
+    ("disk I/O", "{path} cannot be read or written: its disk is full, over quota or failing"),
     ("to open", "{path} cannot be opened: is its folder there, and may you read and write in it?"),
 )  # fmt: skip
 
@@ -55,40 +66,66 @@ def store_error(path: Path, error: dbapi.Error) -> StoreError:
     return StoreError(f"{path}: {text.splitlines()[0]}")
 
 
+@dataclass(eq=False)
 class Database:
     """One connection. Not thread-safe.
-
-    Args:
-        path: an existing file, or with `mode` "rwc" a new one.
-        mode: of SQLite's URIs: "ro", "rw" or "rwc".
-        busy_timeout_s: how long to wait for another process's lock.
 
     Raises:
         StoreError: from every method.
     """
 
-    def __init__(self, path: Path, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        self.path = path
-        self.mode = mode
-        self.busy_timeout_s = busy_timeout_s
-        uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    path: Path  # an existing file, or with `mode` "rwc" a new one
+    mode: str  # of SQLite's URIs: "ro", "rw" or "rwc"
+    busy_timeout_s: float = BUSY_TIMEOUT_S  # how long to wait for another process's lock
+
+    def __post_init__(self) -> None:
+        uri = f"file:{quote(str(self.path.absolute()))}?mode={self.mode}"
         try:
             self._connection = dbapi.connect(uri, autocommit=True)
         except dbapi.Error as error:
-            raise store_error(path, error) from None
+            raise store_error(self.path, error) from None
+        self.identity: tuple[int, int] | None = None
         try:
             # NORMAL: a committed batch survives kill -9 of the process. Power loss may undo whole
             # batches since the last checkpoint, and never damages the file.
-            self.run(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
+            self.run(f"PRAGMA busy_timeout = {round(self.busy_timeout_s * 1000)}")
             self.run("PRAGMA synchronous = NORMAL")
             self.run(f"PRAGMA cache_size = -{CACHE_KIB}")
             self.scalar("PRAGMA user_version")  # the first access to the file itself
+            self.identity = self._identity()
         except StoreError:
             self.close()
             raise
 
     def close(self) -> None:
         self._connection.close()
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Device and inode of what the path names now; None if that is nothing."""
+        with os_errors(self.path):
+            try:
+                status = self.path.stat()
+            except FileNotFoundError:
+                return None
+            return status.st_dev, status.st_ino
+
+    def check_same(self) -> None:
+        """StoreError if the path is another file's now, or no file's."""
+        if self._identity() != self.identity:
+            raise store_gone(self.path)
+
+    def again(self) -> Database:
+        """Another connection to the same file.
+
+        Raises:
+            StoreError: also if the file was deleted or replaced.
+        """
+        self.check_same()
+        other = Database(self.path, self.mode.replace("rwc", "rw"), self.busy_timeout_s)
+        if other.identity != self.identity:
+            other.close()
+            raise store_gone(self.path)
+        return other
 
     def table(
         self,
@@ -111,8 +148,9 @@ class Database:
             raise store_error(self.path, error) from None
 
     def rows(self, sql: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
-        table = self.table(sql, parameters)
-        return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        columns = [record.one_chunk(column) for column in self.table(sql, parameters).columns]
+        texts = [readable(c) if pa.types.is_string(c.type) else c for c in columns]
+        return list(zip(*(column.to_pylist() for column in texts), strict=True))
 
     def run(self, sql: str, parameters: Sequence[Any] | pa.RecordBatch | None = None) -> None:
         """Run one statement, once for each row if `parameters` is a batch."""
@@ -133,6 +171,9 @@ class Database:
         """A transaction: all or nothing, without other writers.
 
         Without `write`, all reads inside see the same state of the file.
+
+        Raises:
+            StoreError: also if the file was deleted or replaced, so that what was written is gone.
         """
         self.run("BEGIN IMMEDIATE" if write else "BEGIN")
         try:
@@ -143,10 +184,15 @@ class Database:
             with suppress(StoreError):
                 self.run("ROLLBACK")
             raise
+        if write:
+            self.check_same()
 
     def scalar(self, sql: str) -> int:
         """The integer that a query returns."""
-        return int(self.rows(sql)[0][0])
+        found = self.rows(sql)
+        if not found or not isinstance(found[0][0], int):
+            raise StoreError(_DAMAGED.format(path=self.path))
+        return found[0][0]
 
     def is_empty(self) -> bool:
         return not self.rows("SELECT 1 FROM sqlite_master LIMIT 1")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints, Mask
 from capture_kernels.errors import StoreError
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
-from pipeline.store.columns import Distinct, Ints, distinct, encoded, extremes, integers
+from pipeline.store.columns import Distinct, distinct, encoded, extremes, integers
 
 from . import rows as rows_
 from .file import Database
@@ -94,7 +94,7 @@ def _keys(db: Database, rows: pa.RecordBatch) -> Ints:
     return rows_.pack(refs[codes], positions, layers)
 
 
-def _unseen(db: Database, keys: Ints, newest: int) -> NDArray[np.bool_]:
+def _unseen(db: Database, keys: Ints, newest: int) -> Mask:
     """Which rows are the first of their key in the batch and not stored: bool[n].
 
     Args:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from capture_kernels.errors import StoreError
+from capture_kernels.arrays import Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
-from pipeline.store.columns import Ints, dictionary_column, distinct, integers
+from pipeline.store.columns import dictionary_column, distinct, integers
 
 VECTOR_BYTES = 4 * DIMENSIONS
 POSITION_BITS, LAYER_BITS = 24, 9
@@ -29,6 +29,34 @@ SOURCES: Mapping[str, str] = {
     "layout": "capture",
     "session_id": "session",
 }
+# The type of each column of `fingerprints` as SQLite names it; another program may have stored
+# values of other types in it.
+STORED_TYPES: Mapping[str, str] = {
+    "key": "INTEGER",
+    "vector": "BLOB",
+    "capture": "INTEGER",
+    "captured_at": "INTEGER",
+    "session": "INTEGER",
+    "phase": "INTEGER",
+    "prompt_len": "INTEGER",
+    "token_id": "INTEGER",
+    "sink_mass": "REAL",
+    "router_entropy": "REAL",
+    "top_experts": "BLOB",
+}
+_ARROW_TYPES = {
+    "INTEGER": (pa.int64(),),
+    "REAL": (pa.float64(), pa.int64()),
+    "BLOB": (pa.binary(),),
+}
+
+
+def as_expected(table: pa.Table) -> bool:
+    """Whether all columns of rows of `fingerprints` have their `STORED_TYPES`."""
+    return all(
+        column.type in _ARROW_TYPES[STORED_TYPES[name]] or column.null_count == len(column)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    )
 
 
 def pages(positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
@@ -52,22 +80,22 @@ def blobs(batch: pa.RecordBatch) -> pa.Array:
 
 
 def vectors_from_blobs(column: pa.Array) -> pa.Array:
-    """80-byte blobs as the record's vector column, without a copy.
+    """80-byte blobs as the record's vector column, without a copy if there is no other blob.
 
-    Raises:
-        StoreError: a blob has another length.
+    Blobs of another length become 20 NaN.
     """
     rows = len(column)
-    if rows == 0:
-        return pa.array([], record.SCHEMA.field("vector").type)
-    bounds = np.zeros(1, np.int32)
-    if pa.types.is_binary(column.type) and not column.null_count:
-        _, offsets, data = column.buffers()
-        bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + rows + 1]
-    if len(bounds) <= rows or not (np.diff(bounds) == VECTOR_BYTES).all():
-        raise StoreError("a stored vector is not 80 bytes: the file is damaged or was edited")
-    flat = np.frombuffer(data, "<f4", count=rows * DIMENSIONS, offset=int(bounds[0]))
-    return record.vector_array(flat.astype(np.float32, copy=False).reshape(rows, DIMENSIONS))
+    lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
+    right = lengths == VECTOR_BYTES
+    _, offsets, data = column.buffers()
+    begin = np.frombuffer(offsets, np.int32)[column.offset] if rows else 0
+    if right.all():
+        flat = np.frombuffer(data or b"", "<f4", count=rows * DIMENSIONS, offset=int(begin))
+        return record.vector_array(flat.astype(np.float32, copy=False).reshape(rows, DIMENSIONS))
+    values = np.full((rows, DIMENSIONS), np.nan, np.float32)
+    whole = b"".join(blob for blob in column.filter(pa.array(right)).to_pylist())
+    values[right] = np.frombuffer(whole, "<f4").reshape(-1, DIMENSIONS)
+    return record.vector_array(values)
 
 
 def experts_to_blobs(column: pa.ListArray) -> pa.Array:
@@ -91,7 +119,7 @@ def experts_from_blobs(column: pa.Array) -> pa.Array:
     lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
     offsets = np.zeros(len(column) + 1, np.int32)
     np.cumsum(lengths // 2, out=offsets[1:])
-    data = b"".join(blob for blob in column.to_pylist() if blob)
+    data = b"".join(blob[: len(blob) // 2 * 2] for blob in column.to_pylist() if blob)
     lists = pa.ListArray.from_arrays(
         pa.array(offsets, mask=None), pa.array(np.frombuffer(data, "<i2").astype(np.int16))
     )
@@ -103,11 +131,14 @@ def decode(
 ) -> pa.RecordBatch:
     """Rows of `fingerprints` as a record batch.
 
+    What no record can hold (written by another program) becomes 20 NaN in `vector`, an empty
+    `phase`, and null elsewhere: `record.conform` rejects it where a value is required.
+
     Args:
-        table: the table columns that `SOURCES` names for `columns`, n rows.
+        table: the table columns that `SOURCES` names for `columns`, n rows, of `STORED_TYPES`.
         columns: the record fields to return.
         look_up: returns the rows of the table "requests", "captures" or "sessions" with the given
-            references, in their order.
+            references, in their order; nulls where there is none.
     """
     stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
@@ -118,32 +149,42 @@ def decode(
         known = look_up("captures", refs[captures.first])
         made["model"] = dictionary_column(captures.code, known.column("model"))
         made["capture_id"] = dictionary_column(captures.code, known.column("capture_id"))
-        layouts = integers(known.column("layout")).astype(np.uint8)
-        made["layout"] = pa.array(layouts[captures.code])
+        made["layout"] = _fitting(known.column("layout"), pa.uint8()).take(pa.array(captures.code))
     if "session_id" in columns:
         sessions = distinct(refs := integers(stored["session"]))
         names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
         made["session_id"] = names.take(pa.array(sessions.code))
     if "phase" in columns:
-        made["phase"] = dictionary_column(integers(stored["phase"]), pa.array(record.PHASES))
+        phases = integers(stored["phase"])
+        phases = np.where((phases >= 0) & (phases < len(record.PHASES)), phases, len(record.PHASES))
+        made["phase"] = dictionary_column(phases, pa.array([*record.PHASES, ""]))
     if "vector" in columns:
         made["vector"] = vectors_from_blobs(stored["vector"])
     if "top_experts" in columns:
         made["top_experts"] = experts_from_blobs(stored["top_experts"])
     fields = [record.SCHEMA.field(name) for name in columns]
-    found = ((field, {**stored, **made}[field.name]) for field in fields)
-    arrays = [a if a.type == field.type else a.cast(field.type) for field, a in found]
+    arrays = [_fitting({**stored, **made}[field.name], field.type) for field in fields]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _fitting(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column as another type, with null for integers that this type cannot hold."""
+    if column.type == kind:
+        return column
+    if pa.types.is_integer(column.type) and pa.types.is_integer(kind):
+        narrow = column.cast(kind, safe=False)
+        return pc.if_else(pc.equal(narrow.cast(column.type), column), narrow, None)
+    return column.cast(kind)
 
 
 def _from_keys(keys: Ints, look_up: Callable[[str, Ints], pa.RecordBatch]) -> dict[str, pa.Array]:
     refs = keys >> REQUEST_SHIFT
     # Rows of one request are adjacent in most batches, so runs are found before sorting.
-    starts = np.flatnonzero(np.diff(refs, prepend=-1))
+    starts = np.flatnonzero(np.diff(refs, prepend=~refs[:1]))
     runs = distinct(refs[starts])
     requests = look_up("requests", refs[starts][runs.first])
     code = np.repeat(runs.code, np.diff(starts, append=len(refs)))
-    page = integers(requests.column("page"))[code]
+    page = integers(pc.fill_null(requests.column("page"), 0))[code]
     low_position = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
     low_layer = keys & (1 << LAYER_BITS) - 1
     return {

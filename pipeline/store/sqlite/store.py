@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,31 @@ from typing import Any
 import pyarrow as pa
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import RUN_FIELDS, Counts, Selection, Store, from_micros
-from pipeline.store.columns import Ints
+from pipeline.store.base import (
+    MICROS,
+    RUN_FIELDS,
+    Counts,
+    Selection,
+    Store,
+    Verified,
+    from_micros,
+    rows_gone,
+)
 
 from . import rows as rows_
+from . import verify
+from .blocks import TIME, delete_from_block, read_block, rows_in_block
 from .file import Database, open_database
 from .insert import BLOCK_BITS, insert
 
 # Blocks pruned in one transaction (about a million rows), so that writers get their turn.
 PRUNE_BLOCKS = 16
 
-_LOOK_UP = {
-    "requests": "SELECT request_id, page FROM requests WHERE request_ref = ?",
-    "captures": "SELECT model, capture_id, layout FROM captures WHERE capture_ref = ?",
-    "sessions": "SELECT session_id FROM sessions WHERE session_ref = ?",
-}
+# How long others get their turn between two transactions: SQLite tries a held lock again within
+# 0.1 s.
+PAUSE_S = 0.15
+# Interned requests looked at in one transaction.
+PRUNE_REQUESTS = 1 << 18
 
 
 class SqliteStore(Store):
@@ -70,37 +81,52 @@ class SqliteStore(Store):
                 self._db.run(f"INSERT INTO totals VALUES (?, ?) {add}", total)
         return inserted
 
-    def _prune(self, limit: int) -> int:
+    def _prune(self, last: int) -> int:
         """The file keeps its size; later rows reuse the space."""
         deleted = 0
-        keys_of_one = 1 << rows_.REQUEST_SHIFT
-        with self._lock:
-            old = "SELECT DISTINCT block FROM blocks WHERE first_at < ? ORDER BY block"
-            blocks = [block for (block,) in self._db.rows(old, (limit,))]
-            for start in range(0, len(blocks), PRUNE_BLOCKS):
-                with self._db.transaction():
-                    for block in blocks[start : start + PRUNE_BLOCKS]:
-                        deleted += self._prune_block(block, limit)
-            with self._db.transaction():
-                self._db.run(
-                    "DELETE FROM requests WHERE NOT EXISTS (SELECT 1 FROM fingerprints WHERE key"
-                    f" BETWEEN request_ref << {rows_.REQUEST_SHIFT}"
-                    f" AND (request_ref << {rows_.REQUEST_SHIFT}) + {keys_of_one - 1})"
-                )
-                self._db.run("DELETE FROM sessions WHERE last_at < ?", (limit,))
+        old = f"SELECT DISTINCT block FROM blocks WHERE first_at <= ? LIMIT {PRUNE_BLOCKS}"
+        while True:
+            with self._lock, self._db.transaction():
+                blocks = [block for (block,) in self._db.rows(old, (last,))]
+                for block in blocks:
+                    deleted += delete_from_block(self._db, block, f"{TIME} <= ?", (last,))
+                if not blocks:
+                    self._db.run("DELETE FROM sessions WHERE last_at <= ?", (last,))
+                    break
+            time.sleep(PAUSE_S)
+        if deleted:
+            self.drop_unused_requests()
         return deleted
 
-    def _prune_block(self, block: int, limit: int) -> int:
-        low, high = block << BLOCK_BITS, block + 1 << BLOCK_BITS
-        rows = f"fingerprints WHERE seq >= {low} AND seq < {high}"
-        self._db.run(f"DELETE FROM {rows} AND captured_at < ?", (limit,))
-        deleted = self._db.scalar("SELECT changes()")
-        self._db.run("DELETE FROM blocks WHERE block = ?", (block,))
-        self._db.run(
-            f"INSERT INTO blocks SELECT {block}, capture, count(*), min(captured_at),"
-            f" max(captured_at) FROM {rows} GROUP BY capture"
-        )
-        return deleted
+    def drop_unused_requests(self) -> None:
+        """Delete the interned requests that have no fingerprints."""
+        low = 0
+        while True:
+            with self._lock, self._db.transaction():
+                high = self._db.scalar(
+                    "SELECT coalesce(max(request_ref), 0) FROM (SELECT request_ref FROM requests"
+                    f" WHERE request_ref > {low} ORDER BY request_ref LIMIT {PRUNE_REQUESTS})"
+                )
+                self._db.run(
+                    f"DELETE FROM requests WHERE request_ref > {low} AND request_ref <= {high} AND"
+                    " NOT EXISTS (SELECT 1 FROM fingerprints WHERE key"
+                    f" BETWEEN request_ref << {rows_.REQUEST_SHIFT}"
+                    f" AND (request_ref + 1 << {rows_.REQUEST_SHIFT}) - 1)"
+                )
+            if not high:
+                return
+            low = high
+            time.sleep(PAUSE_S)
+
+    def repair(self) -> Iterator[str]:
+        """See `Store.repair`."""
+        self._check_writable()
+        with self._lock:
+            if moved := verify.take_out_bad_rows(self._db, self.path):
+                yield f"moved {moved[1]:,} rows that are not records to {moved[0]}"
+            verify.count_anew(self._db)
+            yield "counted the rows of each block again"
+        self.drop_unused_requests()
 
     def _record_run(self, run: dict[str, Any], clusters: list[dict[str, Any]]) -> None:
         with self._lock, self._db.transaction():
@@ -118,35 +144,43 @@ class SqliteStore(Store):
         return {"kind": self.kind, "seq": next_seq - 1}
 
     def _scan(
-        self, selection: Selection, snapshot: dict[str, Any], names: list[str], batch_rows: int
+        self,
+        selection: Selection,
+        snapshot: dict[str, Any],
+        after: dict[str, Any] | None,
+        names: list[str],
+        as_stored: bool,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows in order of arrival, read through a separate connection."""
-        last_seq = int(snapshot["seq"])
-        stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
-        with closing(Database(self.path, self._db.mode, self._db.busy_timeout_s)) as db:
-            query = (
-                f"SELECT {', '.join(stored)} FROM fingerprints WHERE seq >= ? AND seq < ? AND"
-                f" captured_at >= ? AND captured_at < ?{_in_captures(db, selection)} ORDER BY seq"
-            )
+        """Rows in order of arrival, read block by block through a separate connection.
 
-            def look_up(table: str, refs: Ints) -> pa.RecordBatch:
-                found = db.table(_LOOK_UP[table], pa.record_batch({"ref": refs}), len(refs))
-                if found.num_rows != len(refs):
-                    raise StoreError(
-                        f"{self.path} is damaged: {table} that rows refer to are missing"
+        What each block holds is counted at the start. A block that holds less when it is read has
+        lost rows.
+        """
+        last_seq, seen = int(snapshot["seq"]), int(after["seq"]) if after else MICROS[0]
+        window = () if selection.window == MICROS else selection.window
+        rows = f"seq > {seen}" + (" AND captured_at BETWEEN ? AND ?" if window else "")
+        with closing(self._db.again()) as db:
+            with db.transaction(write=False):
+                captures = _in_captures(db, selection)
+                blocks = {
+                    block: rows_in_block(db, block, last_seq)
+                    for (block,) in db.rows(
+                        "SELECT DISTINCT block FROM blocks WHERE last_at >= ? AND first_at <= ?"
+                        f"{captures} ORDER BY block",
+                        selection.window,
                     )
-                return found.combine_chunks().to_batches()[0]
-
-            for low, high in _ranges(db, selection, last_seq):
-                for start in range(low, high, batch_rows):
-                    stop = min(start + batch_rows, high)
-                    # One read transaction, so that a prune cannot delete a name in between.
-                    db.run("BEGIN")
-                    table = db.table(query, (start, stop, *selection.window), batch_rows)
-                    batch = rows_.decode(table, names, look_up) if table.num_rows else None
-                    db.run("COMMIT")
-                    if batch is not None:
-                        yield batch
+                    if block << BLOCK_BITS <= last_seq and block + 1 << BLOCK_BITS > seen
+                }
+            for block, expected in blocks.items():
+                # One read transaction, so that a prune cannot delete a name in between.
+                with db.transaction(write=False):
+                    if rows_in_block(db, block, last_seq) != expected:
+                        raise rows_gone(self.path)
+                    batch = read_block(
+                        db, block, last_seq, names, as_stored, f"{rows}{captures}", window
+                    )
+                if batch is not None:
+                    yield batch
 
     def _groups(self, selection: Selection) -> list[tuple[Any, ...]]:
         """From block summaries; rows are read only at the window's edges."""
@@ -155,15 +189,16 @@ class SqliteStore(Store):
             # The + keeps SQLite from building an index of every row for this query. The rows are
             # grouped in the order of reading, so that they need no sort.
             return self._db.rows(
-                "SELECT model, layout, capture_id, sum(n), min(first), max(last) FROM"
+                "SELECT CAST(model AS TEXT), layout, CAST(capture_id AS TEXT), sum(n), min(first),"
+                " max(last) FROM"
                 " (SELECT capture AS ref, fingerprints AS n, first_at AS first, last_at AS last"
-                f" FROM blocks WHERE first_at >= ?1 AND last_at < ?2{where} UNION ALL"
+                f" FROM blocks WHERE first_at >= ?1 AND last_at <= ?2{where} UNION ALL"
                 " SELECT f.capture, count(*), min(captured_at), max(captured_at) FROM"
-                " (SELECT * FROM blocks WHERE last_at >= ?1 AND first_at < ?2"
-                f" AND NOT (first_at >= ?1 AND last_at < ?2){where}) AS b"
+                " (SELECT * FROM blocks WHERE last_at >= ?1 AND first_at <= ?2"
+                f" AND NOT (first_at >= ?1 AND last_at <= ?2){where}) AS b"
                 " CROSS JOIN fingerprints AS f"
                 f" ON f.seq >= b.block << {BLOCK_BITS} AND f.seq < b.block + 1 << {BLOCK_BITS}"
-                " WHERE +f.capture = b.capture AND captured_at >= ?1 AND captured_at < ?2"
+                " WHERE +f.capture = b.capture AND captured_at >= ?1 AND captured_at <= ?2"
                 " GROUP BY b.block, b.capture) JOIN captures ON capture_ref = ref GROUP BY ref",
                 selection.window,
             )
@@ -176,47 +211,47 @@ class SqliteStore(Store):
             )
             requests = self._db.scalar("SELECT count(DISTINCT request_id) FROM requests")
             sessions = self._db.scalar("SELECT count(DISTINCT session_id) FROM sessions")
-            totals = dict(self._db.rows("SELECT name, value FROM totals"))
+            totals = dict(
+                self._db.rows(
+                    "SELECT name, value FROM totals WHERE"
+                    " typeof(name) = 'text' AND typeof(value) = 'integer'"
+                )
+            )
         first, last = (None if time is None else from_micros(time) for time in (first, last))
         rejected = {
             name.removeprefix("rejected: "): value
             for name, value in totals.items()
             if name.startswith("rejected: ")
         }
-        return Counts(rows, requests, sessions, first, last, totals["duplicates"], rejected)
+        return Counts(rows, requests, sessions, first, last, totals.get("duplicates", 0), rejected)
+
+    def verify(self, progress: Callable[[int], None] = lambda rows: None) -> Verified:
+        """See `Store.verify`."""
+        with closing(self._db.again()) as db:
+            return verify.verify(db, progress)
 
     def runs(self) -> list[dict[str, Any]]:
         """See `Store.runs`."""
-        names = ", ".join(name for name in RUN_FIELDS if name != "manifest")
+        names = [name for name in RUN_FIELDS if name != "manifest"]
         with self._lock:
-            table = self._db.table(f"SELECT {names} FROM discovery_runs ORDER BY run_id DESC")
-        runs: list[dict[str, Any]] = table.to_pylist()
-        return runs
+            found = self._db.rows(
+                f"SELECT {', '.join(names)} FROM discovery_runs ORDER BY run_id DESC"
+            )
+        return [dict(zip(names, run, strict=True)) for run in found]
 
 
 def _in_captures(db: Database, selection: Selection) -> str:
     """SQL (starting with AND, or empty) for the model, layout and capture_id of a selection."""
     if not selection.exact:
         return ""
-    match = " AND ".join(f"{name} = ?" for name in selection.exact)
-    values = tuple(selection.exact.values())
-    refs = db.rows(f"SELECT capture_ref FROM captures WHERE {match}", values)
-    # Literals: these are our integers, and their number varies.
-    return f" AND capture IN ({', '.join(str(ref) for (ref,) in refs)})"
-
-
-def _ranges(db: Database, selection: Selection, last_seq: int) -> list[tuple[int, int]]:
-    """Ranges [low, high) of sequence numbers outside of which no row of the selection lies."""
-    blocks = db.rows(
-        "SELECT DISTINCT block FROM blocks WHERE last_at >= ? AND first_at < ?"
-        f"{_in_captures(db, selection)} ORDER BY block",
-        selection.window,
+    # Compared here, as `groups` shows them: SQLite would not find text that is not UTF-8.
+    captures = db.rows(
+        "SELECT capture_ref, CAST(model AS TEXT), layout, CAST(capture_id AS TEXT) FROM captures"
     )
-    ranges: list[tuple[int, int]] = []
-    for (block,) in blocks:
-        low, high = block << BLOCK_BITS, min(block + 1 << BLOCK_BITS, last_seq + 1)
-        if ranges and ranges[-1][1] == low:
-            ranges[-1] = ranges[-1][0], high
-        elif low < high:
-            ranges.append((low, high))
-    return ranges
+    wanted = selection.exact.items()
+    names = ("ref", "model", "layout", "capture_id")
+    found = (dict(zip(names, capture, strict=True)) for capture in captures)
+    # Literals: these are our integers, and their number varies.
+    return (
+        f" AND capture IN ({', '.join(str(one['ref']) for one in found if wanted <= one.items())})"
+    )
