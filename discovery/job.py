@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
+import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from capture_kernels.errors import NewRunNeededError, RunError
+from msgspec import UNSET
+
+from capture_kernels.errors import NewRunNeededError, OptionError, RunError, WriteError
+from discovery.algorithms.threads import usable_cpus
 from discovery.artifacts.read import read_manifest
 from discovery.artifacts.schema import MANIFEST, Manifest
 from discovery.engines.gpu_memory import gpu_memory_errors
@@ -30,20 +33,23 @@ from discovery.execution.memory import MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
 from discovery.runs import folder as runs
-from discovery.runs.checkpoint import chained_key, clear_checkpoint
+from discovery.runs.checkpoint import (
+    chained_key,
+    clear_checkpoint,
+    code_hash,
+    read_sealed,
+    write_sealed,
+)
 from discovery.runs.parent import before_this_run
 from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
 from discovery.stages.registry import STAGES
-from pipeline.durable import write_json
+from pipeline.durable import Facts, facts_of
+from pipeline.store.base import as_utc
 from pipeline.store.open import open_store
-from pipeline.token_text import open_tokens
-
-# The first link of the chain of checkpoint keys: files that another version of this format wrote
-# are not read, but computed again.
-CHECKPOINT_FORMAT = "3"
+from pipeline.token_text import open_tokens, tokenizer_file
 
 
 def discover(
@@ -59,19 +65,24 @@ def discover(
     Args:
         options: what to do; with `resume` only its `FREE_ON_RESUME` fields count.
         resume: the run id of the stopped run.
-        now: the time that the window ends at and that names the run; the clock by default.
+        now: the time that the window ends at and that names the run, UTC if it has no zone; the
+            clock by default.
         listeners: called with every event.
         stop: asks the job to stop at the next chunk.
 
     Raises:
         RunError: nothing to do, another job at work, or a run that cannot be resumed.
+        WriteError: the disk is full, or a folder cannot be written.
         Interrupted: it stopped as it was asked to; it can be resumed.
     """
     stop = stop or StopRequest()
     stop.limit_hours(options.max_hours)
     output = options.output_dir
     engine = open_engine(options.engine)
-    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    versions, outdated = {"attn": code_hash(), **engine.versions}, None
+    if now and not 2000 <= now.year < 2100:
+        raise OptionError(f"--now must lie between 2000 and 2100, got {now}")
+    moment = as_utc(now or datetime.now(UTC)).astimezone(UTC)
     # Everything that can be refused is checked before anything is written.
     with open_store(options.db, read_only=True) as store:
         window = None if resume else freeze_window(store, options, moment)
@@ -79,22 +90,23 @@ def discover(
         open_tokens(Path(options.tokenizer), "")
     if resume:
         runs.run_folder(output, resume)
-    with ExitStack() as cleanup:
+    with disk_errors(output), ExitStack() as cleanup:
         cleanup.enter_context(runs.output_lock(output))
         runs.clean_up(output)
         sweep(output)
         if resume:
             folder = runs.run_folder(output, resume)
             options, saved = resumed_options(folder, options)
+            outdated = drop_outdated(folder, saved, versions)
         options = options.resolved(engine)
         rows = (window or saved["window"])["rows"]
-        memory = plan_memory(options, engine, rows, len(os.sched_getaffinity(0)))
+        memory = plan_memory(options, engine, rows, usable_cpus())
         watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, stop.ask))
         why = ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
         executor: Executor = InlineExecutor(why)
         if options.scheduler or memory.workers:
             executor = DaskExecutor(
-                options.scheduler, memory.workers, memory.worker_bytes, gpus=memory.on_gpus
+                options.scheduler, memory.workers, memory.worker_bytes, gpus=engine.gpus > 0
             )
         cleanup.callback(executor.close)
         if window:
@@ -105,9 +117,14 @@ def discover(
                 "run_id": run_id,
                 "created_at": moment.isoformat(),
                 "window": window,
-                "follows": before_this_run(output, run_id, window, options.hours),
+                "follows": before_this_run(
+                    output, run_id, window, options.hours, new_lineage=options.new_lineage
+                ),
+                "tokenizer": tokenizer_facts(options.tokenizer),
+                "made_by": versions,
+                "options": asdict(options),
             }
-            write_json(folder / CHECKPOINT / RUN_FILE, {**saved, "options": asdict(options)})
+            write_sealed(folder / CHECKPOINT / RUN_FILE, saved)
 
         log = EventLog(folder / "progress.jsonl", folder.name, listeners or [])
         cleanup.callback(log.close)
@@ -115,17 +132,19 @@ def discover(
         log.emit(
             RunStarted, resumed=resume is not None, model=context.window["model"],
             layout=context.layout.label, rows=context.window["rows"],
-            engine=f"{engine.name} engine, {executor.description}",
+            engine=f"{engine.name} engine, {executor.description}", outdated=outdated or UNSET,
         )  # fmt: skip
         try:
             run_stages(context)
         except (Interrupted, KeyboardInterrupt) as stopped:
             says = f"finish it with --resume {context.run_id}"
-            log.emit(RunInterrupted, reason=str(stopped) or "at once", says=says)
+            with suppress(WriteError):
+                log.emit(RunInterrupted, reason=str(stopped) or "at once", says=says)
             raise
         except BaseException as error:
-            # A bug as much as a full disk: the log records how the run ended.
-            log.emit(RunFailed, reason=str(error) or type(error).__name__)
+            # A bug as much as a full disk: the log records how the run ended, if it still can.
+            with suppress(WriteError):
+                log.emit(RunFailed, reason=str(error) or type(error).__name__)
             raise
         manifest = read_manifest(folder)
         log.emit(
@@ -137,9 +156,24 @@ def discover(
         return manifest
 
 
+@contextmanager
+def disk_errors(output: Path) -> Iterator[None]:
+    """Turn what the system refuses inside the block into a WriteError that names the file: a run
+    makes, renames and removes files and folders in many places, and all of it can be mended."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):  # not of a disk
+            raise
+        raise WriteError(
+            f"cannot read or write {error.filename or output}: {error.strerror}; free space or "
+            "mend the folder, then run the command again"
+        ) from error
+
+
 def run_stages(context: RunContext) -> None:
     """Run every stage that its checkpoint does not hold already."""
-    key, log, of = CHECKPOINT_FORMAT, context.log, len(STAGES)
+    key, log, of = "", context.log, len(STAGES)
     for number, stage in enumerate(STAGES, start=1):
         context.stop_if_asked()
         key = chained_key(key, stage.name, stage.parameters(context))
@@ -170,10 +204,54 @@ def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptio
         if (folder / MANIFEST).exists():
             raise RunError(f"run {folder.name} is finished already: see attn runs show")
         raise NewRunNeededError(f"run {folder.name} has no checkpoint: start a new run")
-    saved = json.loads(path.read_text())
-    if not {"window", "follows", *RULES} <= {*saved, *saved["options"]}:
+    try:
+        saved = read_sealed(path)
+    except RunError:
+        saved = {"options": {}}
+    if not {"window", "follows", "tokenizer", "made_by", *RULES} <= {*saved, *saved["options"]}:
         raise NewRunNeededError(
-            f"run {folder.name} was begun by another version of attn: start a new run"
-        )
+            f"{path} is damaged, or of another version of attn: start a new run"
+        ) from None
     free = given.some(*FREE_ON_RESUME)
+    free["tokenizer"] = given.tokenizer or saved["options"]["tokenizer"]
+    if tokenizer_facts(free["tokenizer"]) != saved["tokenizer"]:
+        if saved["tokenizer"] is None:
+            raise OptionError("--tokenizer cannot change when a run is resumed: leave it out")
+        raise OptionError(
+            f"{free['tokenizer']} is not the tokenizer that run {folder.name} was begun with: give "
+            "that file with --tokenizer"
+        )
     return DiscoverOptions.from_json({**saved["options"], **free}), saved
+
+
+def drop_outdated(folder: Path, saved: dict[str, Any], versions: dict[str, str]) -> str | None:
+    """Remove the checkpoints of all stages if the code or a library that made them has changed:
+    parts of two versions never meet in one run. Libraries of another engine do not count, and a run
+    that has written its manifest computes nothing any more.
+
+    Args:
+        saved: the contents of run.json; its `made_by` is brought up to date.
+
+    Returns:
+        What has changed, in words, if that removed something.
+    """
+    before, checkpoint = saved["made_by"], folder / CHECKPOINT
+    changed = [
+        f"{name} {before[name]} is now {now}"
+        for name, now in versions.items()
+        if before.get(name, now) != now and not (folder / MANIFEST).exists()
+    ]
+    if changed:
+        for made in checkpoint.iterdir():
+            if made.is_dir():
+                shutil.rmtree(made)
+        before = {}
+    if before != (made_by := {**before, **versions}):
+        saved["made_by"] = made_by
+        write_sealed(checkpoint / RUN_FILE, saved)
+    return f"all is computed again, since {', '.join(changed)}" if changed else None
+
+
+def tokenizer_facts(path: str | None) -> Facts | None:
+    """Identifies a tokenizer file wherever it is stored; None if no tokenizer can be read."""
+    return facts_of([tokenizer_file(Path(path))])[0] if path else None

@@ -16,15 +16,17 @@ from .gate import GateRules
 if TYPE_CHECKING:
     from discovery.engines.protocol import Engine
 
-# What may differ when a run is finished elsewhere: it decides how, not what, is computed.
+# What may differ when a run is finished elsewhere: it decides how, not what, is computed. The
+# tokenizer may have another path, but must be the same file.
 FREE_ON_RESUME = (
-    "db", "output", "engine", "long_running", "scheduler", "max_memory_gb", "max_hours", "no_gate",
+    "db", "output", "engine", "long_running", "scheduler", "max_memory_gb", "max_hours",
     "tokenizer",
 )  # fmt: skip
 # Lowest and highest value of an option. The hours are a century: further back there is nothing, and
 # before the year 1 there are no dates.
 BOUNDS: dict[str, tuple[float, float]] = {
     "hours": (0, 876_600),
+    "late_hours": (0, 876_600),
     "min_rows": (4, inf),
     "min_samples": (1, inf),
     "min_cluster_size": (2, inf),
@@ -50,6 +52,7 @@ class DiscoverOptions:
     db: str
     output: str = "discovery_outputs"
     hours: float = 24.0  # 0: all
+    late_hours: float = 24.0
     min_rows: int = 100
     min_samples: int = 10
     min_cluster_size: int | None = None  # None: 1% of the fitted rows, 20 at least
@@ -68,6 +71,7 @@ class DiscoverOptions:
     max_memory_gb: float | None = None
     max_hours: float | None = None
     no_gate: bool = False
+    new_lineage: bool = False
     tokenizer: str | None = None
     gate_rules: GateRules = field(default_factory=GateRules)
     zone_rules: ZoneRules = field(default_factory=ZoneRules)

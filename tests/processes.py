@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -36,11 +37,15 @@ class AttnProcess:
             there the process kills itself, as kill -9 does.
         hold_at: an event at which it waits for signals.
         new_session: in a process group of its own, as a shell starts it.
+        lost: standard streams by number that cannot be written, each "gone" (a pipe that nobody
+            reads), "full" or "closed".
+        most_bytes: of a file that it may write, as on a full disk.
     """
 
     def __init__(
         self, *arguments: str | Path, stdin: str = "", kill_at: str | None = None,
-        hold_at: str | None = None, new_session: bool = False,
+        hold_at: str | None = None, new_session: bool = False, lost: dict[int, str] | None = None,
+        most_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
         self._files = Path(self._folder.name)
@@ -50,7 +55,7 @@ class AttnProcess:
         self._process = SERVER.Process(
             target=_command,
             args=(list(map(str, arguments)), self._files, writer, str(Path.cwd()), environment,
-                  kill_at, hold_at, new_session),
+                  kill_at, hold_at, new_session, lost or {}, most_bytes),
         )  # fmt: skip
         self._process.start()
         writer.close()
@@ -102,7 +107,8 @@ class AttnProcess:
 
 def _command(
     arguments: list[str], files: Path, stderr: Connection, folder: str, environment: dict[str, str],
-    kill_at: str | None, hold_at: str | None, new_session: bool,
+    kill_at: str | None, hold_at: str | None, new_session: bool, lost: dict[int, str],
+    most_bytes: int | None,
 ) -> None:  # fmt: skip
     """The process: `attn` with these files as its standard streams."""
     if new_session:
@@ -117,8 +123,17 @@ def _command(
     for number, opened in enumerate((stdin, stdout)):
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    for number, how in lost.items():
+        reader, gone = os.pipe()
+        os.close(reader)
+        opened = os.open("/dev/full", os.O_WRONLY) if how == "full" else gone
+        os.dup2(opened, number)
+        if how == "closed":
+            os.close(number)
     if kill_at is not None:
         _at_event(kill_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if hold_at is not None:
@@ -127,7 +142,7 @@ def _command(
 
     sys.argv = ["attn", *arguments]
     try:
-        cli.app(arguments, prog_name="attn")
+        cli.main(arguments)
     finally:
         atexit._run_exitfuncs()
 

@@ -151,7 +151,7 @@ def test_every_field_of_the_options_is_documented() -> None:
 
 def test_every_limit_of_the_gate_and_of_zones_is_documented_with_its_default() -> None:
     checks = {code_in(row[0])[0]: row for row in table(OPERATIONS, "The gate")}
-    assert set(checks) == {*QUESTIONS, "identity"}
+    assert set(checks) == {*QUESTIONS, "identity", "parent"}
     for field in fields(GateRules):
         _, passes, limit, _ = checks[field.name]
         assert float(limit) == field.default, field.name
@@ -356,7 +356,7 @@ def test_every_command_line_of_a_page_would_be_understood(page: Path) -> None:
 
 def test_the_installed_command_is_the_one_that_is_documented() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"attn": "cli:app"}
+    assert project["scripts"] == {"attn": "cli:main"}
     for extra in ("capture", "gpu", "texts", "dev"):
         assert f"'.[{extra}]'" in text(README), f"README has no install line for {extra}"
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from capture_kernels.arrays import Doubles
 
 from .shares import Shares
 
@@ -27,7 +28,7 @@ FARTHEST, HALVINGS = 16.0, 16
 DIGITS = 6
 
 
-def psi(before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
+def psi(before: Doubles, after: Doubles) -> Doubles:
     """PSI of shares float64[..., k], all above 0: float64[...]."""
     return np.asarray(((after - before) * np.log(after / before)).sum(axis=-1))
 
@@ -64,7 +65,7 @@ class _Simulation:
             sign = np.where(np.arange(categories) == p.argmax(), 1.0, -1.0)
             self._half = sign * np.hypot(*(noise.std(axis=0) for noise in self._noise)) / p
 
-    def truth(self, times: float) -> list[NDArray[np.float64]]:
+    def truth(self, times: float) -> list[Doubles]:
         """True shares float64[k] of the earlier and of the later run."""
         logs = (self._middle - times * self._half, self._middle + times * self._half)
         ends = [np.maximum(np.exp(x - np.logaddexp.reduce(x)), self.floor) for x in logs]

@@ -17,14 +17,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 
 # Two clusters are linked when more than this share of the smaller is common to both. In planted
 # runs (benchmarks/nights.py, ten seeds) it is 0.42 to 1 for clusters of one behaviour, and below
 # 0.08 for others; two that meet halfway between their old positions have the least.
 LINKED = 0.2
-# Events of the parent's clusters whose id is gone; the others are of this run's.
-GONE = ("died", "absorbed")
 Event = dict[str, Any]
 
 
@@ -35,17 +34,12 @@ class Match(NamedTuple):
     id each cluster keeps, -1 for a fresh id.
     """
 
-    common: NDArray[np.float64]
-    linked: NDArray[np.bool_]
-    heir_of: NDArray[np.int64]
+    common: Doubles
+    linked: Mask
+    heir_of: Ints
 
 
-def match(
-    forward: NDArray[np.float64],
-    backward: NDArray[np.float64],
-    shares: NDArray[np.float64],
-    parent_shares: NDArray[np.float64],
-) -> Match:
+def match(forward: Doubles, backward: Doubles, shares: Doubles, parent_shares: Doubles) -> Match:
     """Links between the clusters of two runs, and which cluster inherits which id.
 
     Args:
@@ -71,7 +65,7 @@ def match(
     return Match(common, linked, heir_of)
 
 
-def cluster_ids(found: Match, parent_ids: NDArray[np.int32], first_fresh: int) -> NDArray[np.int32]:
+def cluster_ids(found: Match, parent_ids: Int32s, first_fresh: int) -> Int32s:
     """Ids of the clusters, int32[c]: an heir's is its parent's, the others count up from
     `first_fresh`."""
     fresh = found.heir_of < 0
@@ -80,7 +74,7 @@ def cluster_ids(found: Match, parent_ids: NDArray[np.int32], first_fresh: int) -
     return ids
 
 
-def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) -> list[Event]:
+def events(found: Match, ids: Int32s, parent_ids: Int32s) -> list[Event]:
     """What became of every cluster of both runs.
 
     Args:
@@ -90,7 +84,7 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
         event, cluster_id, parents and children: one for each cluster of this run (kept, merged,
         split, born), then one for each of the parent's ids that is gone (died, absorbed).
     """
-    happened: list[tuple[str, int, list[int], list[int]]] = []
+    happened: list[Event] = []
     overlap = np.where(found.linked, found.common, -1.0)
     # Of each parent that is linked to any, the child with the largest overlap.
     largest_child = overlap.argmax(axis=0) if len(ids) else np.empty(0, np.int64)
@@ -104,10 +98,10 @@ def events(found: Match, ids: NDArray[np.int32], parent_ids: NDArray[np.int32]) 
             kind = "split" if parents else "born"
         else:
             kind, parents = "merged" if absorbed else "kept", [cluster, *absorbed]
-        happened.append((kind, cluster, parents, []))
+        happened.append({"event": kind, "cluster_id": cluster, "parents": parents, "children": []})
     for index in np.flatnonzero(ended).tolist():
         parent, linked = int(parent_ids[index]), found.linked[:, index].any()
         into = [int(ids[largest_child[index]])] if linked else []
-        happened.append(("absorbed" if linked else "died", parent, [], into))
-    names = ("event", "cluster_id", "parents", "children")
-    return [dict(zip(names, event, strict=True)) for event in happened]
+        kind = "absorbed" if linked else "died"
+        happened.append({"event": kind, "cluster_id": parent, "parents": [], "children": into})
+    return happened

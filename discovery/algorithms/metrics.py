@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, block_rows, on_host
+from capture_kernels.arrays import Floats, Ints, Mask, array_module, block_rows, on_host
 from discovery.engines.protocol import Engine
+from pipeline.hashing import Hashes
 
 # Distances computed at a time: float64, and as many again that they are computed from.
 BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
@@ -22,13 +22,28 @@ class MapQuality(NamedTuple):
     recall: float
 
 
+def effective_rows(right: Mask, requests: Hashes) -> float:
+    """How many independent rows give a share as exactly as these, whose requests are alike within.
+
+    The variance of the share is that of a ratio over requests (Cochran 1977, section 11.8, the
+    "ultimate cluster" variance). A share of 0 or 1 shows no variance: then a request counts once.
+
+    Args:
+        right: bool[n], what the share is of; requests: uint64[n], the rows' request hashes.
+    """
+    n = len(right)
+    _, index = np.unique(requests, return_inverse=True)
+    clusters = int(index.max(initial=-1)) + 1
+    share = right.mean() if n else 0.0
+    if clusters < 2 or share in (0.0, 1.0):
+        return float(clusters)
+    residual = np.bincount(index, right - share)
+    variance = (residual**2).sum() * clusters / (clusters - 1) / n**2
+    return float(min(n, share * (1 - share) / variance)) if variance else float(n)
+
+
 def map_quality(
-    engine: Engine,
-    projected: NDArray[np.float32],
-    points: NDArray[np.float32],
-    k: int,
-    sample: int,
-    seed: int,
+    engine: Engine, projected: Floats, points: Floats, k: int, sample: int, seed: int
 ) -> MapQuality:
     """Both figures for the map of n rows, from `sample` of the rows against all n.
 
@@ -55,9 +70,7 @@ def map_quality(
     return MapQuality(1.0 - scale * penalty, int((rank <= k).sum()) / (len(rows) * k))
 
 
-def rows_closer(
-    projected: NDArray[np.float32], rows: NDArray[np.int64], near: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def rows_closer(projected: Floats, rows: Ints, near: Ints) -> Ints:
     """How many of all rows are closer to each row than each of its neighbours: int64[m, k], on the
     host.
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, on_host
-from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, Layout
+from capture_kernels.arrays import Doubles, Floats, Ints, array_module, on_host
+from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 from discovery.artifacts.projection import Projection, context_octave, square_roots
 
 # cuVS's NN-descent keeps float32 distances only up to 16 dimensions.
@@ -28,24 +27,16 @@ class Moments:
     counts int64[16], totals float64[16, 20], products float64[20, 20] (over all octaves).
     """
 
-    counts: NDArray[np.int64]
-    totals: NDArray[np.float64]
-    products: NDArray[np.float64]
-
-    @classmethod
-    def empty(cls) -> Moments:
-        return cls(
-            np.zeros(HIST_BINS, np.int64),
-            np.zeros((HIST_BINS, DIMENSIONS)),
-            np.zeros((DIMENSIONS, DIMENSIONS)),
-        )
+    counts: Ints
+    totals: Doubles
+    products: Doubles
 
     def __add__(self, other: Moments) -> Moments:
         counts, totals = self.counts + other.counts, self.totals + other.totals
         return Moments(counts, totals, self.products + other.products)
 
     @classmethod
-    def of(cls, vectors: NDArray[np.float32], layout: Layout) -> Moments:
+    def of(cls, vectors: Floats, layout: Layout) -> Moments:
         """Those of the vectors float32[n, 20], on any device."""
         xp = array_module(vectors)
         roots = square_roots(vectors.astype(np.float64))
@@ -61,14 +52,14 @@ class Moments:
         return int(self.counts.sum())
 
     @property
-    def means(self) -> NDArray[np.float64]:
+    def means(self) -> Doubles:
         """float64[16, 20]: each octave's mean; an octave without rows has its nearest one's."""
         seen = np.flatnonzero(self.counts)
         nearest = seen[np.abs(np.arange(HIST_BINS)[:, None] - seen).argmin(axis=1)]
         return self.totals[nearest] / self.counts[nearest, None]
 
     @property
-    def covariance(self) -> NDArray[np.float64]:
+    def covariance(self) -> Doubles:
         """float64[20, 20] about the octaves' means, over all rows."""
         seen = self.counts > 0
         means = self.totals[seen] / self.counts[seen, None]
@@ -76,9 +67,7 @@ class Moments:
         return (self.products - between) / self.rows
 
 
-def fit_projection(
-    mean: NDArray[np.float64], scale: NDArray[np.float64], covariance: NDArray[np.float64]
-) -> Projection:
+def fit_projection(mean: Doubles, scale: Doubles, covariance: Doubles) -> Projection:
     """PCA by the covariance: as many components as hold 99% of the variance, 2 to 16."""
     values, axes = np.linalg.eigh(covariance / np.outer(scale, scale))
     values, axes = values[::-1].clip(min=0), axes[:, ::-1]

@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, block_rows, dots, on_host
+from capture_kernels.arrays import Floats, Int32s, array_module, block_rows, dots, on_host
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
@@ -42,16 +41,14 @@ class Prototypes(NamedTuple):
     """points float32[p, d]; labels int32[p], noise (-1) last; noise_factor: noise wins where its
     nearest prototype is closer than this times the nearest cluster prototype."""
 
-    points: NDArray[np.float32]
-    labels: NDArray[np.int32]
+    points: Floats
+    labels: Int32s
     noise_factor: float
 
 
 # The matrices are small: threads cost more than they save, most of all on a busy machine.
 @one_thread()
-def train_prototypes(
-    engine: Engine, projected: NDArray[np.float32], labels: NDArray[np.int32], seed: int
-) -> Prototypes:
+def train_prototypes(engine: Engine, projected: Floats, labels: Int32s, seed: int) -> Prototypes:
     """At most 1,024 prototypes, of which the nearest reproduces each row's label.
 
     Args:
@@ -92,9 +89,7 @@ def train_prototypes(
     )
 
 
-def centres(
-    points: NDArray[np.float32], count: int, rng: np.random.Generator
-) -> NDArray[np.float32]:
+def centres(points: Floats, count: int, rng: np.random.Generator) -> Floats:
     """`count` k-means centres of points float32[n, d], or the distinct points if there are fewer:
     float32[c, d]."""
     from sklearn.cluster import KMeans
@@ -108,12 +103,8 @@ def centres(
 
 
 def learn_borders(
-    points: NDArray[np.float32],
-    wanted: NDArray[np.int32],
-    prototypes: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    rng: np.random.Generator,
-) -> NDArray[np.float32]:
+    points: Floats, wanted: Int32s, prototypes: Floats, labels: Int32s, rng: np.random.Generator
+) -> Floats:
     """The prototypes float32[p, d] after `EPOCHS` of generalised learning vector quantisation.
 
     A step sums the changes of its rows, so that its size decides how recent the prototypes are that

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, block_rows, on_host
-from pipeline.hashing import mix64, string_hashes
+from capture_kernels.arrays import Floats, Int32s, Ints, Mask, array_module, block_rows, on_host
+from pipeline.hashing import Hashes, mix64, string_hashes
 
 from .threads import one_thread
 
@@ -24,21 +24,19 @@ CELL_FIT_ROWS = 20_000
 DRAW_ROWS, DEVICE_DRAW_ROWS = 1 << 17, 1 << 24
 
 
-def request_table(batch: pa.RecordBatch) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+def request_table(batch: pa.RecordBatch) -> tuple[Hashes, Int32s]:
     """64-bit hashes of the distinct request ids uint64[r], and the index of each row's int32[n]."""
     encoded = batch.column("request_id").dictionary_encode()
     return string_hashes(encoded.dictionary), encoded.indices.to_numpy()
 
 
-def request_hashes(batch: pa.RecordBatch) -> NDArray[np.uint64]:
+def request_hashes(batch: pa.RecordBatch) -> Hashes:
     """A 64-bit hash of each row's request_id: uint64[n]."""
     table, request = request_table(batch)
     return table[request]
 
 
-def row_hashes(
-    requests: NDArray[np.uint64], batch: pa.RecordBatch, seed: int
-) -> NDArray[np.uint64]:
+def row_hashes(requests: Hashes, batch: pa.RecordBatch, seed: int) -> Hashes:
     """Seeded 64-bit hashes uint64[n] of the rows' keys: their request hashes uint64[n], and the
     position and layer of a batch."""
     position = batch.column("position").to_numpy().astype(np.uint64)
@@ -47,9 +45,7 @@ def row_hashes(
     return mix64(mix64(requests ^ mix64(np.array([seed], np.uint64))) ^ key)
 
 
-def within_request_limit(
-    requests: NDArray[np.uint64], rows: NDArray[np.uint64], limit: int
-) -> NDArray[np.bool_]:
+def within_request_limit(requests: Hashes, rows: Hashes, limit: int) -> Mask:
     """Which rows to keep so that no request has more than `limit`: bool[n].
 
     Args:
@@ -73,7 +69,20 @@ def within_request_limit(
     return keep
 
 
-def by_code_and_value(code: NDArray[np.uint64], value: NDArray[np.uint64]) -> NDArray[np.int64]:
+def held_out(requests: Hashes, share: float, seed: int) -> Mask:
+    """Rows of whole requests, chosen by their hashes, at most `share` of all: bool[n].
+
+    Args:
+        requests: uint64[n], the rows' request hashes.
+    """
+    distinct, index, counts = np.unique(requests, return_inverse=True, return_counts=True)
+    order = np.argsort(mix64(distinct ^ mix64(np.array([seed], np.uint64))))
+    chosen = np.zeros(len(distinct), bool)
+    chosen[order] = np.cumsum(counts[order]) <= share * len(requests)
+    return chosen[index]
+
+
+def by_code_and_value(code: NDArray[np.uint64], value: Hashes) -> Ints:
     """The order int64[n] of rows by a small code uint64[n], then by value uint64[n], then by row
     number."""
     bits = np.uint64(int(code.max()).bit_length())
@@ -85,13 +94,13 @@ def by_code_and_value(code: NDArray[np.uint64], value: NDArray[np.uint64]) -> ND
     return np.lexsort((value, code)) if (both[1:] == both[:-1]).any() else order
 
 
-def cell_fit_rows(rows: int, seed: int) -> NDArray[np.int64]:
+def cell_fit_rows(rows: int, seed: int) -> Ints:
     """The rows that the cells of a window of `rows` are fitted on: int64[m], ascending."""
     rng = np.random.default_rng(seed)
     return np.sort(rng.choice(rows, min(rows, CELL_FIT_ROWS), replace=False))
 
 
-def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> NDArray[np.float32]:
+def fit_cells(projected: Floats, size: int, seed: int) -> Floats:
     """Centres of the cells for a sample of `size` rows, by k-means: float32[c, d], c <= 256.
 
     A row belongs to the cell whose centre is nearest. `projected` float32[n, d] are the rows that
@@ -104,7 +113,7 @@ def fit_cells(projected: NDArray[np.float32], size: int, seed: int) -> NDArray[n
     return cells.cluster_centers_.astype(np.float32)
 
 
-def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -> NDArray[np.int64]:
+def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -> Ints:
     """A sample of rows in which no region of PCA space is missing: int64[size], ascending.
 
     Each cell contributes its share, but at least `floor` rows (or all that it has), so that a small
@@ -127,7 +136,7 @@ def stratified_rows(cell: NDArray[np.uint8], size: int, floor: int, seed: int) -
     return drawn_rows(cell, quota, seed)
 
 
-def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+def drawn_rows(cell: NDArray[np.uint8], quota: Ints, seed: int) -> Ints:
     """The `quota` int64[c] rows of each cell with the lowest hashes of their numbers: int64[sum],
     ascending, on the host. `cell` uint8[n] is on any device; none has fewer rows than its quota."""
     xp = array_module(cell)
@@ -147,7 +156,7 @@ def drawn_rows(cell: NDArray[np.uint8], quota: NDArray[np.int64], seed: int) -> 
     return np.sort(row[chosen])
 
 
-def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.uint64]:
+def highest_keys(counts: Ints, wanted: Ints) -> Hashes:
     """For each of g groups a key that its `wanted` lowest lie below: uint64[g].
 
     Keys are taken as uniform over 64 bits; ten standard deviations are added for safety. `counts`
@@ -160,9 +169,7 @@ def highest_keys(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArra
     return most
 
 
-def lowest(
-    group: NDArray[np.integer], key: NDArray[np.uint64], quota: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def lowest(group: NDArray[np.integer], key: Hashes, quota: Ints) -> Ints:
     """Indices int64[m] of the lowest keys uint64[n] of each group int[n], from 0, by group and then
     by key: of each its quota int64[g], or all that it has."""
     order = np.lexsort((key, group))

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from capture_kernels.arrays import Doubles
+from pipeline.hashing import Hashes
+
 # Requests are counted in this many buckets by their hash, so that memory does not grow with them.
 BUCKETS = 8_192
 # Bytes of `DistinctCount`, one for each bucket.
@@ -27,8 +30,8 @@ class Shares:
     effective_rows: how many independent rows would determine the shares as precisely.
     """
 
-    shares: NDArray[np.float64]
-    covariance: NDArray[np.float64]
+    shares: Doubles
+    covariance: Doubles
     requests: int
     rows: int
     effective_rows: float
@@ -44,7 +47,7 @@ class DistinctCount:
     def __init__(self) -> None:
         self._seen = np.zeros(BITMAP, bool)
 
-    def add(self, hashes: NDArray[np.uint64]) -> None:
+    def add(self, hashes: Hashes) -> None:
         """Count uint64[n] hashes, of which some may have been counted before."""
         # BITMAP is a power of two: its remainder is these bits.
         self._seen[hashes & np.uint64(BITMAP - 1)] = True
@@ -66,7 +69,7 @@ class RequestCounts:
     def __init__(self, categories: int) -> None:
         self.counts = np.zeros((BUCKETS, categories), np.int64)
 
-    def add(self, requests: NDArray[np.uint64], category: NDArray[np.integer[Any]]) -> None:
+    def add(self, requests: Hashes, category: NDArray[np.integer[Any]]) -> None:
         """Count n rows: the hash of each one's request, uint64[n] (`sampling.request_hashes`), and
         its category, int[n] from 0."""
         # BUCKETS is a power of two: its remainder is these bits.

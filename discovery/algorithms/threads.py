@@ -1,12 +1,19 @@
-"""One thread, for work whose result would depend on the number of threads."""
+"""How many threads there may be, and one thread where a result would depend on their number."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from threadpoolctl import ThreadpoolController
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use; all of them where the system does not say (macOS)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @functools.cache

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, dots
+from capture_kernels.arrays import Floats, Int32s, array_module, dots
 
 # Weight of the voters' mean, beside the nearest voter, in a query's map coordinates.
 TO_MEAN = 0.1
@@ -17,16 +16,12 @@ class Votes(NamedTuple):
     """For m queries: winning cluster int32[m], its share of the weight float32[m], and map
     coordinates float32[m, 2], on the neighbours' device."""
 
-    cluster: NDArray[np.int32]
-    share: NDArray[np.float32]
-    coordinates: NDArray[np.float32]
+    cluster: Int32s
+    share: Floats
+    coordinates: Floats
 
 
-def vote(
-    distances: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    coordinates: NDArray[np.float32],
-) -> Votes:
+def vote(distances: Floats, labels: Int32s, coordinates: Floats) -> Votes:
     """The cluster with the most weight among each query's k neighbours, ties to the nearer.
 
     A neighbour weighs 1 / (its distance + the nearest one's): an exact match outweighs far ones,

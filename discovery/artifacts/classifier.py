@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from capture_kernels.arrays import Floats, Int32s
 from capture_kernels.errors import RecordError
-from capture_kernels.fingerprint.vector import DIMENSIONS
+from capture_kernels.fingerprint.vector import DIMENSIONS, broken_invariants
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 
 from .prototypes import labels_within
@@ -28,11 +29,11 @@ class Classified(NamedTuple):
     """Of m fingerprints: cluster_id int32[m] (-1: none), probability float32[m], coordinates on the
     map float32[m, 2], zone index int8[m] into ZONES, and zone confidence float32[m]."""
 
-    cluster_id: NDArray[np.int32]
-    probability: NDArray[np.float32]
-    coordinates: NDArray[np.float32]
+    cluster_id: Int32s
+    probability: Floats
+    coordinates: Floats
     zone: NDArray[np.int8]
-    zone_confidence: NDArray[np.float32]
+    zone_confidence: Floats
 
 
 class Classifier:
@@ -116,7 +117,14 @@ class Classifier:
                 rows.append(row)
             except RecordError as error:
                 answers[row]["error"] = str(error)
-        found = self.classify(vectors)
+        matrix = np.array(vectors, np.float32).reshape(-1, DIMENSIONS)
+        possible = np.ones(len(rows), bool)
+        for reason, hit in broken_invariants(matrix, np.full(len(rows), self.layout)).items():
+            for index in np.flatnonzero(hit & possible):
+                answers[rows[index]]["error"] = f"no attention row has this vector: {reason}"
+            possible &= ~hit
+        rows = [row for row, fine in zip(rows, possible, strict=True) if fine]
+        found = self.classify(matrix[possible])
         columns = (found.cluster_id, found.probability, found.zone, found.zone_confidence)
         values = zip(*(column.tolist() for column in columns), strict=True)
         for row, (cluster, probability, zone, confidence) in zip(rows, values, strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module
+from capture_kernels.arrays import Doubles, Floats, Ints, array_module
 from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 
 
@@ -30,7 +30,7 @@ def square_roots(vectors: NDArray[Any]) -> NDArray[Any]:
     return roots
 
 
-def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.int64]:
+def context_octave(vectors: Floats, layout: Layout) -> Ints:
     """floor(log2) of how far each row could look: the last histogram bin with mass, int64[n].
 
     Always 0 for the layered layout, whose positions are relative already.
@@ -39,7 +39,7 @@ def context_octave(vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.i
     reached = vectors[:, 4:] > 0
     last = HIST_BINS - 1 - reached[:, ::-1].argmax(axis=1)
     has_distances = reached.any(axis=1) & (layout is Layout.LOG16)
-    octave: NDArray[np.int64] = xp.where(has_distances, last, 0)
+    octave: Ints = xp.where(has_distances, last, 0)
     return octave
 
 
@@ -51,17 +51,15 @@ class Projection:
     components' shares of the variance.
     """
 
-    mean: NDArray[np.float32]
-    scale: NDArray[np.float32]
-    components: NDArray[np.float32]
-    explained: NDArray[np.float64]
+    mean: Floats
+    scale: Floats
+    components: Floats
+    explained: Doubles
 
-    def __call__(self, vectors: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
+    def __call__(self, vectors: Floats, layout: Layout) -> Floats:
         """float32[n, 20] to float32[n, d], on any device."""
         xp = array_module(vectors)
         mean, scale = xp.asarray(self.mean), xp.asarray(self.scale)
         centred = square_roots(vectors) - mean[context_octave(vectors, layout)]
-        projected: NDArray[np.float32] = xp.asarray(
-            (centred / scale) @ xp.asarray(self.components), np.float32
-        )
+        projected: Floats = xp.asarray((centred / scale) @ xp.asarray(self.components), np.float32)
         return projected

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, block_rows, dots
+from capture_kernels.arrays import Floats, Int32s, Ints, Mask, array_module, block_rows, dots
 from capture_kernels.fingerprint.vector import Layout
 
 from .projection import Projection
@@ -31,11 +30,11 @@ class Nearest(NamedTuple):
     """Of m rows: index int64[m] of the nearest prototype and Euclidean distance float32[m], on the
     rows' device."""
 
-    row: NDArray[np.int64]
-    distance: NDArray[np.float32]
+    row: Ints
+    distance: Floats
 
 
-def nearest_prototype(projected: NDArray[np.float32], prototypes: NDArray[np.float32]) -> Nearest:
+def nearest_prototype(projected: Floats, prototypes: Floats) -> Nearest:
     """Exact nearest prototype of each row by Euclidean distance. Safe in several threads.
 
     Args:
@@ -75,10 +74,7 @@ def nearest_prototype(projected: NDArray[np.float32], prototypes: NDArray[np.flo
 
 
 def nearest_with_noise(
-    projected: NDArray[np.float32],
-    prototypes: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    noise_factor: float,
+    projected: Floats, prototypes: Floats, labels: Int32s, noise_factor: float
 ) -> Nearest:
     """The nearest prototype of each row; one of noise only if it is closer than `noise_factor`
     times the nearest one of a cluster.
@@ -112,18 +108,18 @@ class Codebook(NamedTuple):
 
     projection: Projection
     layout: Layout
-    prototypes: NDArray[np.float32]
-    labels: NDArray[np.int32]
+    prototypes: Floats
+    labels: Int32s
     noise_factor: float
     reach: float
 
-    def nearest(self, vectors: NDArray[np.float32]) -> tuple[Nearest, NDArray[np.bool_]]:
+    def nearest(self, vectors: Floats) -> tuple[Nearest, Mask]:
         """The prototype of each vector float32[m, 20], and whether it is beyond reach: bool[m]."""
         projected = self.projection(vectors, self.layout)
         found = nearest_with_noise(projected, self.prototypes, self.labels, self.noise_factor)
         return found, found.distance > self.reach
 
-    def nearest_member(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+    def nearest_member(self, vectors: Floats) -> Int32s:
         """Each vector's label if there were no prototypes of noise; -1 beyond reach: int32[m].
 
         For rows of another run that are known to belong to a cluster: rows between two clusters
@@ -136,15 +132,13 @@ class Codebook(NamedTuple):
         found = nearest_prototype(self.projection(vectors, self.layout), prototypes)
         return labels_within(self.labels[members], found.row, found.distance > self.reach)
 
-    def label(self, vectors: NDArray[np.float32]) -> NDArray[np.int32]:
+    def label(self, vectors: Floats) -> Int32s:
         """Each vector's label, -1 for noise and beyond reach: int32[m]."""
         found, beyond = self.nearest(vectors)
         return labels_within(self.labels, found.row, beyond)
 
 
-def labels_within(
-    labels: NDArray[np.int32], row: NDArray[np.int64], beyond: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def labels_within(labels: Int32s, row: Ints, beyond: Mask) -> Int32s:
     """The label of each row's prototype, -1 for the rows beyond reach: int32[m].
 
     Args:
@@ -152,5 +146,5 @@ def labels_within(
         row, beyond: int64[m] and bool[m], on any device.
     """
     xp = array_module(row)
-    found: NDArray[np.int32] = xp.where(beyond, NOISE, xp.asarray(labels)[row]).astype(np.int32)
+    found: Int32s = xp.where(beyond, NOISE, xp.asarray(labels)[row]).astype(np.int32)
     return found

@@ -1,23 +1,30 @@
 """Verified reading of a published run (DESIGN.md section 6).
 
 A file is read once: its hash is taken of the bytes that are then parsed. Parquet and JSON only, so
-that loading an artifact never runs code.
+that loading an artifact never runs code. Only regular files of the run's folder are opened: no
+links, and no devices or pipes, whose reading may never end.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from capture_kernels.errors import ArtifactError
+from capture_kernels.errors import ArtifactError, OptionError
+from capture_kernels.fingerprint.zones import ZoneRules
 from pipeline.durable import facts_of
 
-from .schema import MANIFEST, MANIFEST_KEYS, REQUIRED_FILES, SCHEMA_VERSION, Manifest
+from .schema import MANIFEST, REQUIRED_FILES, SCHEMA_VERSION, Manifest, ManifestFields
+
+# A manifest is some 50 KB. A larger file is not read at all.
+MOST_MANIFEST_BYTES = 1 << 26
+AGAIN = ": run attn discover again"
 
 
 @dataclass(frozen=True)
@@ -38,17 +45,20 @@ class Artifacts:
             ArtifactError: the file is missing or is not what was published.
         """
         path = self.folder / f"{name}.parquet"
+        published = self.manifest["files"].get(path.name, {})
+        if bytes_of(path) != published.get("bytes"):
+            raise damaged(path, "its size differs")
         try:
             with pa.OSFile(str(path)) as file:
                 content = file.read_buffer()
-        except FileNotFoundError:
-            raise missing(path) from None
         except OSError as error:
             raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
-        found = {"bytes": content.size, "sha256": hashlib.sha256(content).hexdigest()}
-        if found != self.manifest["files"].get(path.name):
-            raise damaged(path)
-        return pq.read_table(pa.BufferReader(content), columns=columns)
+        if hashlib.sha256(content).hexdigest() != published["sha256"]:
+            raise damaged(path, "its hash differs")
+        try:
+            return pq.read_table(pa.BufferReader(content), columns=columns)
+        except pa.ArrowException as error:
+            raise damaged(path, str(error).partition("\n")[0]) from None
 
     def verify(self) -> None:
         """Check the hash of every file.
@@ -58,17 +68,34 @@ class Artifacts:
         """
         files = self.manifest["files"]
         paths = [self.folder / name for name in files]
-        for path, found in zip(paths, facts_of(paths), strict=True):
-            if found != files[path.name]:
-                raise damaged(path) if found else missing(path)
+        for path in paths:
+            if bytes_of(path) != files[path.name]["bytes"]:
+                raise damaged(path, "its size differs")
+        try:
+            for path, found in zip(paths, facts_of(paths), strict=True):
+                if found != files[path.name]:
+                    raise damaged(path, "its hash differs")
+        except OSError as error:
+            raise ArtifactError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
-def missing(path: Path) -> ArtifactError:
-    return ArtifactError(f"{path} is missing: run attn discover again")
+def bytes_of(path: Path) -> int:
+    """The size of a regular file.
+
+    Raises:
+        ArtifactError: it is missing, or it is a link, a folder, a device or a pipe.
+    """
+    try:
+        facts = path.lstat()
+    except OSError:
+        raise ArtifactError(f"{path} is missing{AGAIN}") from None
+    if not stat.S_ISREG(facts.st_mode):
+        raise damaged(path, "it is not a regular file")
+    return facts.st_size
 
 
-def damaged(path: Path) -> ArtifactError:
-    return ArtifactError(f"{path} is damaged (its hash differs): run attn discover again")
+def damaged(path: Path, why: str) -> ArtifactError:
+    return ArtifactError(f"{path} is damaged ({why}){AGAIN}")
 
 
 def open_artifacts(folder: Path) -> Artifacts:
@@ -91,20 +118,25 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and bytes_of(path) > MOST_MANIFEST_BYTES:
+            raise damaged(path, "it is too large")
+        manifest = msgspec.json.decode(path.read_bytes())
     except OSError:
         raise ArtifactError(
             f"{folder} holds no finished run (no {MANIFEST}): run attn discover first"
         ) from None
-    except ValueError:
-        raise ArtifactError(f"{path} is damaged: run attn discover again") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from None
     found = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if found != SCHEMA_VERSION:
         raise ArtifactError(
             f"{path} has schema version {found}, this version reads {SCHEMA_VERSION}: upgrade attn"
         )
-    files = manifest.get("files")
-    whole = isinstance(files, dict) and manifest.keys() >= MANIFEST_KEYS
-    if not (whole and files.keys() >= {*REQUIRED_FILES} and "gate" in manifest["quality"]):
-        raise ArtifactError(f"{path} is damaged: run attn discover again")
-    return manifest
+    try:
+        fields = msgspec.convert(manifest, ManifestFields)
+        ZoneRules(**fields["zone_rules"])
+    except (msgspec.ValidationError, OptionError, TypeError) as error:
+        raise damaged(path, str(error)) from None
+    if absent := {*REQUIRED_FILES} - fields["files"].keys():
+        raise damaged(path, f"it does not list {min(absent)}")
+    return dict(manifest)

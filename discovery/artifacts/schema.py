@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pyarrow as pa
+from msgspec import Meta
 
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline.record import PHASES
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-# Without these keys a run can be neither shown nor served.
-MANIFEST_KEYS = {
-    "run_id", "layout", "capture_id", "model", "counts", "quality", "stages", "zone_rules",
-    "parameters", "parent_run",
-}  # fmt: skip
+# UTC time, with a suffix if it was taken.
+RUN_ID = r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d{1,9})?"
 # Files that every run has; the first versions of attn wrote no others.
 REQUIRED_FILES = tuple(
     f"{name}.parquet" for name in ("embedding", "clusters", "landmarks", "projection")
@@ -28,6 +26,89 @@ NOISE = -1
 IDENTITY = ("model", "layout", "capture_id")
 
 Manifest = dict[str, Any]
+
+RunId = Annotated[str, Meta(pattern=rf"\A{RUN_ID}\Z")]
+# A file of the run's own folder: no path, and not a hidden file.
+FileName = Annotated[str, Meta(pattern=r"\A[\w-][\w.-]*\Z")]
+ClusterId = Annotated[int, Meta(ge=0, lt=2**30)]
+
+
+class FileFacts(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class Counts(TypedDict):
+    rows_in_window: int
+    rows: int
+    clusters: int
+
+
+class Parameters(TypedDict):
+    hours: float
+
+
+class Gate(TypedDict):
+    passed: bool
+    served: NotRequired[bool]
+
+
+class Quality(TypedDict):
+    gate: Gate
+    noise_share: float
+    trustworthiness: float
+    neighbor_recall: float
+    classifier_agreement: float | None
+
+
+class ZoneShares(TypedDict):
+    shares: dict[str, float]
+
+
+class Stages(TypedDict):
+    zones: ZoneShares
+
+
+class ClusterEvent(TypedDict):
+    event: str
+    cluster_id: ClusterId
+    parents: list[ClusterId]
+    children: list[ClusterId]
+
+
+class PastEvent(ClusterEvent):
+    run_id: RunId
+    label: str
+
+
+class ParentCluster(TypedDict):
+    cluster_id: ClusterId
+    label: str
+    share: float
+
+
+class Lineage(TypedDict, total=False):
+    parent_clusters: list[ParentCluster]
+    events: list[ClusterEvent]
+    history: list[PastEvent]
+
+
+class ManifestFields(TypedDict):
+    """The fields of a manifest that a reader relies on; the others may hold anything."""
+
+    run_id: RunId
+    layout: Literal["log16", "layered"]
+    capture_id: str
+    model: str
+    counts: Counts
+    parameters: Parameters
+    quality: Quality
+    stages: Stages
+    zone_rules: dict[str, float]
+    parent_run: RunId | None
+    files: dict[FileName, FileFacts]
+    lineage: NotRequired[Lineage | None]
+
 
 _WORD = pa.dictionary(pa.int32(), pa.string())
 EMBEDDING_COLUMNS = pa.schema(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 
@@ -15,9 +15,7 @@ from .read import Artifacts
 from .schema import landmark_columns
 
 
-def landmarks_table(
-    codebook: Codebook, coordinates: NDArray[np.float32], probability: NDArray[np.float32]
-) -> pa.Table:
+def landmarks_table(codebook: Codebook, coordinates: Floats, probability: Floats) -> pa.Table:
     """landmarks.parquet: one row for each prototype."""
     dimensions = codebook.prototypes.shape[1]
     flat = pa.array(np.ascontiguousarray(codebook.prototypes).reshape(-1))
@@ -26,7 +24,7 @@ def landmarks_table(
     return pa.table([projected, *columns], schema=landmark_columns(dimensions))
 
 
-def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.Table:
+def projection_table(codebook: Codebook, quantiles: Doubles) -> pa.Table:
     """projection.parquet: one row with the arrays of the projection and the rejection distance.
 
     Args:
@@ -48,9 +46,7 @@ def projection_table(codebook: Codebook, quantiles: NDArray[np.float64]) -> pa.T
     )
 
 
-def read_prototypes(
-    artifacts: Artifacts,
-) -> tuple[Codebook, NDArray[np.float32], NDArray[np.float32]]:
+def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Floats]:
     """The classifier of a run, from its verified files: its codebook, whose labels are cluster ids,
     and of its p prototypes the coordinates on the map float32[p, 2] and the membership probability
     float32[p].

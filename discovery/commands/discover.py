@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +15,12 @@ import typer
 
 from capture_kernels.errors import NewRunNeededError, OptionError
 from capture_kernels.fingerprint.zones import ZoneRules
+from discovery.artifacts.schema import was_served
 from discovery.events.log import Listener
 from discovery.events.terminal import listener_for_terminal
 from discovery.gate import GateRules
 from discovery.options import FREE_ON_RESUME, DiscoverOptions, option_name
+from pipeline.standard_streams import OutputLostError
 
 from .runs import AsJson, Output, show_run
 
@@ -31,6 +33,10 @@ def discover(
     db: Annotated[str, typer.Option(help="Store: a .db file or a Parquet folder.")],
     output: Output = Path("discovery_outputs"),
     hours: Annotated[float, typer.Option(help="Window in hours; 0 takes all.")] = 24.0,
+    late_hours: Annotated[
+        float,
+        typer.Option(help="Also take rows that old which the last run came too early for."),
+    ] = 24.0,
     min_rows: Annotated[int, typer.Option(help="Fewest rows that a run needs.")] = 100,
     min_samples: Annotated[int, typer.Option(help="HDBSCAN's min_samples.")] = 10,
     min_cluster_size: Annotated[
@@ -81,6 +87,9 @@ def discover(
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Make the run latest even if it fails its gate.")
     ] = False,
+    new_lineage: Annotated[
+        bool, typer.Option("--new-lineage", help="Follow no earlier run: all cluster ids are new.")
+    ] = False,
     zone_thresholds: Annotated[
         Path | None, typer.Option(help="TOML file with zone thresholds.")
     ] = None,
@@ -92,7 +101,8 @@ def discover(
         typer.Option(help="The model's tokenizer.json, to put tokens into cluster names."),
     ] = None,
     now: Annotated[
-        datetime | None, typer.Option(help="End of the window (UTC) instead of the clock.")
+        datetime | None,
+        typer.Option(help="End of the window (UTC, or with an offset) instead of the clock."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -121,11 +131,11 @@ def discover(
     listeners: list[Listener] = [lambda event: begun.add(event.run_id), listener_for_terminal()]
     live = LiveEvents(websocket_port, stop) if websocket_port is not None else None
     if live:
+        print(f"live events on port {live.port}: see {live.client_file}", file=sys.stderr)
         listeners.append(live)
     try:
         with stop_on_signals(stop):
-            end = now.replace(tzinfo=UTC) if now else None
-            manifest = run_job(options, resume=resume, now=end, listeners=listeners, stop=stop)
+            manifest = run_job(options, resume=resume, now=now, listeners=listeners, stop=stop)
     except BaseException as error:
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):
@@ -137,18 +147,24 @@ def discover(
     finally:
         if live:
             live.close()
-    if as_json:
-        print(json.dumps(manifest, sort_keys=True))
-    else:
-        show_run(output / manifest["run_id"], manifest)
-    if not manifest["quality"]["gate"]["passed"] and not no_gate:
+    try:
+        if as_json:
+            print(json.dumps(manifest, sort_keys=True))
+        else:
+            show_run(output / manifest["run_id"], manifest)
+        sys.stdout.flush()
+    except OutputLostError as lost:
+        # What came of the run stands, and so does its exit code.
+        if lost.exit_code:
+            print(f"{lost}; attn runs show {manifest['run_id']} prints it again", file=sys.stderr)
+    if not was_served(manifest):
         raise typer.Exit(GATE_FAILED)
 
 
 def resume_command(options: DiscoverOptions, run_id: str) -> str:
     """The command that finishes a run in the way that it was started."""
     words = ["attn", "discover", "--db", options.db, "--output", options.output, "--resume", run_id]
-    kept = ("long_running", "no_gate", "scheduler", "max_memory_gb", "tokenizer")
+    kept = ("long_running", "scheduler", "max_memory_gb", "tokenizer")
     for name, value in options.some(*kept).items():
         if value not in (None, False):
             words += [option_name(name)] if value is True else [option_name(name), str(value)]

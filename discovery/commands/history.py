@@ -4,14 +4,14 @@ which runs can be deleted."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from capture_kernels.errors import ArtifactError, RunError
-from discovery.artifacts.read import Artifacts, read_manifest
+from discovery.artifacts.read import Artifacts
 from discovery.artifacts.schema import Manifest
 from discovery.describe.ranges import joined
 from discovery.runs import folder as runs
@@ -37,8 +37,8 @@ def diff(
     first: RunId, second: RunId, output: Output = Path("discovery_outputs"), as_json: AsJson = False
 ) -> None:
     """What changed from one run to another of its lineage: clusters, zones, quality."""
-    readable = manifests(survey(output))
-    given = [read_manifest(runs.run_folder(output, run)) for run in (first, second)]
+    readable, unreadable = runs_in(output)
+    given = [manifest_of(output, run, readable, unreadable) for run in (first, second)]
     before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
     known = history.ancestry(after["run_id"], readable)
     history.check_descent(before, after, known)
@@ -47,7 +47,7 @@ def diff(
     says = [] if before is given[0] else [
         f"{after['run_id']} is the later of the two: this is what changed up to it"
     ]  # fmt: skip
-    says += diff_in_words(found)
+    says += diff_in_words(found, unreadable)
     if as_json:
         print(json.dumps({**found, "says": says}))
         return
@@ -66,18 +66,27 @@ def lineage(
     as_json: AsJson = False,
 ) -> None:
     """The life of a cluster id: where it came from, its share in each run, how it ended."""
-    readable = manifests(survey(output))
-    manifest = read_manifest(runs.run_folder(output, run))
+    readable, unreadable = runs_in(output)
+    manifest = manifest_of(output, run, readable, unreadable)
     known = history.ancestry(manifest["run_id"], readable)
-    own = {r: own_clusters(output, readable[r]) for r in known.runs if r in readable}
+    own = {}
+    for run_id in known.runs:
+        if run_id in readable:
+            try:
+                own[run_id] = own_clusters(output, readable[run_id])
+            except ArtifactError as error:
+                if run_id == manifest["run_id"]:
+                    raise
+                unreadable[run_id] = str(error)
+    known = known._replace(gone=tuple(run_id for run_id in known.runs if run_id not in own))
     seen = history.clusters_by_run(known, readable, own)
     found = history.story(cluster, manifest, known, seen)
     if found is None:
         raise ArtifactError(
             f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
-            + elsewhere(cluster, output, readable, seen[manifest["run_id"]])
+            + elsewhere(cluster, readable, seen[manifest["run_id"]])
         )
-    says = story_in_words(found)
+    says = story_in_words(found, unreadable)
     print(json.dumps({**found, "says": says}) if as_json else "\n".join(says))
 
 
@@ -118,6 +127,22 @@ def gc(
     print(f"{count}{would} deleted, {in_bytes(done['bytes'])} freed")
 
 
+def runs_in(output: Path) -> tuple[dict[str, Manifest], dict[str, str]]:
+    """By run id the manifests that can be read, and why others cannot."""
+    found = survey(output)
+    return manifests(found), {run.run_id: run.reason for run in found if run.reason}
+
+
+def manifest_of(
+    output: Path, run: str, readable: dict[str, Manifest], unreadable: dict[str, str]
+) -> Manifest:
+    """The manifest of a run that the user named; ArtifactError says why there is none."""
+    run_id = runs.run_folder(output, run).name
+    if run_id not in readable:
+        raise ArtifactError(unreadable.get(run_id, f"{output / run_id} holds no finished run"))
+    return readable[run_id]
+
+
 def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]:
     """The clusters of a run by id, from its own table.
 
@@ -129,15 +154,19 @@ def own_clusters(output: Path, manifest: Manifest) -> dict[int, history.Cluster]
     return {row["cluster_id"]: history.Cluster(row["label"], row["share"]) for row in rows}
 
 
-def elsewhere(
-    cluster: int, output: Path, readable: dict[str, Manifest], there: history.Clusters
-) -> str:
+def elsewhere(cluster: int, readable: dict[str, Manifest], there: history.Clusters) -> str:
     """Where else an id that was not found is known, or which ids are."""
     for run_id in sorted(readable, key=runs.run_order, reverse=True):
-        changed = {event["cluster_id"] for event in history.history(readable[run_id])}
-        if cluster in changed or cluster in own_clusters(output, readable[run_id]):
+        lineage = readable[run_id].get("lineage") or {}
+        events = [*lineage.get("events", []), *history.history(readable[run_id])]
+        if any(event["cluster_id"] == cluster for event in events):
             return f": it is one of run {run_id}, use --run {run_id}"
     return f": its clusters are {', '.join(map(str, sorted(there))) or 'none'}"
+
+
+def gone_in_words(gone: list[str], unreadable: Mapping[str, str]) -> str:
+    """Runs that are not there any more, each with the reason if it is damaged."""
+    return ", ".join(f"{run} ({unreadable[run]})" if run in unreadable else run for run in gone)
 
 
 def percent(share: float | None) -> str:
@@ -161,7 +190,7 @@ def ids(clusters: Iterable[int]) -> str:
     return joined([str(cluster) for cluster in clusters]) or "none"
 
 
-def diff_in_words(found: dict[str, Any]) -> list[str]:
+def diff_in_words(found: dict[str, Any], unreadable: Mapping[str, str]) -> list[str]:
     """The lines on what `compare` found: clusters by falling share, then zones and quality."""
     changed = found["merged"] + found["split"] + found["born"] + found["died"]
     changed.sort(key=lambda one: -one.get("share", one.get("share_then")))
@@ -174,8 +203,9 @@ def diff_in_words(found: dict[str, Any]) -> list[str]:
     if gone := found["deleted_between"]:
         lines.append(
             f"between them {plural(len(gone), 'run')} known of "
-            f"{'is' if len(gone) == 1 else 'are'} deleted ({', '.join(gone)}): "
-            "compared by cluster ids and the history that the later run keeps"
+            f"{'is' if len(gone) == 1 else 'are'} deleted or damaged: "
+            f"{gone_in_words(gone, unreadable)}; compared by cluster ids and the history that "
+            "later runs keep"
         )
     lines += map(_change, changed)
     lines += [
@@ -225,10 +255,12 @@ def _change(one: dict[str, Any]) -> str:
     return f"born: {named}{f', off {through}' if through else ''}{where}"
 
 
-def story_in_words(found: dict[str, Any]) -> list[str]:
+def story_in_words(found: dict[str, Any], unreadable: Mapping[str, str]) -> list[str]:
     """The lines on what `story` found, in the order in which it happened."""
     born, ended, labels = found["born"], found["ended"], found["labels"]
-    begun = f"split off from {ids(born['parents'])}" if born["parents"] else "born"
+    begun = {"seen": "first known"}.get(born["event"], "born")
+    if born["parents"]:
+        begun = f"split off from {ids(born['parents'])}"
     happened = [(born["run_id"], begun)]
     happened += [(e["run_id"], f"took in {ids(e['cluster_ids'])}") for e in found["absorbed"]]
     happened += [(e["run_id"], f"{ids(e['cluster_ids'])} came off") for e in found["came_off"]]
@@ -241,7 +273,7 @@ def story_in_words(found: dict[str, Any]) -> list[str]:
     label = f' "{labels[-1]["label"]}"' if labels else ""
     lines = [f"cluster {found['cluster_id']}{label}"]
     lines += [f"{run_id}  {what}" for run_id, what in happened]
-    shares = [run["share"] for run in found["nights"]]
+    shares = [run["share"] for run in found["runs"]]
     known = [share for share in shares if share is not None]
     reach = f"  {percent(known[0])} -> {percent(known[-1])} of the rows" if known else ""
     lines.append(f"{plural(len(shares), 'run')}: {sparkline(shares)}{reach}")
@@ -250,8 +282,8 @@ def story_in_words(found: dict[str, Any]) -> list[str]:
         lines.append(f"called {', '.join(called)}")
     if gone := found["deleted_runs"]:
         lines.append(
-            f"deleted since: {plural(len(gone), 'run')} of these ({', '.join(gone)}), "
-            "and there may have been more"
+            f"deleted or damaged since: {plural(len(gone), 'run')} of these "
+            f"({gone_in_words(gone, unreadable)}), and there may have been more"
         )
     return lines
 

@@ -30,7 +30,8 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
     """List all runs, oldest first."""
     latest = runs.latest_id(output)
     rows = []
-    for run in survey(output):
+    found = survey(output)
+    for run in found:
         is_latest = run.finished and run.run_id == latest
         row = {"run_id": run.run_id, "state": "latest" if is_latest else run.state}
         if run.reason:
@@ -52,6 +53,9 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
             table.add_row(row["run_id"], row["state"], count, str(row.get("clusters", "")), noise,
                           row.get("model", ""))  # fmt: skip
         console().print(table)
+        for run in found:
+            if run.reason:
+                print(f"{run.run_id}: {run.reason}")
 
 
 @app.command("show")
@@ -92,7 +96,14 @@ def show_run(folder: Path, manifest: Manifest) -> None:
     )
 
 
+class Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which ends quietly; rich would exit with code 1."""
+        raise
+
+
 def console() -> Console:
     """Standard output; 160 columns if it is not a terminal."""
     # No markup: a label may hold a token such as [/INST].
-    return Console(width=None if sys.stdout.isatty() else 160, markup=False)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Screen(width=None if terminal else 160, markup=False)

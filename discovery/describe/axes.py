@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats
 from capture_kernels.fingerprint.vector import DEPTHS, HIST_BINS, LAYERED_BAND_EDGES, Layout
 
 from .ranges import joined, named_depths, ranges_in_words, runs, shape_bins
@@ -22,9 +22,7 @@ BANDS = (slice(0, 3), slice(3, 8), slice(8, HIST_BINS))
 ENTROPY = 3
 
 
-def axes_in_words(
-    components: NDArray[np.float32], explained: NDArray[np.float64], layout: Layout
-) -> list[dict[str, Any]]:
+def axes_in_words(components: Floats, explained: Doubles, layout: Layout) -> list[dict[str, Any]]:
     """What a low and a high value on each axis mean, most variance first.
 
     Args:
@@ -43,7 +41,7 @@ def axes_in_words(
     return out
 
 
-def _end(loadings: NDArray[np.float64], layout: Layout, sign: int) -> str:
+def _end(loadings: Doubles, layout: Layout, sign: int) -> str:
     """One end of an axis: the ranges, bands and entropies that are larger there."""
     ranges, bands, widths = _distinct_loadings(loadings, layout)
     # Relative to the largest of this end, unless that is negligible beside the other end's.
@@ -64,9 +62,7 @@ def _end(loadings: NDArray[np.float64], layout: Layout, sign: int) -> str:
     return joined(words) if words else "less of that"
 
 
-def _distinct_loadings(
-    loadings: NDArray[np.float64], layout: Layout
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def _distinct_loadings(loadings: Doubles, layout: Layout) -> tuple[Doubles, Doubles, Doubles]:
     """Loadings of the histogram bins, of the bands, and of the entropies, without redundancy.
 
     In log16 the bands are sums of the bins, and in layered the entropy is the mean over the depths:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, on_host
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, array_module, on_host
 from pipeline.record import KEY
 
 
@@ -17,17 +16,12 @@ class Candidates(NamedTuple):
     """Rows of one chunk that may be exemplars: their indices int64[m] in it, and their distance
     float32[m] from the target of their cluster; on the host."""
 
-    row: NDArray[np.int64]
-    apart: NDArray[np.float32]
+    row: Ints
+    apart: Floats
 
 
 def candidates(
-    projected: NDArray[np.float32],
-    label: NDArray[np.int32],
-    request: NDArray[np.int32],
-    targets: NDArray[np.float32],
-    reach: NDArray[np.float64],
-    most: int,
+    projected: Floats, label: Int32s, request: Int32s, targets: Floats, reach: Doubles, most: int
 ) -> Candidates:
     """The `most` rows of each cluster nearest to its target and within reach, one of a request; of
     equally near rows the first.
@@ -71,7 +65,7 @@ class Exemplars:
         self.reach = np.full(clusters, np.inf)
         self._added = 0
 
-    def add(self, found: Candidates, label: NDArray[np.int32], batch: pa.RecordBatch) -> None:
+    def add(self, found: Candidates, label: Int32s, batch: pa.RecordBatch) -> None:
         """Add the candidates of the next chunk, within `reach` as it is now or was earlier.
 
         Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import chain, combinations, combinations_with_replacement, product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles
 from capture_kernels.fingerprint.vector import Layout
 
 from .profiles import ENTROPY, Profile
@@ -30,7 +30,7 @@ def eased_phrases(profile: Profile, layout: Layout) -> set[str]:
     return found
 
 
-def _near_bumps(heights: NDArray[np.float64]) -> list[list[Bins]]:
+def _near_bumps(heights: Doubles) -> list[list[Bins]]:
     """One range or two that hold every high bin and no low one: the bumps, whichever of the bins
     near the cut are included."""
     top = float(heights.max())
@@ -88,7 +88,7 @@ def focus_phrases(
     return ["no one distance" if layout is Layout.LOG16 else "no one place"]
 
 
-def unusual_mass(profile: Profile, layout: Layout) -> NDArray[np.float64]:
+def unusual_mass(profile: Profile, layout: Layout) -> Doubles:
     """How much more than usual the mean row looks at each bin, float64[16 or 8].
 
     It is a difference of square roots, as in the PCA that the clusters are found in.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import array_module, on_host
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask, array_module, on_host
 from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.record import PHASES
@@ -31,8 +31,8 @@ class TokenCounts(NamedTuple):
     """Token ids, ascending int64[m], and the rows with each, int64[m]; `rows` have any token,
     including ids that were too rare to be kept."""
 
-    ids: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    ids: Ints
+    counts: Ints
     rows: int
 
 
@@ -55,9 +55,9 @@ class Profile:
 
     size: int
     share: float
-    centroid: NDArray[np.float64]
-    usual: NDArray[np.float64]
-    octaves: NDArray[np.float64]
+    centroid: Doubles
+    usual: Doubles
+    octaves: Doubles
     oldest: float
     usual_oldest: float
     log2_keys: float
@@ -86,13 +86,13 @@ class Profiles:
     def add(
         self,
         *,
-        vectors: NDArray[np.float32],
-        label: NDArray[np.int32],
+        vectors: Floats,
+        label: Int32s,
         phase: NDArray[np.integer],
         zone: NDArray[np.int8],
-        octave: NDArray[np.int64],
-        token_ids: NDArray[np.int32],
-        has_token: NDArray[np.bool_],
+        octave: Ints,
+        token_ids: Int32s,
+        has_token: Mask,
     ) -> None:
         """Add a chunk of n rows, whose columns are all on one device.
 
@@ -126,7 +126,7 @@ class Profiles:
             total += getattr(other, name)
         self._count_pairs(other._pairs, other._pair_counts)
 
-    def _count_pairs(self, new: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    def _count_pairs(self, new: Ints, counts: Ints) -> None:
         index = np.searchsorted(self._pairs, new)
         known = index < len(self._pairs)
         known[known] = self._pairs[index[known]] == new[known]
@@ -150,7 +150,7 @@ class Profiles:
     def _profile(self, groups: slice) -> Profile:
         log16 = self.layout is Layout.LOG16
 
-        def oldest(by_octave: NDArray[np.float64]) -> float:
+        def oldest(by_octave: Doubles) -> float:
             return log16 * float(by_octave[:, 4:].diagonal()[4:].sum())
 
         rows, all_rows = self._rows[groups].sum(axis=0), self._rows.sum(axis=0)
@@ -185,9 +185,7 @@ class Profiles:
         return TokenCounts(unique, counts, int(self._token_rows[groups].sum()))
 
 
-def sums_by_cell(
-    vectors: NDArray[np.float32], cell: NDArray[np.int64], cells: int
-) -> NDArray[np.float64]:
+def sums_by_cell(vectors: Floats, cell: Ints, cells: int) -> Doubles:
     """Sums of the vectors of each cell: float64[cells, 20], on the host.
 
     Args:

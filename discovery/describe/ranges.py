@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Mask
 from capture_kernels.fingerprint.vector import DEPTHS, HIST_BINS, PLACE_BINS, Layout
 
 PARTS = ("eighth", "quarter", "three eighths", "half", "five eighths", "three quarters",
@@ -29,13 +30,13 @@ class Bins(NamedTuple):
         return self.high - self.low + 1
 
 
-def runs(inside: NDArray[np.bool_]) -> list[Bins]:
+def runs(inside: Mask) -> list[Bins]:
     """The runs of true values of bool[b], first to last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
     return [Bins(int(start), int(end) - 1) for start, end in edges.reshape(-1, 2)]
 
 
-def bumps(heights: NDArray[np.float64], cut: float, most: int) -> list[Bins]:
+def bumps(heights: Doubles, cut: float, most: int) -> list[Bins]:
     """The highest ranges of a histogram, highest first, at most `most`.
 
     A bump is a run of bins that are at least `cut` times the highest of all.
@@ -48,7 +49,7 @@ def bumps(heights: NDArray[np.float64], cut: float, most: int) -> list[Bins]:
     return sorted(found, key=lambda b: -float(heights[b.low : b.high + 1].max()))[:most]
 
 
-def shortest_half(histogram: NDArray[np.float64]) -> Bins:
+def shortest_half(histogram: Doubles) -> Bins:
     """The fewest adjacent bins of float64[b] that hold half of the mass; of two, the heavier."""
     ranges = (Bins(*ends) for ends in combinations_with_replacement(range(len(histogram)), 2))
     enough = [b for b in ranges if b.mass(histogram) >= histogram.sum() / 2]

@@ -11,8 +11,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles
 from pipeline.token_text import BLANK, LINE_BREAK, TAB, TokenText
 
 from .profiles import TokenCounts
@@ -150,8 +150,8 @@ class RunTokens:
         return sorted(groups, key=lambda g: (-g.share * np.log2(max(g.lift, 1e-9)), g.phrase))
 
     def _lifts(
-        self, inside: NDArray[np.float64], outside: NDArray[np.float64], rows: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        self, inside: Doubles, outside: Doubles, rows: int
+    ) -> tuple[Doubles, Doubles, Doubles]:
         """Share, lift, and the lower bound of the lift (Wilson 1927), float64[m] each."""
         rows = max(rows, 1)
         share = inside / rows

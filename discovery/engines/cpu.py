@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
+
 from .protocol import Clustering, Search
 
 LIBRARIES = ("numpy", "scipy", "scikit-learn", "umap-learn", "numba", "hdbscan")
@@ -41,7 +43,7 @@ class CpuEngine:
 
     def __init__(self) -> None:
         self.versions = {library: version(library) for library in LIBRARIES}
-        self._last_tree: tuple[weakref.ref[NDArray[np.float32]], int, Any] | None = None
+        self._last_tree: tuple[weakref.ref[Floats], int, Any] | None = None
 
     def __reduce__(self) -> tuple[type[CpuEngine], tuple[()]]:
         return CpuEngine, ()  # another process builds its own tree
@@ -52,12 +54,10 @@ class CpuEngine:
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
-    def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
+    def search(self, fit: Floats, k: int, seed: int) -> Search:
         return Search("exact", 1.0)
 
-    def neighbors(
-        self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def neighbors(self, fit: Floats, queries: Floats, k: int) -> tuple[Int32s, Floats]:
         if not len(queries):  # brute force refuses them
             return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
         tree = self._tree(fit, k)
@@ -70,7 +70,7 @@ class CpuEngine:
             distances, indices = search.kneighbors(queries)
         return indices.astype(np.int32), distances.astype(np.float32)
 
-    def _tree(self, fit: NDArray[np.float32], k: int) -> Any:
+    def _tree(self, fit: Floats, k: int) -> Any:
         """The k-d tree of these rows, None where it would not be the faster search. The last one is
         kept while its array lives: stages search the same rows chunk by chunk, and do not change
         them."""
@@ -90,13 +90,13 @@ class CpuEngine:
 
     def layout(
         self,
-        fit: NDArray[np.float32],
-        neighbors: tuple[NDArray[np.int32], NDArray[np.float32]],
-        init: NDArray[np.float32],
+        fit: Floats,
+        neighbors: tuple[Int32s, Floats],
+        init: Floats,
         min_dist: float,
         seed: int,
         on_epoch: Callable[[int, int], None],
-    ) -> NDArray[np.float32]:
+    ) -> Floats:
         from tqdm.auto import tqdm
 
         from .compiled import umap_class
@@ -127,11 +127,7 @@ class CpuEngine:
                 raise
 
     def cluster(
-        self,
-        points: NDArray[np.float32],
-        min_cluster_size: int,
-        min_samples: int,
-        max_cluster_size: int,
+        self, points: Floats, min_cluster_size: int, min_samples: int, max_cluster_size: int
     ) -> Clustering:
         from hdbscan import HDBSCAN
 
@@ -146,7 +142,7 @@ class CpuEngine:
         return by_size(model.labels_, model.probabilities_, np.asarray(model.cluster_persistence_))
 
 
-def prunes(fit: NDArray[np.float32], k: int) -> bool:
+def prunes(fit: Floats, k: int) -> bool:
     """Whether a k-d tree is the faster of two exact searches; counted, not timed, so that a resumed
     run chooses the same. It is for fingerprints, and is not for noise, which fills all dimensions.
     """
@@ -187,11 +183,7 @@ class EpochCounter(io.TextIOBase):
         return len(text)
 
 
-def by_size(
-    labels: NDArray[np.int64],
-    probabilities: NDArray[np.float64],
-    persistence: NDArray[np.float64],
-) -> Clustering:
+def by_size(labels: Ints, probabilities: Doubles, persistence: Doubles) -> Clustering:
     """Number clusters by falling size, so that a number does not depend on the library's order."""
     sizes = np.bincount(labels[labels >= 0], minlength=len(persistence))
     order = np.argsort(-sizes, kind="stable")

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
+
+from capture_kernels.arrays import Doubles, Floats, Int32s
 
 
 class Clustering(NamedTuple):
@@ -20,9 +21,9 @@ class Clustering(NamedTuple):
     labels int32[n] (-1: noise), probabilities float32[n] in [0, 1], persistence float64[clusters].
     """
 
-    labels: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    persistence: NDArray[np.float64]
+    labels: Int32s
+    probabilities: Floats
+    persistence: Doubles
 
 
 class Search(NamedTuple):
@@ -59,12 +60,10 @@ class Engine(Protocol):
     def host(self, array: Any) -> NDArray[Any]:
         """What `array` or work on it gave, as a NumPy array."""
 
-    def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
+    def search(self, fit: Floats, k: int, seed: int) -> Search:
         """How `neighbors` finds the k nearest of these rows; the same wherever it is asked."""
 
-    def neighbors(
-        self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def neighbors(self, fit: Floats, queries: Floats, k: int) -> tuple[Int32s, Floats]:
         """The k nearest fit rows of each query: int32[m, k] and Euclidean float32[m, k], ascending.
 
         Exact in two dimensions and for few fit rows; `search` says whether it is for many.
@@ -76,13 +75,13 @@ class Engine(Protocol):
 
     def layout(
         self,
-        fit: NDArray[np.float32],
-        neighbors: tuple[NDArray[np.int32], NDArray[np.float32]],
-        init: NDArray[np.float32],
+        fit: Floats,
+        neighbors: tuple[Int32s, Floats],
+        init: Floats,
         min_dist: float,
         seed: int,
         on_epoch: Callable[[int, int], None],
-    ) -> NDArray[np.float32]:
+    ) -> Floats:
         """The UMAP map of the fit rows: float32[n, 2], reproducible from the neighbours.
 
         Args:
@@ -94,10 +93,6 @@ class Engine(Protocol):
         """
 
     def cluster(
-        self,
-        points: NDArray[np.float32],
-        min_cluster_size: int,
-        min_samples: int,
-        max_cluster_size: int,
+        self, points: Floats, min_cluster_size: int, min_samples: int, max_cluster_size: int
     ) -> Clustering:
         """HDBSCAN of the map points float32[n, 2], with no cluster above `max_cluster_size`."""

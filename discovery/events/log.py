@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import msgspec
 
 from capture_kernels.errors import WriteError
 
-from .schema import Event, Progress, StageName
+from .schema import Event, ListenerFailed, Progress, StageName
 
 Listener = Callable[[Event], None]
 
@@ -21,29 +23,37 @@ Listener = Callable[[Event], None]
 BURST, PER_SECOND = 10, 5
 
 
+@dataclass(eq=False)
 class EventLog:
     """Appends events to `<run_id>/progress.jsonl` and passes them to the listeners.
 
-    `clock` gives seconds; it only decides which progress events are reported.
+    A listener that raises an exception gets no more events: a run does not end because nobody
+    watches it. The next event of the log says so. A line that a killed job left unfinished is cut
+    off.
 
-    Raises (all methods):
-        WriteError: the log cannot be written.
+    Raises (all methods but `close`):
+        WriteError: the log cannot be written. Its listeners get the event all the same.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        run_id: str,
-        listeners: list[Listener],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._file = path.open("ab")
-        self._run_id = run_id
-        self._listeners = listeners
-        self._clock = clock
+    path: Path
+    run_id: str
+    listeners: list[Listener]
+    clock: Callable[[], float] = time.monotonic  # seconds, to decide which progress is reported
+
+    def __post_init__(self) -> None:
+        try:
+            # Without a buffer, a line that cannot be written is not tried again on closing.
+            self._file = self.path.open("a+b", buffering=0)
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        self._listeners = list(self.listeners)
+        # Why listeners failed since the last event.
+        self._failed: list[str] = []
         # A token bucket: progress events that may be reported now.
         self._tokens = 0.0
-        self._refilled_at = clock()
+        self._refilled_at = self.clock()
         self._stage: StageName | None = None
         # Progress that was not reported yet.
         self._pending: dict[str, Any] = {}
@@ -51,7 +61,7 @@ class EventLog:
     def chunk_done(self, stage: StageName, done: int, total: int) -> None:
         """Report progress, unless there was too much of it lately. The first and the last chunk of
         a stage, and the newest one before any other event, are always reported."""
-        now = self._clock()
+        now = self.clock()
         refill = (now - self._refilled_at) * PER_SECOND if stage == self._stage else BURST
         self._tokens = min(BURST, self._tokens + refill)
         self._refilled_at, self._stage = now, stage
@@ -71,18 +81,34 @@ class EventLog:
             self._record(Progress, pending)
 
     def _record(self, kind: type[Event], fields: dict[str, Any]) -> None:
+        failed, self._failed = self._failed, []
+        for reason in failed:
+            self._record(ListenerFailed, {"reason": reason})
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        event = kind(run_id=self._run_id, at=at, **fields)
+        event = kind(run_id=self.run_id, at=at, **fields)
         try:
-            self._file.write(msgspec.json.encode(event) + b"\n")
-            # A reader in another process needs it now, and so does a run that is killed next.
-            self._file.flush()
+            self._write(msgspec.json.encode(event) + b"\n")
+        finally:
+            for listener in list(self._listeners):
+                try:
+                    listener(event)
+                except Exception as error:  # noqa: BLE001
+                    self._listeners.remove(listener)
+                    self._failed.append(f"{type(error).__name__}: {error}")
+
+    def _write(self, line: bytes) -> None:
+        """Append a line as a whole, at once: a reader in another process needs it now, and so does
+        a run that is killed next."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
-            raise WriteError(
-                f"cannot write {self._file.name}: {error.strerror}; free space and resume"
-            ) from error
-        for listener in self._listeners:
-            listener(event)
+            self._file.truncate(end)
+            raise self._cannot_write(error) from error
 
     def close(self) -> None:
         self._file.close()
+
+    def _cannot_write(self, error: OSError) -> WriteError:
+        return WriteError(f"cannot write {self.path}: {error.strerror}; free space and resume")

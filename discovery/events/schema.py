@@ -45,6 +45,7 @@ class RunStarted(Event, tag="run_started"):
     """A run begins, or one that was stopped continues from its checkpoint (`resumed`).
 
     engine: the engine and where chunks are computed, in words. rows: of the model in the window.
+    outdated: why nothing of the checkpoint is used; only if nothing is.
     """
 
     resumed: bool
@@ -52,6 +53,7 @@ class RunStarted(Event, tag="run_started"):
     model: str
     layout: LayoutName
     rows: Count
+    outdated: str | UnsetType = UNSET
 
 
 class StageStarted(Event, tag="stage_started"):
@@ -145,6 +147,12 @@ class RunPaused(Event, tag="run_paused"):
 
 class RunResumed(Event, tag="run_resumed"):
     """A paused run continues."""
+
+
+class ListenerFailed(Event, tag="listener_failed"):
+    """One that was shown the events, as the terminal is, failed and is shown no more of them."""
+
+    reason: str
 
 
 class RunInterrupted(Event, tag="run_interrupted"):

@@ -65,7 +65,8 @@ def line_of(event: Event) -> str | None:
     match event:
         case RunStarted():
             resumed = " resumed" if event.resumed else ""
-            return f"run {event.run_id}{resumed}: {event.engine}"
+            outdated = f"; {event.outdated}" if event.outdated else ""
+            return f"run {event.run_id}{resumed}: {event.engine}{outdated}"
         case RunPaused():
             return "paused by a client, until one resumes or stops the run; Ctrl+C stops it too"
         case RunResumed():

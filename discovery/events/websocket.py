@@ -1,6 +1,7 @@
 """Live progress and steering: a run's events over a WebSocket, and commands back.
 
-It listens on 127.0.0.1 and refuses browser pages. A client gets `hello`, then the events so far
+It listens on 127.0.0.1, refuses browser pages, and takes only clients that send the token in
+`client_file`, which no other user can read. A client gets `hello`, then the events so far
 that are still current, then each event as it happens. `schema.py` defines all messages,
 docs/operations.md describes the commands.
 """
@@ -8,15 +9,23 @@ docs/operations.md describes the commands.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import os
+import secrets
 import socket
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from websockets.asyncio.server import ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
 
 from capture_kernels.errors import OptionError
 from discovery.execution.stopping import StopRequest
@@ -72,14 +81,55 @@ REPLACED: dict[type[Event], type[Event]] = {
 }
 
 
+def client_file(port: int) -> Path:
+    """Where the run that serves on a port says how to connect: JSON, {"url": ..., "token": ...}.
+
+    It is in a folder of this user's, below $XDG_RUNTIME_DIR, or else the folder for temporary
+    files.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"attn-{os.getuid()}" / f"websocket-{port}.json"
+
+
+def write_client_file(port: int, token: str) -> Path:
+    """Write `client_file` so that only this user can read it.
+
+    Raises:
+        OptionError: it cannot be written, or its folder is open to others.
+    """
+    path = client_file(port)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = path.parent.lstat()
+        # Another user may have made it first, in a folder that all may write to.
+        if (
+            folder.st_uid != os.getuid()
+            or stat.S_IMODE(folder.st_mode) & 0o077
+            or not stat.S_ISDIR(folder.st_mode)
+        ):
+            raise OptionError(
+                f"{path.parent} is open to other users: remove it, or set XDG_RUNTIME_DIR"
+            )
+        path.unlink(missing_ok=True)
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(msgspec.json.encode({"url": f"ws://{HOST}:{port}", "token": token}))
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+    return path
+
+
 class LiveEvents:
     """A listener that serves the events on a port and passes commands to `stop`.
 
     One thread with its own event loop serves all clients; only `__call__` and `close` are called
     from outside it.
 
+    Args:
+        port: 0 takes a free one. `port` holds the one that was taken, `client_file` what clients
+            need.
+
     Raises:
-        OptionError: the port is taken or not allowed.
+        OptionError: the port is taken or not allowed, or `client_file` cannot be written.
     """
 
     def __init__(self, port: int, stop: StopRequest) -> None:
@@ -89,6 +139,13 @@ class LiveEvents:
             raise OptionError(
                 f"cannot serve on port {port}: {error}; choose --websocket-port"
             ) from None
+        self.port: int = listening.getsockname()[1]
+        self._token = secrets.token_urlsafe(32)
+        try:
+            self.client_file = write_client_file(self.port, self._token)
+        except OptionError:
+            listening.close()
+            raise
         self._stop = stop
         self._backlog = Backlog()
         self._clients: set[ServerConnection] = set()
@@ -102,6 +159,7 @@ class LiveEvents:
 
     def close(self) -> None:
         """Send every client its last events, for a few seconds at most, and stop serving."""
+        self.client_file.unlink(missing_ok=True)
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(2 * CLOSE_SECONDS)
 
@@ -114,7 +172,7 @@ class LiveEvents:
         server = await serve(
             self._follow, sock=listening, origins=[None], compression=None, max_size=MOST_BYTES,
             open_timeout=5, close_timeout=CLOSE_SECONDS, logger=LOG,
-            create_connection=limited_to(connections),
+            create_connection=limited_to(connections), process_request=self._refuse_strangers,
         )  # fmt: skip
         await self._closing.wait()
         server.close(close_connections=False)
@@ -122,6 +180,16 @@ class LiveEvents:
         for connection in list(connections):
             connection.transport.abort()
         await server.wait_closed()
+
+    def _refuse_strangers(self, connection: ServerConnection, request: Request) -> Response | None:
+        """401 for a client without the token."""
+        given = request.headers.get("Authorization", "")
+        if hmac.compare_digest(given.encode(errors="replace"), f"Bearer {self._token}".encode()):
+            return None
+        return connection.respond(
+            HTTPStatus.UNAUTHORIZED,
+            f"send 'Authorization: Bearer TOKEN' with the token in {client_file(self.port)}\n",
+        )
 
     def _broadcast(self, event: Event) -> None:
         message = msgspec.json.encode(event)

@@ -12,10 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import AttnError, RunError
 from discovery.engines.gpu_memory import gpu_memory_errors
+
+from .dask_cluster import check_processes_start
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -28,26 +31,19 @@ MOST_LOSSES = 3
 CHECK_EVERY, NONE_FOR = 5.0, 120.0
 
 
+@dataclass(eq=False)
 class Flight:
     """Chunks whose results are still to come, in order.
-
-    Args:
-        client: of the cluster.
-        function: called on a worker as `function(*shared, chunk)`.
-        shared: goes to every worker once.
 
     Raises (all methods):
         RunError: the cluster cannot do it. What `function` raises is raised as it is.
     """
 
-    def __init__(
-        self, client: Client, function: Callable[..., Any], shared: tuple[Any, ...]
-    ) -> None:
-        self._client = client
-        self._function = function
-        self._shared = shared
-        self._remote: list[Future] | None = None
-        self._under_way: deque[tuple[Any, Future]] = deque()
+    client: Client  # of the cluster
+    function: Callable[..., Any]  # called on a worker as `function(*shared, chunk)`
+    shared: tuple[Any, ...]  # goes to every worker once
+    _remote: list[Future] | None = field(default=None, init=False)
+    _under_way: deque[tuple[Any, Future]] = field(default_factory=deque, init=False)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -104,25 +100,28 @@ class Flight:
             except TimeoutError:
                 if self._has_workers():
                     seen = time.monotonic()
-            if time.monotonic() - seen > NONE_FOR:
+            none_for = time.monotonic() - seen
+            if none_for > NONE_FOR:
                 raise TimeoutError(f"it had no workers for {NONE_FOR:g} seconds")
+            if none_for > CHECK_EVERY and self.client.cluster is not None:
+                check_processes_start()
 
     def _has_workers(self) -> bool:
-        if self._client.status == "closed":
+        if self.client.status == "closed":
             raise OSError("its scheduler is gone")
-        if self._client.status != "running":
+        if self.client.status != "running":
             # It is reconnecting to the scheduler: what it knows about workers is out of date.
             return False
-        cluster = self._client.cluster
+        cluster = self.client.cluster
         if cluster is not None:
             # It gives up on a worker that dies as it starts; scaled again, it starts another.
             cluster.scale(len(cluster.worker_spec))
-        return bool(self._client.scheduler_info(n_workers=-1)["workers"])
+        return bool(self.client.scheduler_info(n_workers=-1)["workers"])
 
     def _submit(self, chunk: Any) -> Future:
         if self._remote is None:
             self._remote = self._spread()
-        return self._client.submit(on_worker, self._function, *self._remote, chunk, pure=False)
+        return self.client.submit(on_worker, self.function, *self._remote, chunk, pure=False)
 
     def _spread(self) -> list[Future]:
         """The shared data on all workers."""
@@ -131,8 +130,8 @@ class Flight:
             try:
                 # In a list: some versions take a named tuple apart.
                 return [
-                    self._client.scatter([item], broadcast=True, hash=False)[0]
-                    for item in self._shared
+                    self.client.scatter([item], broadcast=True, hash=False)[0]
+                    for item in self.shared
                 ]
             except (OSError, KeyError, ValueError) as error:
                 # A worker died meanwhile; the scheduler raises an error about its name.

@@ -6,6 +6,7 @@ Both give the results in the order of the chunks, so a stage does not know which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from capture_kernels.errors import OptionError
@@ -44,44 +45,42 @@ class InlineExecutor:
         """Nothing to release."""
 
 
+@dataclass(eq=False)
 class DaskExecutor:
     """Runs chunks on a Dask cluster: the one at `scheduler`, or a new one on this machine.
 
     A worker that dies is replaced, and its chunks are done again. Only `AHEAD` chunks for each
     worker are held here.
 
-    Args:
-        scheduler: an address; None to start a cluster, to which the other arguments apply.
-        workers: how many.
-        worker_bytes: the memory of each; None for what the machine has.
-        gpus: whether each has a GPU.
-
     Raises:
         OptionError: no scheduler answers at that address, or it has no workers.
         MissingExtraError: `gpus`, and Dask-CUDA is not installed.
+        RunError: the workers of a new cluster cannot start.
     """
 
-    def __init__(
-        self,
-        scheduler: str | None,
-        workers: int = 0,
-        worker_bytes: int | None = None,
-        *,
-        gpus: bool = False,
-    ) -> None:
+    scheduler: str | None  # an address; None to start a cluster, to which the other fields apply
+    workers: int = 0  # how many
+    worker_bytes: int | None = None  # the memory of each; None for what the machine has
+    _: KW_ONLY
+    gpus: bool = False  # whether each has a GPU
+
+    def __post_init__(self) -> None:
         from distributed import Client
 
+        scheduler, gpus = self.scheduler, self.gpus
         self.shares_disk = not scheduler
         self._cluster = None
         if scheduler:
             try:
                 self._client = Client(scheduler, timeout="10s")
-            except (OSError, ValueError, TimeoutError) as error:
+            # RuntimeError and TypeError: Dask's configuration has no keys, or wants them.
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
                 raise OptionError(
-                    f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler"
+                    f"no Dask scheduler answers at {scheduler}: {error}; check --scheduler, and "
+                    "Dask's own TLS configuration (distributed.comm.tls)"
                 ) from None
         else:
-            self._cluster = start_cluster(workers, worker_bytes, gpus=gpus)
+            self._cluster = start_cluster(self.workers, self.worker_bytes, gpus=gpus)
             self._client = Client(self._cluster)
         self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
         if scheduler and not self._workers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,12 +46,11 @@ EXCEEDED = 2
 
 class MemoryPlan(NamedTuple):
     """workers: Dask workers that the job starts, 0 for none; worker_bytes: the limit of each, or
-    None; scratch_bytes: memory for sorting hashes; on_gpus: whether the workers have a GPU each."""
+    None; scratch_bytes: memory for sorting hashes."""
 
     workers: int
     worker_bytes: int | None
     scratch_bytes: int
-    on_gpus: bool = False
 
 
 def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int) -> MemoryPlan:
@@ -66,9 +66,8 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
     """
     own_cluster = options.long_running and options.scheduler is None
     most = (engine.gpus or cores) if own_cluster else 0
-    on_gpus = engine.gpus > 0
     if options.max_memory_gb is None:
-        return MemoryPlan(most, None, SCRATCH_MOST, on_gpus)
+        return MemoryPlan(most, None, SCRATCH_MOST)
     chunk, fitted = min(options.chunk_rows, rows), min(options.fit_rows, rows)
     needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + CHUNK_ROW * chunk
     needed += fitted * (FIT_ROW + FIT_NEIGHBOR * options.umap_neighbors)
@@ -80,27 +79,24 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
             f"--max-memory-gb must be {enough:g} or more for {rows:,} rows; a new run with smaller "
             "--umap-sample-size or --batch-size needs less"
         )
-    worker = ((GPU_WORKER if on_gpus else WORKER) + WORKER_ROW * chunk) * WORKER_HEADROOM
+    worker = ((GPU_WORKER if engine.gpus else WORKER) + WORKER_ROW * chunk) * WORKER_HEADROOM
     if workers := min(most, int(max(0, spare - DASK) // worker)):
-        return MemoryPlan(workers, int((spare - DASK) / workers), SCRATCH_LEAST, on_gpus)
-    return MemoryPlan(0, None, min(SCRATCH_LEAST + int(spare), SCRATCH_MOST), on_gpus)
+        return MemoryPlan(workers, int((spare - DASK) / workers), SCRATCH_LEAST)
+    return MemoryPlan(0, None, min(SCRATCH_LEAST + int(spare), SCRATCH_MOST))
 
 
+@dataclass(eq=False)
 class MemoryWatch:
-    """Measures the memory of this process and its children while the block runs.
+    """Measures the memory of this process and its children while the block runs."""
 
-    Args:
-        limit_gb: `--max-memory-gb`.
-        stop: called once, with a reason and an exit code, when the limit is passed.
-    """
+    limit_gb: float | None  # `--max-memory-gb`
+    stop: Callable[[str, int], None]  # called once, with a reason and an exit code, past the limit
+    peak_gb: float = field(default=0.0, init=False)  # the most memory so far, in 1e9 bytes
 
-    def __init__(self, limit_gb: float | None, stop: Callable[[str, int], None]) -> None:
-        self._limit = math.inf if limit_gb is None else limit_gb
-        self._stop = stop
+    def __post_init__(self) -> None:
+        self._limit = math.inf if self.limit_gb is None else self.limit_gb
         self._own = psutil.Process()
         self._highest = highest_resident()
-        # The most memory so far, in 1e9 bytes.
-        self.peak_gb = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
@@ -123,7 +119,7 @@ class MemoryWatch:
             self.peak_gb = max(self.peak_gb, in_use / 1e9)
             if not reported and self.peak_gb > self._limit:
                 reported = True
-                self._stop(
+                self.stop(
                     f"--max-memory-gb {self._limit:g} was passed ({self.peak_gb:.2f} GB in use): "
                     "resume with more, or begin a new run with a smaller --umap-sample-size or "
                     "--batch-size",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+from capture_kernels.arrays import Doubles, Ints
+from discovery.algorithms.threads import usable_cpus
 
 # Points that a browser can draw at every frame.
 MOST_POINTS = 100_000
@@ -82,14 +84,14 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def even_rows(total: int, most: int) -> NDArray[np.int64]:
+def even_rows(total: int, most: int) -> Ints:
     """The rows of an even, seeded sample of `total`: int64[min(total, most)], ascending."""
     count = min(total, most)
     edges = np.arange(count + 1) * total // max(count, 1)
     return np.random.default_rng(0).integers(edges[:-1], edges[1:])
 
 
-def _take(embedding: Path, metadata: pq.FileMetaData, rows: NDArray[np.int64]) -> pa.Table:
+def _take(embedding: Path, metadata: pq.FileMetaData, rows: Ints) -> pa.Table:
     """The rows with these numbers, ascending."""
     groups = range(metadata.num_row_groups)
     ends = np.cumsum([metadata.row_group(group).num_rows for group in groups])
@@ -112,20 +114,20 @@ def _take(embedding: Path, metadata: pq.FileMetaData, rows: NDArray[np.int64]) -
                 start += batch.num_rows
             return found
 
-    with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as readers:
+    with ThreadPoolExecutor(min(READERS, usable_cpus())) as readers:
         chosen = [batch for batches in readers.map(taken, groups) for batch in batches]
     if not chosen:
         return metadata.schema.to_arrow_schema().empty_table().select(COLUMNS)
     return pa.Table.from_batches(chosen).unify_dictionaries()
 
 
-def _codes(column: pa.ChunkedArray) -> tuple[list[str], NDArray[np.int64]]:
+def _codes(column: pa.ChunkedArray) -> tuple[list[str], Ints]:
     """The distinct words of a column by first appearance, and each row's code int64[n]."""
     words = column.cast(pa.string()).combine_chunks().dictionary_encode()
     return words.dictionary.to_pylist(), words.indices.to_numpy()
 
 
-def _ends(values: NDArray[np.float64], cut: float) -> tuple[float, float]:
+def _ends(values: Doubles, cut: float) -> tuple[float, float]:
     """The range of the values without a share `cut` at either end."""
     low, high = np.quantile(values, [cut, 1 - cut]).tolist() if len(values) else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, low + 0.5)

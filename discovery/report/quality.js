@@ -7,7 +7,8 @@ const MEANINGS = {
   mean_persistence: "How long clusters last as the density threshold rises: higher is clearer cut.",
   classifier_agreement: "How often the published classifier agrees with the run, on rows held out of training.",
   classifier_noise_recognised: "The share of noise rows that the classifier recognises as noise.",
-  classifier_held_out_rows: "Rows held out of the training to measure the classifier on.",
+  classifier_held_out_rows: "Rows held out of the training to measure the classifier on: whole requests.",
+  classifier_effective_rows: "How many independent rows would tell as much: rows of a request are alike.",
   sampled_rows: "Rows that trustworthiness and neighbour recall were measured on.",
 };
 const MOST_DRIFTS = 12;

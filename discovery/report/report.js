@@ -112,6 +112,7 @@ const { shown, total } = data.points;
 function fillSampling(section) {
   section.append(facts([
     ["Rows in the window", count(counts.rows_in_window)],
+    ["Left out as impossible", count(Object.values(counts.impossible ?? {}).reduce((a, b) => a + b, 0))],
     ["Left out over the limit of a request", count(counts.over_request_limit)],
     ["Rows of the run", count(counts.rows)],
     ["The map is fitted on", count(counts.fit_rows)],

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import ArtifactError, RunError
+from discovery.artifacts import schema
 from pipeline.durable import sync, write_json
 
-RUN_ID = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}(-\d+)?")
+COUNTER = "next_cluster_id"
+RUN_ID = re.compile(schema.RUN_ID)
 
 
 def new_run_id(output: Path, now: datetime) -> str:
@@ -100,12 +102,7 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -
     Raises:
         RunError: that file is damaged.
     """
-    path = output / "next_cluster_id"
-    state: dict[str, Any] = {"next": 0, "reserved": {}}
-    try:
-        state = json.loads(path.read_text()) if path.exists() else state
-    except ValueError:
-        raise RunError(f"{path} is damaged: delete it and resume") from None
+    path, state = output / COUNTER, _reservations(output)
     first, held = state["reserved"].get(run_id, (0, None))
     if held != count:
         first = max(int(state["next"]), least)
@@ -117,20 +114,34 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -
 
 def release_reservation(output: Path, run_id: str) -> None:
     """Forget which ids a finished run reserved; they are never given again."""
-    path = output / "next_cluster_id"
-    if not path.exists():
-        return
-    state = json.loads(path.read_text())
+    state = _reservations(output)
     if state["reserved"].pop(run_id, None) is not None:
-        write_json(path, state)
+        write_json(output / COUNTER, state)
+
+
+def _reservations(output: Path) -> dict[str, Any]:
+    """next, the lowest id that was never given; reserved, [first id, count] by unfinished run."""
+    path = output / COUNTER
+    if not path.exists():
+        return {"next": 0, "reserved": {}}
+    try:
+        state: dict[str, Any] = json.loads(path.read_bytes())
+        ends = [int(first) + int(count) for first, count in state["reserved"].values()]
+        if int(state["next"]) < max(ends, default=0):
+            raise ValueError("reserved ids would be given again")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise RunError(f"{path} is damaged: delete it and run the command again") from None
+    return state
 
 
 def clean_up(output: Path) -> None:
-    """Under the lock: remove what a killed job left behind, and check that `latest` can be moved.
+    """Under the lock: remove what a killed job left behind, and check that `latest` can be moved
+    and cluster ids can be given.
 
     Raises:
-        RunError: `latest` is not a symlink.
+        RunError: `latest` is not a symlink, or the file that counts the ids is damaged.
     """
+    _reservations(output)
     latest = output / "latest"
     if latest.exists() and not latest.is_symlink():
         raise RunError(

@@ -1,8 +1,8 @@
 """What became of clusters from run to run, from manifests alone (DESIGN.md section 5).
 
-A run's manifest names its parent and holds the events of its own and of all earlier runs of its
-lineage, so the story stays whole when the folders of runs in between are gone. A cluster without an
-event kept its id.
+A run's manifest names its parent and holds this run's events and those of the last runs before it, so
+the story stays whole if the folders of a few runs in between are gone; older events are read from
+older manifests. A cluster without an event kept its id.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from discovery.artifacts.schema import Manifest, identity_of, was_served
 
 from .folder import run_order
 
+# Events of earlier runs that a manifest repeats: some weeks of ordinary ones.
+HISTORY_EVENTS = 256
 Event = dict[str, Any]
 
 
@@ -32,11 +34,13 @@ Clusters = Mapping[int, Cluster]
 
 
 class Ancestry(NamedTuple):
-    """The runs that a run descends from, oldest first, with itself last; and those whose folder is
-    gone. Where some are gone, there may have been more that nothing mentions."""
+    """The runs that a run descends from, oldest first, with itself last; those whose manifest is
+    gone or cannot be read; and the events of all, as far as they are known, oldest first. Where
+    runs are gone, there may have been more that nothing mentions."""
 
     runs: tuple[str, ...]
     gone: tuple[str, ...]
+    events: tuple[Event, ...]
 
 
 class Descent(NamedTuple):
@@ -56,8 +60,29 @@ class Descent(NamedTuple):
 
 
 def history(manifest: Manifest) -> list[Event]:
-    """Events up to this run that changed an id, oldest first; empty in runs without lineage."""
+    """The events that a manifest holds, oldest first; empty in runs without lineage."""
     return list((manifest.get("lineage") or {}).get("history", []))
+
+
+def history_to_keep(earlier: Sequence[Event], own: Sequence[Event]) -> list[Event]:
+    """The history of a new manifest: the run's own events, after the newest of its parent's.
+
+    The events of one run are kept or left out together, as they refer to one another.
+    """
+    kept = list(own)
+    for _, events in groupby(reversed(earlier), itemgetter("run_id")):
+        same_run = [*events]
+        if len(kept) - len(own) + len(same_run) > HISTORY_EVENTS:
+            break
+        kept = same_run[::-1] + kept
+    return kept
+
+
+def next_free_id(manifests: Iterable[Manifest]) -> int:
+    """A cluster id above all that these runs mention."""
+    lineages = [manifest.get("lineage") or {} for manifest in manifests]
+    named = (lineage.get(name, []) for lineage in lineages for name in ("events", "history"))
+    return max((event["cluster_id"] for events in named for event in events), default=-1) + 1
 
 
 def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
@@ -67,11 +92,11 @@ def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
     earlier run that could have been a parent and whose history this run extends.
 
     Args:
-        manifests: by run id, of every readable run; `run_id` is one of them.
+        manifests: by run id, of every readable run; `run_id` is one of them. A parent is older
+            than its child.
     """
     events = history(manifests[run_id])
-    known, current = {run_id, *(event["run_id"] for event in events)}, run_id
-    mark = itemgetter("run_id", "event", "cluster_id")
+    known, current = {run_id}, run_id
     while (parent := manifests[current]["parent_run"]) is not None:
         known.add(parent)
         if parent not in manifests:
@@ -80,16 +105,30 @@ def ancestry(run_id: str, manifests: Mapping[str, Manifest]) -> Ancestry:
                 for other, manifest in manifests.items()
                 if run_order(other) < run_order(parent)
                 and was_served(manifest)
-                and (own := [mark(event) for event in history(manifest)])
-                and own == [mark(event) for event in events[: len(own)]]
+                and _is_extended(history(manifest), events)
             ]
             if not older:
                 break
             parent = max(older, key=run_order)
             known.add(parent)
+        events = [*_before(history(manifests[parent]), events), *events]
         current = parent
-    in_time = tuple(sorted(known, key=run_order))
-    return Ancestry(in_time, tuple(run for run in in_time if run not in manifests))
+    in_time = tuple(sorted({*known, *(event["run_id"] for event in events)}, key=run_order))
+    return Ancestry(in_time, tuple(run for run in in_time if run not in manifests), tuple(events))
+
+
+def _before(older: list[Event], events: list[Event]) -> list[Event]:
+    """Those of `older` from runs before the first of `events`."""
+    if not events:
+        return older
+    return [e for e in older if run_order(e["run_id"]) < run_order(events[0]["run_id"])]
+
+
+def _is_extended(older: list[Event], events: list[Event]) -> bool:
+    """Whether `events` go on from `older`: they overlap and are the same there."""
+    common = older[len(_before(older, events)) :]
+    mark = itemgetter("run_id", "event", "cluster_id")
+    return bool(common) and [*map(mark, common)] == [*map(mark, events[: len(common)])]
 
 
 def check_descent(before: Manifest, after: Manifest, known: Ancestry) -> None:
@@ -157,11 +196,13 @@ def clusters_by_run(
     known: Ancestry, manifests: Mapping[str, Manifest], own: Mapping[str, Clusters]
 ) -> dict[str, Clusters]:
     """The clusters of each run of an ancestry, as far as they are known: `own`, those of the runs
-    that are readable, and for a run that is gone those that its child recorded."""
+    that are readable, and for the others those that a child recorded."""
     found = dict(own)
-    for run_id in own:
-        if (parent := manifests[run_id]["parent_run"]) in known.gone:
-            recorded = manifests[run_id]["lineage"]["parent_clusters"]
+    for run_id in known.runs:
+        manifest = manifests.get(run_id, {})
+        parent, lineage = manifest.get("parent_run"), manifest.get("lineage") or {}
+        if parent is not None and parent not in own:
+            recorded = lineage.get("parent_clusters", [])
             found[parent] = {c["cluster_id"]: Cluster(c["label"], c["share"]) for c in recorded}
     return found
 
@@ -183,7 +224,7 @@ def compare(
     """
     index = known.runs.index(before["run_id"])
     later = known.runs[index + 1 :]
-    found = descent(then, [event for event in history(after) if event["run_id"] in later])
+    found = descent(then, [event for event in known.events if event["run_id"] in later])
     lists: dict[str, list[dict[str, Any]]]
     lists = {name: [] for name in ("merged", "split", "born", "died", "kept")}
     for cluster, (label, share) in now.items():
@@ -244,17 +285,19 @@ def story(
         seen: by run id, the clusters of the runs of the ancestry, as far as they are known.
 
     Returns:
-        cluster_id, run_id, alive; born (run_id, event, parents); ended (run_id, event, into) or
-        None; nights: run_id, share and label for every run that is known to have had it, None where
-        that run is gone; labels, each with the run it begins with; absorbed and came_off: run_id
-        and cluster_ids; deleted_runs: those of nights whose folder is gone.
+        cluster_id, run_id, alive; born (run_id, event, parents), where the event is "seen" if only
+        later runs are known; ended (run_id, event, into) or None; runs: run_id, share and label
+        for every run that is known to have had it, None where that run is gone; labels, each with
+        the run it begins with; absorbed and came_off: run_id and cluster_ids; deleted_runs: those
+        of runs that are gone.
     """
-    events = history(manifest)
-    own = [event for event in events if event["cluster_id"] == cluster]
-    # In a lineage without events, where it is first seen.
-    first = (run for run in known.runs if cluster in seen.get(run, {}))
+    own = [event for event in known.events if event["cluster_id"] == cluster]
     births = [event for event in own if event["event"] in ("born", "split")]
-    births += [{"run_id": run, "event": "born", "parents": []} for run in first]
+    if not births:
+        # Its birth is older than what is known.
+        named = {event["run_id"] for event in own}
+        first = (run for run in known.runs if run in named or cluster in seen.get(run, {}))
+        births = [{"run_id": run, "event": "seen", "parents": []} for run in first]
     if not births:
         return None
     birth = {name: births[0][name] for name in ("run_id", "event", "parents")}
@@ -268,14 +311,14 @@ def story(
         label = there.label if there else recorded.get(run_id)
         runs.append({"run_id": run_id, "share": there.share if there else None, "label": label})
     labelled = groupby((run for run in runs if run["label"] is not None), itemgetter("label"))
-    came_off = [e for e in events if e["event"] == "split" and cluster in e["parents"]]
+    came_off = [e for e in known.events if e["event"] == "split" and cluster in e["parents"]]
     return {
         "cluster_id": cluster,
         "run_id": manifest["run_id"],
         "alive": ending is None,
         "born": birth,
         "ended": ending and _ending(ending),
-        "nights": runs,
+        "runs": runs,
         "labels": [{"label": label, "since": next(same)["run_id"]} for label, same in labelled],
         "absorbed": [
             {"run_id": e["run_id"], "cluster_ids": [p for p in e["parents"] if p != cluster]}

@@ -5,26 +5,33 @@ A new run is compared with the parent's artifacts alone; the parent's rows may h
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.shares import Shares
 from discovery.artifacts.prototypes import Codebook
-from discovery.artifacts.read import open_artifacts, read_manifest
-from discovery.artifacts.schema import NOISE, REFERENCES, SHARE_COLUMNS, SHARES, identity_of
+from discovery.artifacts.read import AGAIN, open_artifacts, read_manifest
+from discovery.artifacts.schema import (
+    MANIFEST,
+    NOISE,
+    REFERENCES,
+    SHARE_COLUMNS,
+    SHARES,
+    identity_of,
+)
 from discovery.artifacts.tables import read_prototypes
 from pipeline.record import vector_array
 from pipeline.record import vectors as batch_vectors
 
 from . import folder as runs
+from .history import history
 from .state import survey
 
 # Earlier runs whose row counts are compared: a week, and the same weekday of the week before.
@@ -43,21 +50,21 @@ class Parent(NamedTuple):
     """
 
     run_id: str
-    ids: NDArray[np.int32]
+    ids: Int32s
     labels: list[str]
     traits: list[list[str]]
-    share: NDArray[np.float64]
+    share: Doubles
     born_in: list[str]
-    references: NDArray[np.float32]
-    reference_cluster: NDArray[np.int64]
+    references: Floats
+    reference_cluster: Ints
     codebook: Codebook
-    coordinates: NDArray[np.float32]
+    coordinates: Floats
     zones: Shares
     clusters: Shares
     history: list[dict[str, Any]]
 
 
-def index_of(known: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int64]:
+def index_of(known: Int32s, ids: Int32s) -> Ints:
     """The index in `known` of each of `ids`, -1 for noise: int64[n]."""
     if not len(known):
         return np.full(len(ids), -1, np.int64)
@@ -67,44 +74,74 @@ def index_of(known: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int
 
 
 def before_this_run(
-    output: Path, run_id: str, window: dict[str, Any], hours: float
+    output: Path, run_id: str, window: dict[str, Any], hours: float, *, new_lineage: bool = False
 ) -> dict[str, Any]:
     """What a new run follows, determined once and kept with it, as JSON values.
 
     Args:
         window: what the new run reads, as extract froze it.
         hours: length of the window.
+        new_lineage: follow no run.
 
     Returns:
-        parent: run id of the newest undamaged one, or None; volumes: rows in the window of the
-        earlier runs, newest first, with windows of the same length; served: the identity of
-        `latest`, or None if there is no readable one.
+        parent: run id of the newest undamaged one, or None; damaged: run_id and reason of each
+        newer run that it would have followed, or may have: the identity of a run whose manifest
+        cannot be read is not known; volumes: rows in the window of the earlier runs, newest first,
+        with windows of the same length; served: the identity of `latest`, or None if there is no
+        readable one.
     """
     identity = identity_of({**window, "layout": Layout(window["layout"]).label})
+    this = runs.run_order(run_id)
+    found = [run for run in survey(output) if runs.run_order(run.run_id) < this]
     own = [
         run.manifest
-        for run in reversed(survey(output))
-        if run.served and run.manifest and runs.run_order(run.run_id) < runs.run_order(run_id)
-        if identity_of(run.manifest) == identity
+        for run in reversed(found)
+        if run.served and run.manifest and identity_of(run.manifest) == identity
     ]
-    usable = (m["run_id"] for m in own if {REFERENCES, SHARES} <= set(m["files"]))
-    alike = (m for m in own if m["parameters"]["hours"] == hours)
-    served = None
-    with suppress(ArtifactError):
+    usable = {m["run_id"] for m in own if {REFERENCES, SHARES} <= set(m["files"])}
+    broken = {
+        run.run_id: str(run.reason).removesuffix(AGAIN)
+        for run in found
+        if run.manifest is None and (output / run.run_id / MANIFEST).exists()
+    }
+    served, latest = None, runs.latest_id(output)
+    try:
         served = identity_of(read_manifest(output / "latest"))
+    except ArtifactError:
+        if latest and runs.RUN_ID.fullmatch(latest) and runs.run_order(latest) < this:
+            broken.setdefault(latest, f"{output / latest}, which is latest, holds no finished run")
+    parent, damaged = None, []
+    for one in sorted(usable | broken.keys(), key=runs.run_order, reverse=True):
+        reason = broken.get(one) or damage(output / one)
+        if reason is None:
+            parent = one
+            break
+        damaged.append({"run_id": one, "reason": reason})
+    alike = (m for m in own if m["parameters"]["hours"] == hours)
     return {
-        "parent": next((one for one in usable if is_undamaged(output / one)), None),
+        "parent": None if new_lineage else parent,
+        "damaged": damaged,
         "volumes": [m["counts"]["rows_in_window"] for m in alike][:VOLUMES_KEPT],
         "served": served,
     }
 
 
-def is_undamaged(folder: Path) -> bool:
-    """Whether every file of a run is what was published."""
-    with suppress(ArtifactError):
+def damage(folder: Path) -> str | None:
+    """Why the files of a run are not those that were published; None if they are."""
+    try:
         open_artifacts(folder).verify()
-        return True
-    return False
+    except ArtifactError as error:
+        return str(error).removesuffix(AGAIN)
+    return None
+
+
+def damaged_in_words(follows: dict[str, Any]) -> str | None:
+    """The newest damaged run of `before_this_run`, and how many more there are; None without."""
+    damaged = follows.get("damaged", [])
+    if not damaged:
+        return None
+    more = f", nor can {len(damaged) - 1} more" if damaged[1:] else ""
+    return f"run {damaged[0]['run_id']} cannot be followed ({damaged[0]['reason']}){more}"
 
 
 def open_parent(output: Path, run_id: str) -> Parent:
@@ -136,7 +173,7 @@ def open_parent(output: Path, run_id: str) -> Parent:
         codebook._replace(labels=labels),
         coordinates,
         *saved_shares(shares.to_pylist()),
-        artifacts.manifest["lineage"]["history"],
+        history(artifacts.manifest),
     )
 
 
@@ -150,7 +187,7 @@ def saved_shares(rows: list[dict[str, Any]]) -> tuple[Shares, Shares]:
     return found[0], found[1]
 
 
-def shares_table(zones: Shares, clusters: Shares, ids: NDArray[np.int32]) -> pa.Table:
+def shares_table(zones: Shares, clusters: Shares, ids: Int32s) -> pa.Table:
     """shares.parquet: what the next run's drift is measured from, a row for each zone and cluster.
 
     Args:
@@ -166,6 +203,6 @@ def shares_table(zones: Shares, clusters: Shares, ids: NDArray[np.int32]) -> pa.
     return pa.Table.from_pylist(rows, schema=SHARE_COLUMNS)
 
 
-def references_table(vectors: NDArray[np.float32], cluster_id: NDArray[np.int32]) -> pa.Table:
+def references_table(vectors: Floats, cluster_id: Int32s) -> pa.Table:
     """references.parquet: rows of each cluster that the next run is matched with."""
     return pa.table({"cluster_id": cluster_id, "vector": vector_array(vectors)})

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NotRequired, TypedDict
+
+import msgspec
 
 from capture_kernels.errors import ArtifactError
-from discovery.artifacts.read import read_manifest
-from discovery.artifacts.schema import MANIFEST, Manifest, was_served
+from discovery.artifacts.read import bytes_of, read_manifest
+from discovery.artifacts.schema import MANIFEST, Manifest, RunId, was_served
 
-from .folder import run_ids
+from .folder import run_ids, run_order
 
 # The checkpoints of an unfinished run, and what it was started with.
 CHECKPOINT, RUN_FILE = ".checkpoint", "run.json"
 
 State = Literal["published", "failed its check", "unfinished", "unreadable"]
+
+
+class Follows(TypedDict):
+    parent: RunId | None
+
+
+class Started(TypedDict):
+    """What run.json says of an unfinished run, as far as it is read here."""
+
+    run_id: RunId
+    follows: NotRequired[Follows]
 
 
 class RunState(NamedTuple):
@@ -66,7 +78,7 @@ def state_of(folder: Path) -> RunState | None:
     unfinished = _unfinished(folder)
     if unfinished and finished and finished.manifest:
         # Killed between publishing and removing its checkpoint: the next run may follow it.
-        return finished._replace(state=unfinished.state)
+        return finished._replace(state=unfinished.state, reason=unfinished.reason)
     return unfinished
 
 
@@ -77,8 +89,12 @@ def _finished(folder: Path) -> RunState | None:
         return RunState(folder.name, "unreadable", reason=str(error))
     if manifest["run_id"] != folder.name:
         return None
+    parent = manifest["parent_run"]
+    if parent is not None and run_order(parent) >= run_order(folder.name):
+        reason = f"{folder / MANIFEST} is damaged (its parent {parent} is not an earlier run)"
+        return RunState(folder.name, "unreadable", reason=reason)
     state: State = "published" if was_served(manifest) else "failed its check"
-    return RunState(folder.name, state, manifest, manifest["parent_run"])
+    return RunState(folder.name, state, manifest, parent)
 
 
 def _unfinished(folder: Path) -> RunState | None:
@@ -88,8 +104,10 @@ def _unfinished(folder: Path) -> RunState | None:
         alone = [inside.name for inside in folder.iterdir()] == [CHECKPOINT]
         return RunState(folder.name, "unfinished") if alone else None
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        run_id, parent = saved["run_id"], saved.get("follows", {}).get("parent")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        bytes_of(path)
+        saved = msgspec.json.decode(path.read_bytes(), type=Started)
+    except (ArtifactError, OSError, ValueError, RecursionError):
         return RunState(folder.name, "unreadable", reason=f"{path} is damaged")
-    return RunState(run_id, "unfinished", parent=parent) if run_id == folder.name else None
+    if saved["run_id"] != folder.name:
+        return None
+    return RunState(folder.name, "unfinished", parent=saved.get("follows", {}).get("parent"))

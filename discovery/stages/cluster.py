@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Floats, Int32s, Ints
+from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
+from discovery.algorithms.sampling import held_out, request_hashes
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
 from discovery.runs.chunks import chunk_file
+from pipeline.hashing import Hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
@@ -35,7 +38,8 @@ LARGEST_CLUSTER = 0.5
 # limit finds 87% to 98% of the noise (0% to 85% without), and costs the widest behaviour 6% of its
 # rows and the others 0.5% (limits of 3.5 and 2.5: 23% to 94%; 29% of its rows).
 SPARSE = 3.0
-# Share of the fit rows that prototypes are not trained on, to measure the classifier on.
+# Share of the fit rows that prototypes are not trained on, to measure the classifier on: whole
+# requests, because a row's nearest neighbours are often rows of the same request.
 HELD_OUT = 0.2
 # Quantiles of the distance to the nearest prototype; the last is the rejection distance.
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
@@ -53,11 +57,11 @@ class Fitted(NamedTuple):
     map; labels: int32[n], numbers of clusters (-1: noise); probabilities: float32[n].
     """
 
-    rows: NDArray[np.int64]
-    projected: NDArray[np.float32]
-    points: NDArray[np.float32]
-    labels: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
+    rows: Ints
+    projected: Floats
+    points: Floats
+    labels: Int32s
+    probabilities: Floats
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
@@ -90,9 +94,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     return summary, f"{clusters} clusters, {noise:.1%} noise"
 
 
-def dense_clusters(
-    context: RunContext, points: NDArray[np.float32], size: int, largest: int
-) -> Clustering:
+def dense_clusters(context: RunContext, points: Floats, size: int, largest: int) -> Clustering:
     """HDBSCAN of the map points float32[n, 2] of all rows but the sparse ones, which are noise."""
     least = context.options.min_samples
     apart = fit_distances(context, least)
@@ -118,11 +120,7 @@ def votes_of_rest(
 
 
 def votes_of_chunk(
-    engine: Engine,
-    points: NDArray[np.float32],
-    labels: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    neighbors: Path | Arrays,
+    engine: Engine, points: Floats, labels: Int32s, probabilities: Floats, neighbors: Path | Arrays
 ) -> Votes:
     """The votes of these neighbours among the fit rows. A share is that of the winner times the
     highest membership probability among the voters."""
@@ -163,10 +161,10 @@ class LabelledRows(NamedTuple):
 
     offset: int
     batch: pa.RecordBatch
-    vectors: NDArray[np.float32]
-    label: NDArray[np.int32]
-    coordinates: NDArray[np.float32]
-    probability: NDArray[np.float32]
+    vectors: Floats
+    label: Int32s
+    coordinates: Floats
+    probability: Floats
 
 
 def labelled_rows(context: RunContext) -> Iterator[LabelledRows]:
@@ -188,8 +186,9 @@ def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
 def save_prototypes(context: RunContext, fitted: Fitted) -> int:
     """Train the prototypes, measure the classifier on held-out rows; returns how many there are."""
     engine, seed = context.engine, context.options.seed
-    _, projected, points, labels, probabilities = fitted
-    held = np.random.default_rng(seed).random(len(labels)) < HELD_OUT
+    rows, projected, points, labels, probabilities = fitted
+    requests = requests_of(context, rows)
+    held = held_out(requests, HELD_OUT, seed)
     found = train_prototypes(engine, projected[~held], labels[~held], seed)
     near = nearest_with_noise(
         engine.array(projected), found.points, found.labels, found.noise_factor
@@ -203,6 +202,7 @@ def save_prototypes(context: RunContext, fitted: Fitted) -> int:
         "agreement.npz",
         agreement=np.array(right[inside].mean() if inside.any() else np.nan),
         rows=np.array(inside.sum()),
+        effective_rows=np.array(effective_rows(right[inside], requests[inside])),
         noise_recognised=np.array(right[noise].mean() if noise.any() else np.nan),
         noise_rows=np.array(noise.sum()),
     )
@@ -222,6 +222,17 @@ def save_prototypes(context: RunContext, fitted: Fitted) -> int:
         noise_factor=np.array(found.noise_factor),
     )
     return len(found.labels)
+
+
+def requests_of(context: RunContext, rows: Ints) -> Hashes:
+    """Hashes of the requests of the sorted row numbers `rows`: uint64[n]."""
+    chosen = ((index, context.rows.among(index, rows)) for index in range(context.rows.chunks))
+    found = [
+        request_hashes(context.rows.batch(index).take(pa.array(own)))
+        for index, own in chosen
+        if len(own)
+    ]
+    return np.concatenate(found)
 
 
 def run_codebook(context: RunContext) -> Codebook:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints, Mask
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.artifacts.schema import identity_of
 from discovery.execution.request_limit import RequestLimit
 from discovery.options import DiscoverOptions, option_name
 from discovery.runs.checkpoint import StageCheckpoint
-from pipeline.store.base import Group, Selection, Store
+from discovery.runs.state import survey
+from pipeline.hashing import Hashes
+from pipeline.record import impossible_rows
+from pipeline.record import vectors as batch_vectors
+from pipeline.store.base import Group, Selection, Store, to_micros
 from pipeline.store.open import open_store
 
 from .context import RunContext
@@ -58,8 +64,33 @@ def freeze_window(store: Store, options: DiscoverOptions, now: datetime) -> dict
         "end": wanted.end.isoformat() if wanted.end else None,
         **{name: chosen[name] for name in shown},
         "snapshot": store.snapshot(),
+        "late": late_rows(store, options, wanted, chosen),
         "left_out": [g for g in left_out if any(g[name] != chosen[name] for name in shown[:3])],
     }
+
+
+def late_rows(
+    store: Store, options: DiscoverOptions, wanted: Selection, chosen: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The rows captured before the window that came too late for the last run on this store: those
+    captured from `start` to before `end` that are not in the snapshot `after`. None without such a
+    run in the output folder.
+    """
+    if wanted.start is None or not options.late_hours:
+        return None
+    recorded = {run["run_id"] for run in store.runs()}
+    identity = identity_of({**chosen, "layout": Layout(chosen["layout"]).label})
+    for run in reversed(survey(options.output_dir)):
+        if run.manifest is None or run.run_id not in recorded:
+            continue
+        window = run.manifest["window"]
+        if identity_of(run.manifest) == identity and "snapshot" in window:
+            start = wanted.start - timedelta(hours=options.late_hours)
+            end = datetime.fromisoformat(window["end"]) if window["end"] else wanted.start
+            end = min(end, wanted.start)
+            ends = {"start": start.isoformat(), "end": end.isoformat()}
+            return {**ends, "after": window["snapshot"]} if start < end else None
+    return None
 
 
 def describe_group(group: Group) -> str:
@@ -113,10 +144,6 @@ def wanted_rows(options: DiscoverOptions, now: datetime, hours: float) -> Select
     )
 
 
-def chunk_file(index: int) -> str:
-    return f"rows-{index:05d}.arrow"
-
-
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
     options, left_out = context.options, context.window["left_out"]
     most, expected = options.max_per_request, context.window["rows"]
@@ -125,29 +152,52 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         open_store(options.db, read_only=True) as store,
         RequestLimit(scratch, most, expected, context.memory.scratch_bytes) as limit,
     ):
-        hash_rows(context, store, limit)
-        keep = limit.kept()
+        window = first_pass(context, store, limit)
+        keep = window.possible.copy()
+        keep[keep] = limit.kept()
         kept = int(np.count_nonzero(keep))
         if kept < options.min_rows:
-            raise RunError(
-                f"--max-per-request {most} leaves {kept} of {len(keep):,} "
-                f"rows, --min-rows is {options.min_rows}: raise it, or 0 for all"
-            )
-        times = write_chunks(context, kept_rows(scan(context, store, COLUMNS), keep), kept)
+            raise RunError(too_few(options, window, kept))
+        rows = kept_rows(second_pass(context, store, window.digest), keep)
+        times = write_chunks(context, rows, kept)
+    impossible = sum(window.impossible.values())
     summary = {
-        "rows_in_window": len(keep),
+        "rows_in_window": len(keep) - window.late,
         "rows": kept,
         "captured_at": list(times),
-        "over_request_limit": len(keep) - kept,
+        "late": window.late,
+        "impossible": window.impossible,
+        "over_request_limit": limit.rows - kept,
         "left_out": left_out,
     }
     says = f"{kept:,} rows of {context.window['model']}"
-    if kept < len(keep):
-        says += f"; {len(keep) - kept:,} over {most} a request left out"
+    if window.late:
+        says += f"; {window.late:,} late ones of the window before"
+    if limit.rows > kept:
+        says += f"; {limit.rows - kept:,} over {most} a request left out"
+    if impossible:
+        says += f"; {impossible:,} that no attention row can have left out ({in_words(window)})"
     if left_out:
         other = sum(group["rows"] for group in left_out)
         says += f"; {other:,} of other models, layouts or captures left out"
     return summary, says
+
+
+def in_words(window: Window) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in window.impossible.items())
+
+
+def too_few(options: DiscoverOptions, window: Window, kept: int) -> str:
+    rows, possible = len(window.possible), int(np.count_nonzero(window.possible))
+    if possible < options.min_rows:
+        return (
+            f"{rows - possible:,} of {rows:,} rows are none that attention can have "
+            f"({in_words(window)}), --min-rows is {options.min_rows}: see `attn db verify`"
+        )
+    return (
+        f"--max-per-request {options.max_per_request} leaves {kept} of {possible:,} "
+        f"rows, --min-rows is {options.min_rows}: raise it, or 0 for all"
+    )
 
 
 def write_chunks(
@@ -174,7 +224,9 @@ def write_chunks(
             if writing:
                 writing.result()
                 context.chunk_done(index, total)
-            writing = writer.submit(write_chunk, context.checkpoint, chunk_file(index), rows)
+            writing = writer.submit(
+                write_chunk, context.checkpoint, f"rows-{index:05d}.arrow", rows
+            )
         if writing:
             writing.result()
             context.chunk_done(total, total)
@@ -186,51 +238,101 @@ def write_chunk(checkpoint: StageCheckpoint, name: str, rows: list[pa.RecordBatc
         checkpoint.write_batch(name, merge(rows))
 
 
-def captured_at(batch: pa.RecordBatch) -> NDArray[np.int64]:
+def captured_at(batch: pa.RecordBatch) -> Ints:
     """When each row was captured, in microseconds since 1970 UTC: int64[n]."""
     return np.asarray(batch.column("captured_at").cast(pa.int64()).to_numpy())
 
 
-def scan(context: RunContext, store: Store, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-    """These columns of the rows of the window, as it was frozen."""
+def scan(context: RunContext, store: Store) -> Iterator[pa.RecordBatch]:
+    """The rows of the window as it was frozen, after those that came too late for the last run."""
     window = context.window
-    ends = (window["start"], window["end"])
-    start, end = (datetime.fromisoformat(moment) if moment else None for moment in ends)
     identity = {name: window[name] for name in ("model", "layout", "capture_id")}
-    return store.scan(
-        Selection(start, end, **identity),
-        snapshot=window["snapshot"],
-        columns=columns,
-        batch_rows=context.options.chunk_rows,
-    )
+    parts = [window["late"], {**window, "after": None}]
+    for part in filter(None, parts):
+        ends = (part["start"], part["end"])
+        start, end = (datetime.fromisoformat(moment) if moment else None for moment in ends)
+        yield from store.scan(
+            Selection(start, end, **identity),
+            snapshot=window["snapshot"],
+            after=part["after"],
+            columns=COLUMNS,
+            batch_rows=context.options.chunk_rows,
+            as_stored=True,
+        )
 
 
-def hash_rows(context: RunContext, store: Store, limit: RequestLimit) -> None:
-    """Give the hashes of all rows of the window to `limit`, and check that a resumed run finds the
-    rows that it began with.
+class Window(NamedTuple):
+    """What the first pass found of the window's n rows.
+
+    possible: bool[n], not in `impossible`, the number of rows for each reason; late: how many were
+    captured before the window; digest: of all rows.
+    """
+
+    possible: Mask
+    impossible: dict[str, int]
+    late: int
+    digest: bytes
+
+
+def first_pass(context: RunContext, store: Store, limit: RequestLimit) -> Window:
+    """Check all rows of the window, give the hashes of the possible ones to `limit`, and check that
+    a resumed run finds the rows that it began with.
 
     Raises:
         NewRunNeededError: rows were deleted since.
     """
     digest = hashlib.sha256()
-    for batch in scan(context, store, ("request_id", "position", "layer")):
+    possible, impossible = [np.empty(0, bool)], Counter[str]()
+    start, late = context.window["start"], 0
+    first = to_micros(datetime.fromisoformat(start)) if start else None
+    for batch in scan(context, store):
         context.stop_if_asked()
-        requests = request_hashes(batch)
-        rows = row_hashes(requests, batch, context.options.seed)
+        layouts = pa.array(np.full(batch.num_rows, context.layout, np.uint8))
+        columns = {name: batch.column(name) for name in COLUMNS}
+        faults = impossible_rows({**columns, "vector": batch_vectors(batch), "layout": layouts})
+        fine = np.ones(batch.num_rows, bool)
+        for reason, hit in faults.items():
+            impossible[reason] += int(np.count_nonzero(hit & fine))
+            fine &= ~hit
+        requests, rows = hashes(context, batch)
         digest.update(rows.data)
-        limit.add(requests, rows)
-    if not limit.rows:
-        raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
+        limit.add(requests[fine], rows[fine])
+        possible.append(fine)
+        late += int(np.count_nonzero(captured_at(batch) < first)) if first else 0
     found = np.frombuffer(digest.digest(), np.uint8)
+    window = Window(np.concatenate(possible), dict(+impossible), late, digest.digest())
+    if not len(window.possible):
+        raise NewRunNeededError("this run's rows are no longer in the store: start a new run")
     if not context.checkpoint.has("found.npz"):
         context.checkpoint.write_arrays("found.npz", digest=found)
     elif not np.array_equal(context.checkpoint.read_arrays("found.npz")["digest"], found):
         raise NewRunNeededError("rows of this run were deleted from the store: start a new run")
+    return window
 
 
-def kept_rows(
-    batches: Iterator[pa.RecordBatch], keep: NDArray[np.bool_]
-) -> Iterator[pa.RecordBatch]:
+def second_pass(context: RunContext, store: Store, digest: bytes) -> Iterator[pa.RecordBatch]:
+    """The rows of the window once more.
+
+    Raises:
+        NewRunNeededError: they are not those of the first pass.
+    """
+    again = hashlib.sha256()
+    for batch in scan(context, store):
+        again.update(hashes(context, batch)[1].data)
+        yield batch
+    if again.digest() != digest:
+        raise NewRunNeededError(
+            "rows of this run were deleted from the store while it read them: start a new run"
+        )
+
+
+def hashes(context: RunContext, batch: pa.RecordBatch) -> tuple[Hashes, Hashes]:
+    """64-bit hashes of the rows' requests, and of their keys: uint64[n] each."""
+    requests = request_hashes(batch)
+    return requests, row_hashes(requests, batch, context.options.seed)
+
+
+def kept_rows(batches: Iterator[pa.RecordBatch], keep: Mask) -> Iterator[pa.RecordBatch]:
     """The rows to keep. No batch is empty."""
     end = 0
     for batch in batches:

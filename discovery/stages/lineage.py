@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.consistency import inconsistent
@@ -19,7 +20,10 @@ from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors, chunk_file
 from discovery.runs.folder import reserve_cluster_ids
-from discovery.runs.parent import Parent
+from discovery.runs.history import next_free_id
+from discovery.runs.parent import Parent, damaged_in_words
+from discovery.runs.state import manifests, survey
+from pipeline.hashing import Hashes
 
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
@@ -50,17 +54,18 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         their_share,
     )
     fresh = int((found.heir_of < 0).sum())
-    # Ids that the parent's lineage used are not used again.
-    used = [*known.tolist(), *(e["cluster_id"] for e in (parent.history if parent else []))]
-    least = max(used, default=-1) + 1
-    first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, least)
+    # Ids that any run used are not used again, even if the file that counts them was lost.
+    published = manifests(survey(context.options.output_dir)).values()
+    least = max(next_free_id(published), known.max(initial=-1) + 1)
+    first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, int(least))
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
     changes = events(found, ids, known)
-    says = in_one_sentence(context.follows["parent"], changes)
+    says = in_one_sentence(context.follows, changes, context.options.new_lineage)
     labels = parent.labels if parent else []
     summary = {
         "parent": context.follows["parent"],
+        "damaged": context.follows.get("damaged", []),
         "says": says,
         "parent_clusters": [
             {"cluster_id": i, "label": label, "share": share}
@@ -76,15 +81,21 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     return summary, says
 
 
-def in_one_sentence(parent: str | None, changes: list[dict[str, Any]]) -> str:
+def in_one_sentence(
+    follows: dict[str, Any], changes: list[dict[str, Any]], new_lineage: bool
+) -> str:
     """What happened to the clusters since the parent run."""
-    if parent is None:
-        return f"the first run of its lineage: {counted(len(changes), 'new cluster')}"
+    parent, damaged = follows["parent"], damaged_in_words(follows)
     count = Counter(change["event"] for change in changes)
-    words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
-    names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
-    words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
-    return ", ".join(words)
+    if parent is None:
+        first = "no earlier run is left" if damaged else "the first run of its lineage"
+        first = "a new lineage, as was asked for" if new_lineage else first
+        words = [f"{first}: {counted(len(changes), 'new cluster')}"]
+    else:
+        words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
+        names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
+        words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
+    return ", ".join(words) + (f"; {damaged}" if damaged else "")
 
 
 def counted(count: int, noun: str) -> str:
@@ -94,13 +105,11 @@ def counted(count: int, noun: str) -> str:
 class References(NamedTuple):
     """Rows of each cluster: vectors float32[m, 20], label int32[m], order uint64[m]."""
 
-    vectors: NDArray[np.float32]
-    label: NDArray[np.int32]
-    order: NDArray[np.uint64]
+    vectors: Floats
+    label: Int32s
+    order: Hashes
 
-    def keep_lowest(
-        self, vectors: NDArray[np.float32], label: NDArray[np.int32], order: NDArray[np.uint64]
-    ) -> References:
+    def keep_lowest(self, vectors: Floats, label: Int32s, order: Hashes) -> References:
         """Of these rows and n more the `REFERENCES_EACH` of lowest order in each cluster: a uniform
         sample of its rows that does not depend on how they are split into chunks.
 
@@ -120,9 +129,7 @@ class References(NamedTuple):
         return References(vectors[kept], label[kept], order[kept])
 
 
-def label_rows(
-    context: RunContext, codebook: Codebook, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Ints, Ints]:
     """Label every row with this run's prototypes and with the parent's, and save what that gives.
 
     zones.npz, clusters.npz and labelled.npz hold shares: of the zones, of this run's clusters as
@@ -169,9 +176,7 @@ def label_rows(
     return contingency, kin
 
 
-def crossed(
-    rows: NDArray[np.int32], columns: NDArray[np.integer[Any]], shape: tuple[int, ...]
-) -> NDArray[np.int64]:
+def crossed(rows: Int32s, columns: NDArray[np.integer[Any]], shape: tuple[int, ...]) -> Ints:
     """How many of n rows are in each pair of categories, -1 being the last: int64[shape]."""
     pair = (rows % shape[0]).astype(np.int64) * shape[1] + columns % shape[1]
     return np.bincount(pair, minlength=shape[0] * shape[1]).reshape(shape)
@@ -182,9 +187,9 @@ class Answer(NamedTuple):
     (-1: none in reach), how many are beyond the parent's reach, and how many have numbers that
     contradict one another."""
 
-    own: NDArray[np.int32]
-    parent: NDArray[np.int32]
-    kin: NDArray[np.int32]
+    own: Int32s
+    parent: Int32s
+    kin: Int32s
     beyond: int
     inconsistent: int
 
@@ -204,7 +209,7 @@ def label_both(
     return Answer(labels, theirs, kin, int(beyond.sum()), wrong)
 
 
-def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> NDArray[np.float64]:
+def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     """Share of the parent's rows in each of its clusters that this run labels with each of its own:
     float64[c, p]."""
     labels = codebook.nearest_member(parent.references)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.sampling import cell_fit_rows, fit_cells, stratified_rows
 from discovery.artifacts.projection import Projection
@@ -40,7 +41,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     k, placing = fitted_neighbors(context, len(rows)), min(PLACING_NEIGHBORS, len(rows))
     step = int(fit["search_rows"])
     starts = range(0, len(rows), step)
-    files = [fit_file(start) for start in starts]
+    files = [f"fit-{start:09d}.npz" for start in starts]
     sampled = len(rows) < context.rows.count
     if sampled:
         files += [chunk_file("rest", index) for index in range(context.rows.chunks)]
@@ -49,7 +50,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         own = ((starts[i], starts[i] + step) for i in todo if i < len(starts))
         yield from context.compute(search_fit_rows, own, projected, k)
         chunks = [i - len(starts) for i in todo if i >= len(starts)]
-        rests = ((context.rows.reference(i), context.rows.outside(i, rows)) for i in chunks)
+        rests = (context.rows.reference(i, context.rows.outside(i, rows)) for i in chunks)
         shared = (saved_projection(context), context.layout, projected, placing)
         yield from context.compute(search_rest, rests, *shared)
 
@@ -70,9 +71,7 @@ def fitted_neighbors(context: RunContext, fit_rows: int) -> int:
     return min(context.options.umap_neighbors, fit_rows - 1)
 
 
-def search_fit_rows(
-    engine: Engine, fit: NDArray[np.float32], k: int, chunk: tuple[int, int]
-) -> Arrays:
+def search_fit_rows(engine: Engine, fit: Floats, k: int, chunk: tuple[int, int]) -> Arrays:
     """indices int32[m, k] and distances float32[m, k] of the k nearest of the m fit rows from the
     first number of the chunk to before the second."""
     start, end = chunk
@@ -81,16 +80,10 @@ def search_fit_rows(
 
 
 def search_rest(
-    engine: Engine,
-    projection: Projection,
-    layout: Layout,
-    fit: NDArray[np.float32],
-    k: int,
-    chunk: tuple[ChunkVectors, NDArray[np.bool_]],
+    engine: Engine, projection: Projection, layout: Layout, fit: Floats, k: int, rest: ChunkVectors
 ) -> Arrays:
-    """The k fit rows nearest to those rows of a chunk that the mask bool[n] has."""
-    source, rest = chunk
-    queries = projection(source.load(engine)[engine.array(rest)], layout)
+    """The k fit rows nearest to the other rows of a chunk."""
+    queries = projection(rest.load(engine), layout)
     indices, distances = engine.neighbors(fit, engine.host(queries), k)
     return {"indices": indices, "distances": distances}
 
@@ -124,41 +117,27 @@ def choose_fit_rows(context: RunContext) -> None:
 
 
 def cells_of_chunk(
-    engine: Engine,
-    projection: Projection,
-    layout: Layout,
-    centres: NDArray[np.float32],
-    vectors: ChunkVectors,
+    engine: Engine, projection: Projection, layout: Layout, centres: Floats, vectors: ChunkVectors
 ) -> NDArray[np.uint8]:
     """The cell of the stratified sample that each row of a chunk is in: uint8[n]."""
     found = nearest_prototype(projection(vectors.load(engine), layout), centres)
     return engine.host(found.row.astype(np.uint8))
 
 
-def projected_rows(context: RunContext, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+def projected_rows(context: RunContext, rows: Ints) -> Floats:
     """The projected vectors of some rows, by their ascending numbers: float32[len(rows), d]."""
-    chunks = (
-        (context.rows.reference(index), own if len(own) < context.rows.size(index) else None)
-        for index in range(context.rows.chunks)
-        if len(own := context.rows.among(index, rows))
-    )
-    return joined(context.compute(project_chunk, chunks, saved_projection(context), context.layout))
+    chosen, shared = context.rows.chosen(rows), (saved_projection(context), context.layout)
+    return joined(context.compute(project_chunk, chosen, *shared))
 
 
 def project_chunk(
-    engine: Engine,
-    projection: Projection,
-    layout: Layout,
-    chunk: tuple[ChunkVectors, NDArray[np.int64] | None],
-) -> NDArray[np.float32]:
-    """Some rows of a chunk, by their numbers in it, or all of them, projected: float32[m, d]."""
-    source, rows = chunk
-    return engine.host(projection(source.load(engine, rows), layout))
+    engine: Engine, projection: Projection, layout: Layout, vectors: ChunkVectors
+) -> Floats:
+    """Rows of a chunk, projected: float32[m, d]."""
+    return engine.host(projection(vectors.load(engine), layout))
 
 
-def self_first(
-    indices: NDArray[np.int32], distances: NDArray[np.float32], start: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def self_first(indices: Int32s, distances: Floats, start: int) -> tuple[Int32s, Floats]:
     """Put each row itself first, at distance 0, as UMAP expects; among exact duplicates another may
     have come before it, or crowded it out. Changes the arrays in place."""
     own = np.arange(start, start + len(indices), dtype=indices.dtype)
@@ -176,16 +155,12 @@ def self_first(
     return indices, distances
 
 
-def fit_file(start: int) -> str:
-    return f"fit-{start:09d}.npz"
-
-
-def fit_neighbors(context: RunContext) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def fit_neighbors(context: RunContext) -> tuple[Int32s, Floats]:
     """int32[n, k] and float32[n, k] of all fit rows."""
     return joined(fit_chunks(context, "indices")), joined(fit_chunks(context, "distances"))
 
 
-def fit_distances(context: RunContext, neighbor: int) -> NDArray[np.float32]:
+def fit_distances(context: RunContext, neighbor: int) -> Floats:
     """Distance of each fit row to this neighbour (0: itself), or to its last one: float32[n]."""
     found = (distances.T for distances in fit_chunks(context, "distances"))
     return joined(columns[min(neighbor, len(columns) - 1)] for columns in found)

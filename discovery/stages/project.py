@@ -21,7 +21,7 @@ def standardize_parameters(context: RunContext) -> dict[str, Any]:
 
 
 def standardize(context: RunContext) -> tuple[dict[str, Any], str]:
-    moments = Moments.empty()
+    moments = Moments.of(np.empty((0, DIMENSIONS), np.float32), context.layout)
     found = context.compute(moments_of_chunk, context.rows.references(), context.layout)
     for done, own in enumerate(found, start=1):
         moments = moments + own

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from capture_kernels.errors import StoreError
-from discovery.artifacts.read import open_artifacts
+from capture_kernels.arrays import Int32s
+from capture_kernels.errors import ArtifactError, NewRunNeededError, StoreError
+from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.artifacts.schema import (
     EMBEDDING_COLUMNS,
     MANIFEST,
     REFERENCES,
     SCHEMA_VERSION,
     SHARES,
+    Manifest,
     was_served,
 )
 from discovery.artifacts.tables import landmarks_table, projection_table
@@ -26,6 +27,7 @@ from discovery.describe.clusters import event_in_words
 from discovery.options import FREE_ON_RESUME, RULES
 from discovery.report.page import report_html
 from discovery.runs import folder as runs
+from discovery.runs.history import history_to_keep
 from discovery.runs.parent import references_table, shares_table
 from pipeline.durable import write_atomically, write_json
 from pipeline.store.open import open_store
@@ -40,7 +42,7 @@ OMITTED_SUMMARIES = {"extract", "lineage", "quality", "publish"}
 REPORT = "report.html"
 # Where the manifest's counts stand in the summaries.
 COUNTS = (
-    ("extract", ("rows_in_window", "over_request_limit", "left_out", "rows")),
+    ("extract", ("rows_in_window", "late", "impossible", "over_request_limit", "left_out", "rows")),
     ("neighbors", ("fit_rows", "sampled")),
     ("cluster", ("landmarks",)),
 )
@@ -51,6 +53,37 @@ def parameters(context: RunContext) -> dict[str, Any]:
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    artifacts = written_before(context) or write_artifacts(context)
+    says = serve(context, artifacts.manifest)
+    try:
+        with open_store(context.options.db) as store:
+            clusters = artifacts.table("clusters").to_pylist()
+            store.record_run(run_record(context, artifacts.manifest), clusters)
+    except StoreError as error:
+        # The artifacts are published: a store that is read-only does not change that.
+        says += f"; not noted in the store: {error}"
+    return {}, says
+
+
+def written_before(context: RunContext) -> Artifacts | None:
+    """What this run wrote before it was stopped, if that is whole: nothing of a folder that may be
+    served already is written again.
+
+    Raises:
+        NewRunNeededError: the folder is served, and damaged.
+    """
+    try:
+        artifacts = open_artifacts(context.folder)
+        artifacts.verify()
+    except ArtifactError as error:
+        if runs.latest_id(context.options.output_dir) == context.run_id:
+            raise NewRunNeededError(str(error)) from None
+        return None
+    return artifacts
+
+
+def write_artifacts(context: RunContext) -> Artifacts:
+    """Write all artifacts, the manifest last, and verify what is on disk."""
     ids = context.saved("lineage", "ids.npz")["ids"]
     # Noise is label -1, which picks the last element.
     lookup = np.append(ids, np.int32(-1))
@@ -72,27 +105,24 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     for leftover in context.folder.glob(".*.tmp"):  # of a job that was killed while it wrote
         leftover.unlink()
     write_json(context.folder / MANIFEST, manifest)
-    # Verify what is on disk before `latest` moves.
-    open_artifacts(context.folder).verify()
-    if not manifest["quality"]["gate"]["served"]:
-        says = f"{context.folder} is kept, and latest stays where it was"
-    elif newer := runs.newer_latest(context.options.output_dir, context.run_id):
-        says = f"{context.folder} is kept; latest is {newer}, a newer run, and stays"
-    else:
-        runs.move_latest(context.options.output_dir, context.run_id)
-        says = f"{context.folder} is latest"
-    try:
-        with open_store(context.options.db) as store:
-            store.record_run(run_record(context, manifest), clusters.to_pylist())
-    except StoreError as error:
-        # The artifacts are published: a store that is read-only does not change that.
-        says += f"; not noted in the store: {error}"
-    return {}, says
+    artifacts = open_artifacts(context.folder)
+    artifacts.verify()
+    return artifacts
 
 
-def other_tables(
-    context: RunContext, ids: NDArray[np.int32], lookup: NDArray[np.int32]
-) -> dict[str, pa.Table]:
+def serve(context: RunContext, manifest: Manifest) -> str:
+    """Move `latest` to this run if it may be served; says what came of it."""
+    output, run_id = context.options.output_dir, context.run_id
+    if not was_served(manifest):
+        kept = "latest stays where it was" if runs.latest_id(output) else "no run is served yet"
+        return f"{context.folder} is kept, and {kept}"
+    if newer := runs.newer_latest(output, run_id):
+        return f"{context.folder} is kept; latest is {newer}, a newer run, and stays"
+    runs.move_latest(output, run_id)
+    return f"{context.folder} is latest"
+
+
+def other_tables(context: RunContext, ids: Int32s, lookup: Int32s) -> dict[str, pa.Table]:
     """The classifier, and what the next run of this lineage is compared with, by file name."""
     codebook = run_codebook(context)
     codebook = codebook._replace(labels=lookup[codebook.labels])
@@ -114,12 +144,13 @@ def lineage_entry(context: RunContext, clusters: list[dict[str, Any]]) -> dict[s
     before = dict(zip(parent.ids.tolist(), parent.labels, strict=True)) if parent else {}
     events = [{**event, "says": event_in_words(event, labels, before)} for event in found["events"]]
     names = {**before, **labels}
-    history = [
+    own = [
         {"run_id": context.run_id, **event, "label": names[event["cluster_id"]]}
         for event in events
         if event["event"] != "kept"
     ]
-    return {**found, "events": events, "history": [*(parent.history if parent else []), *history]}
+    history = history_to_keep(parent.history if parent else [], own)
+    return {**found, "events": events, "history": history}
 
 
 def run_record(context: RunContext, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +172,8 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
     quality = summaries["quality"]
     # A run that --no-gate lets through is served, and the next run follows it.
     served = context.options.no_gate or quality["gate"]["passed"]
-    left_out = {*FREE_ON_RESUME, *RULES}
+    # Whether the gate was overridden is in the gate's own entry, as `served`.
+    left_out = {*FREE_ON_RESUME, *RULES, "no_gate"}
     given = asdict(context.options).items()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -153,7 +185,7 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
         "engine": context.engine.name,
         "versions": context.engine.versions,
         "parameters": {name: value for name, value in given if name not in left_out},
-        "window": {k: window[k] for k in ("start", "end")},
+        "window": {k: window[k] for k in ("start", "end", "snapshot", "late")},
         "counts": {
             **{name: summaries[stage][name] for stage, names in COUNTS for name in names},
             "clusters": len(clusters),
@@ -161,7 +193,7 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
         "stages": {k: found for k, found in summaries.items() if k not in OMITTED_SUMMARIES},
         "stage_seconds": context.seconds,
         "quality": {**quality, "gate": {**quality["gate"], "served": served}},
-        "zone_rules": context.options.zone_rules.as_dict(),
+        "zone_rules": asdict(context.options.zone_rules),
         "parent_run": context.follows["parent"],
         "lineage": lineage_entry(context, clusters),
     }

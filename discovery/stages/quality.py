@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.metrics import map_quality
 from discovery.artifacts.schema import IDENTITY, NOISE
 from discovery.gate import QUESTIONS, Measures, judge
-from discovery.runs.parent import Parent
+from discovery.runs.parent import Parent, damaged_in_words
 
 from .context import RunContext
 from .lineage import saved_shares
@@ -34,7 +34,9 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     found = map_quality(context.engine, projected, points, k, SAMPLE_ROWS, context.options.seed)
     held = {name: array.item() for name, array in context.saved("cluster", "agreement.npz").items()}
     persistence = context.saved("cluster", "fit.npz")["persistence"]
-    inconsistent_rows = int(context.saved("lineage", "counts.npz")["inconsistent"])
+    # The rows that extract left out contradict themselves as well.
+    impossible = sum(context.summaries["extract"]["impossible"].values())
+    inconsistent = impossible + int(context.saved("lineage", "counts.npz")["inconsistent"])
     summary: dict[str, Any] = {
         "trustworthiness": round(found.trustworthiness, 6),
         "neighbor_recall": round(found.recall, 6),
@@ -43,8 +45,9 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         "mean_persistence": float(persistence.mean()) if len(persistence) else None,
         "classifier_agreement": held["agreement"] if held["rows"] else None,
         "classifier_held_out_rows": held["rows"],
+        "classifier_effective_rows": round(held["effective_rows"], 1),
         "classifier_noise_recognised": held["noise_recognised"] if held["noise_rows"] else None,
-        "inconsistent_rows": inconsistent_rows / context.rows.count,
+        "inconsistent_rows": inconsistent / (impossible + context.rows.count),
         "drift": None,
         "recognised": None,
         "agreement": None,
@@ -78,7 +81,7 @@ def against_parent(context: RunContext, parent: Parent) -> dict[str, Any]:
     }
 
 
-def mutual_information(contingency: NDArray[np.int64]) -> float:
+def mutual_information(contingency: Ints) -> float:
     """Adjusted mutual information of two labellings from their contingency table int64[r, s]."""
     from sklearn.metrics import adjusted_mutual_info_score
 
@@ -100,6 +103,7 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
         fit_rows=context.summaries["neighbors"]["fit_rows"],
         clusters=context.summaries["cluster"]["clusters"],
         held_out_rows=summary["classifier_held_out_rows"],
+        effective_rows=summary["classifier_effective_rows"],
         zone_drift=drifted["zones"],
         cluster_drift=drifted["clusters"],
         fewest_rows=min(follows["volumes"], default=None),
@@ -109,6 +113,8 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
             for name in IDENTITY
             if served and served[name] != identity[name]
         ),
+        parent=follows["parent"] or "no run",
+        damaged=None if options.new_lineage else damaged_in_words(follows),
         **{name: summary[name] for name in QUESTIONS.keys() & summary.keys()},
     )
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Ints
 from discovery.events.schema import (
     SAMPLE_POINTS,
     ClusterFound,
@@ -72,6 +72,6 @@ def sample(context: RunContext) -> dict[str, Any]:
     return {"of": len(points), "rows": rows[chosen].tolist(), "points": rounded}
 
 
-def evenly_chosen(count: int) -> NDArray[np.int64]:
+def evenly_chosen(count: int) -> Ints:
     """At most SAMPLE_POINTS of `count` indices, in even steps from the first to the last."""
     return np.linspace(0, count - 1, min(count, SAMPLE_POINTS)).round().astype(np.int64)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.projection import Projection, context_octave
@@ -28,10 +30,10 @@ from .project import saved_projection
 
 EXEMPLARS = 5
 # Vectors of a chunk, label int32[n], request int32[n], and reach float64[clusters].
-LabelledChunk = tuple[ChunkVectors, NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]
+LabelledChunk = tuple[ChunkVectors, Int32s, Int32s, Doubles]
 
 
-def embedding_batches(context: RunContext, lookup: NDArray[np.int32]) -> Iterator[pa.RecordBatch]:
+def embedding_batches(context: RunContext, lookup: Int32s) -> Iterator[pa.RecordBatch]:
     """One row for each fingerprint of the run, in the order of extract, chunk by chunk.
 
     Another thread than the job's consumes them, so nothing here stops or pauses the run.
@@ -60,14 +62,15 @@ def encoded(codes: NDArray[Any], names: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(names))
 
 
-def phase_codes(batch: pa.RecordBatch) -> NDArray[np.int64]:
+def phase_codes(batch: pa.RecordBatch) -> Ints:
     """Each row's phase as its index in `PHASES`: int64[n]."""
     phase = batch.column("phase")
-    index_of = np.array([PHASES.index(word) for word in phase.dictionary.to_pylist()], np.int64)
-    return index_of[phase.indices.to_numpy()]
+    # A store's dictionary also has a word for what is no phase; no row of a run uses it.
+    index_of = pc.fill_null(pc.index_in(phase.dictionary, value_set=pa.array(PHASES)), -1)
+    return index_of.to_numpy().astype(np.int64)[phase.indices.to_numpy()]
 
 
-def clusters_table(context: RunContext, ids: NDArray[np.int32]) -> pa.Table:
+def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
     """One row for each cluster: coordinates, profile, label, and exemplars."""
     profiles = profiles_of(context, len(ids))
     parent, tokenizer = context.parent, context.options.tokenizer
@@ -136,7 +139,7 @@ def profiles_of(context: RunContext, clusters: int) -> Profiles:
     return profiles
 
 
-def saved_labels(context: RunContext, index: int) -> NDArray[np.int32]:
+def saved_labels(context: RunContext, index: int) -> Int32s:
     """The labels of a chunk's rows, by the cluster stage."""
     return context.saved("cluster", chunk_file("rows", index))["label"]
 
@@ -157,7 +160,7 @@ def profile_chunk(
     return profiles
 
 
-def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
+def exemplars(context: RunContext, centroids: Floats) -> Exemplars:
     """The rows nearest to each cluster's centroid in PCA space."""
     projection = saved_projection(context)
     found = Exemplars(len(centroids), EXEMPLARS)
@@ -176,11 +179,7 @@ def exemplars(context: RunContext, centroids: NDArray[np.float32]) -> Exemplars:
 
 
 def candidates_of_chunk(
-    engine: Engine,
-    projection: Projection,
-    layout: Layout,
-    targets: NDArray[np.float32],
-    chunk: LabelledChunk,
+    engine: Engine, projection: Projection, layout: Layout, targets: Floats, chunk: LabelledChunk
 ) -> Candidates:
     """The rows of a chunk that may be exemplars of their clusters."""
     vectors, label, request, reach = chunk

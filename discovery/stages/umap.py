@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Floats
 from discovery.artifacts.prototypes import Codebook
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors
-from discovery.runs.parent import Parent
 
 from .context import RunContext
 from .neighbors import fit_neighbors, joined
@@ -34,7 +33,10 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit = context.saved("neighbors", "fit.npz")
     projected, parent = fit["projected"], context.parent
     seed, min_dist = context.options.seed, context.options.umap_min_dist
-    before = coordinates_of_parent(context, parent, fit["rows"]) if parent else None
+    before = None
+    if parent:
+        chosen, shared = context.rows.chosen(fit["rows"]), (parent.codebook, parent.coordinates)
+        before = joined(context.compute(starting_points, chosen, *shared))
     # The first two components keep the global structure, are stable from run to run, and need no
     # eigensolver of the neighbour graph, which fails if the graph is not connected.
     init = projected[:, :2] if before is None else before
@@ -58,28 +60,12 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     return summary, says
 
 
-def coordinates_of_parent(
-    context: RunContext, parent: Parent, rows: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Where the fit rows start: float32[n, 2]."""
-    chunks = (
-        (context.rows.reference(index), own)
-        for index in range(context.rows.chunks)
-        if len(own := context.rows.among(index, rows))
-    )
-    return joined(context.compute(starting_points, chunks, parent.codebook, parent.coordinates))
-
-
 def starting_points(
-    engine: Engine,
-    codebook: Codebook,
-    coordinates: NDArray[np.float32],
-    chunk: tuple[ChunkVectors, NDArray[np.int64]],
-) -> NDArray[np.float32]:
-    """Where rows of a chunk, by their numbers in it, start: float32[m, 2], the mean of the
-    coordinates float32[p, 2] of the nearest prototypes, weighted by inverse distance."""
-    source, rows = chunk
-    projected = codebook.projection(source.load(engine, rows), codebook.layout)
+    engine: Engine, codebook: Codebook, coordinates: Floats, vectors: ChunkVectors
+) -> Floats:
+    """Where rows of a chunk start: float32[m, 2], the mean of the coordinates float32[p, 2] of the
+    nearest prototypes, weighted by inverse distance."""
+    projected = codebook.projection(vectors.load(engine), codebook.layout)
     count = min(STARTING_PROTOTYPES, len(coordinates))
     near, distance = engine.neighbors(codebook.prototypes, engine.host(projected), count)
     weight = 1.0 / (distance + distance[:, :1] + 1e-6)
@@ -87,7 +73,7 @@ def starting_points(
     return np.einsum("nk,nkc->nc", weight, coordinates[near]).astype(np.float32)
 
 
-def rotated_onto(points: NDArray[np.float32], before: NDArray[np.float32]) -> NDArray[np.float32]:
+def rotated_onto(points: Floats, before: Floats) -> Floats:
     """The map rotated (or mirrored) and shifted, not scaled, to fit `before` best: orthogonal
     Procrustes (Schoenemann 1966). float32[n, 2].
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,7 +32,7 @@ MICROS = 1_000_000
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    return {"rules": context.options.zone_rules.as_dict()}
+    return {"rules": asdict(context.options.zone_rules)}
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:

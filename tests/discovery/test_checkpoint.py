@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import pytest
 from shared import REPO
 
 from capture_kernels.errors import RunError, WriteError
-from discovery.runs.checkpoint import StageCheckpoint, chained_key
+from discovery.runs.checkpoint import StageCheckpoint, chained_key, code_hash
 from pipeline.durable import file_facts, write_atomically, write_json
 
 # Writes a part of each kind in a process that may write no file above 20,000 bytes: a disk that
@@ -147,7 +148,7 @@ def test_an_object_array_is_refused_since_reading_it_would_run_code(tmp_path):
         stage.write_arrays("objects.npz", values=np.array([{"a": 1}], object))
     assert not stage.has("objects.npz")
     np.savez(stage.path("objects.npz"), values=np.array([{"a": 1}], object))
-    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+    with pytest.raises(RunError, match=r"objects\.npz is damaged"):
         stage.read_arrays("objects.npz")
 
 
@@ -218,6 +219,65 @@ def test_a_damaged_part_of_a_finished_stage_is_named(tmp_path, damage):
     assert str(part) in str(refused.value)
     assert f"delete {stage.folder} and resume" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+
+
+def test_a_damaged_record_of_a_finished_stage_is_named_whatever_the_damage(tmp_path):
+    stage = StageCheckpoint(tmp_path / "stage", "k")
+    stage.write_arrays("a.npz", x=np.arange(100))
+    stage.finish({"rows": 7, "by": {10: 1, 9: (0.5, None)}}, "7 rows", 0.25)
+    record = stage.path("stage.json")
+    whole = record.read_bytes()
+    damages = [b"", b"[]", b"null", b"[" * 100_000, b"\xff", whole[:-20]]
+    saved = StageCheckpoint(tmp_path / "stage", "k").finished()
+    for content in [*damages, *(flipped(whole, at) for at in range(len(whole)))]:
+        record.write_bytes(content)
+        try:
+            # A changed blank is no damage.
+            assert StageCheckpoint(tmp_path / "stage", "k").finished() == saved
+        except RunError as error:
+            assert f"{record} is damaged: delete {stage.folder} and resume" in str(error)
+
+
+def test_damaged_arrays_are_named_and_never_read_as_others(tmp_path):
+    stage = StageCheckpoint(tmp_path / "stage", "k")
+    arrays = {"x": np.arange(20, dtype=np.float32), "y": np.array("exact")}
+    stage.write_arrays("a.npz", **arrays)
+    whole = stage.path("a.npz").read_bytes()
+    for content in [b"", whole[:-1], *(flipped(whole, at) for at in range(len(whole)))]:
+        stage.path("a.npz").write_bytes(content)
+        try:
+            found = stage.read_arrays("a.npz")
+        except RunError as error:
+            assert f"{stage.path('a.npz')} is damaged: delete {stage.folder}" in str(error)
+        else:
+            assert all(np.array_equal(array, arrays[name]) for name, array in found.items())
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"ke"])
+def test_a_stage_whose_key_is_damaged_is_computed_again(tmp_path, content):
+    StageCheckpoint(tmp_path / "stage", "key").write_arrays("a.npz", x=np.arange(3))
+    (tmp_path / "stage" / "key").write_bytes(content)
+    again = StageCheckpoint(tmp_path / "stage", "key")
+    assert not again.has("a.npz") and again.path("key").read_bytes() == b"key"
+
+
+def test_any_change_of_a_constant_is_another_version_of_the_code(tmp_path):
+    shutil.copytree(REPO / "discovery", tmp_path / "discovery")
+    before = code_hash(tmp_path)
+    code_hash.cache_clear()
+    changed = tmp_path / "discovery" / "stages" / "neighbors.py"
+    source = changed.read_text()
+    changed.write_text(source.replace("CELL_FLOOR = 40", "CELL_FLOOR = 41"))
+    assert source != changed.read_text()
+    assert code_hash(tmp_path) != before
+    code_hash.cache_clear()
+    changed.write_text(source)
+    (tmp_path / "discovery" / "more.pyc").write_bytes(b"compiled")
+    assert code_hash(tmp_path) == before
 
 
 def test_a_stages_key_depends_on_its_parameters_and_on_all_stages_before_it():

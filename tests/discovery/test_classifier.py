@@ -23,6 +23,8 @@ from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.commands.classify import answers
 
+FLAT = [0.1875, 0.3125, 0.5, 0.5] + [0.0625] * 16
+
 
 @pytest.fixture(scope="session")
 def run(attn, tmp_path_factory) -> Published:
@@ -71,15 +73,22 @@ def test_the_run_measured_its_classifier_on_rows_that_it_had_not_seen(classifier
         np.full(20, 50.0),
         np.r_[np.zeros(4), np.zeros(15), 9.0],
         np.full(20, 1e30),
+        np.r_[FLAT[:4], 0.125, 0.0625, FLAT[6:]],
     ],
 )
-def test_a_vector_far_from_all_that_the_run_saw_is_noise_without_a_label(classifier, vector):
-    found = classifier.classify(vector)
+def test_a_vector_that_no_attention_row_has_gets_a_reason_and_the_others_an_answer(
+    classifier, vector
+):
+    bad, good = classifier.answer([vector, FLAT])
+    assert bad["error"].startswith("no attention row has this vector: ")
+    assert "manifold" not in bad and "error" not in good
+    assert good["manifold"] == classifier.answer([FLAT])[0]["manifold"]
+
+
+def test_a_vector_far_from_all_that_the_run_saw_is_noise_without_a_label(classifier):
+    found = classifier.classify(np.full(20, 50.0))
     assert found.cluster_id.tolist() == [-1]
     assert found.probability.tolist() == [0.0]
-    manifold = classifier.answer([vector])[0]["manifold"]
-    assert (manifold["cluster_id"], manifold["cluster_label"]) == (-1, None)
-    assert manifold["zone"] in ZONES
 
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 1_000])
@@ -224,7 +233,6 @@ def test_classify_of_nothing_answers_nothing(attn, run):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-FLAT = [0.05] * 20
 BAD_LINES = [
     b"not json",
     b"\xff\xfe",
@@ -250,10 +258,9 @@ BAD_LINES = [
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[-24:]))
 def test_a_line_that_is_no_fingerprint_is_named(classifier, bad):
     good = json.dumps(FLAT).encode()
-    answered = answers([(2, good), (3, bad), (4, good)], classifier)
-    assert next(answered)["manifold"]["zone"] in ZONES
-    with pytest.raises(RecordError, match=r"^line 3 "):
-        next(answered)
+    first, second, third = answers([(2, good), (3, bad), (4, good)], classifier)
+    assert first["manifold"]["zone"] in ZONES and first == third
+    assert second["line"] == 3 and second["error"] and "manifold" not in second
 
 
 @pytest.mark.parametrize("field", [{"layout": 2}, {"layout": "layered"}, {"capture_id": "other"}])
@@ -303,6 +310,29 @@ def test_classify_stops_at_a_bad_line_with_one_line_that_names_it(attn, run, lin
         assert done.stderr == "error: line 7 is not JSON\n"
         # What came before it is answered.
         assert len(done.stdout.splitlines()) == 4
+
+
+def test_classify_skips_bad_lines_and_says_so(attn, run, lines, tmp_path):
+    file = tmp_path / "in.jsonl"
+    bad = ["{", json.dumps({"vector": [1], "request_id": "mine"}), "[" + " " * 3_000_000 + "]"]
+    file.write_text("\n".join([lines[0], *bad, lines[1]]), encoding="utf-8")
+    done = attn("classify", "--artifacts", run.output, "--skip-bad", file)
+    assert (done.returncode, done.stderr) == (3, "lines that could not be classified: 3\n")
+    answered = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer.get("line") for answer in answered] == [None, 2, 3, 4, None]
+    assert answered[1]["error"] == "is not JSON"
+    assert answered[2]["request_id"] == "mine" and "needs a vector" in answered[2]["error"]
+    assert answered[3]["error"] == "is longer than 1,048,576 bytes"
+    good = attn("classify", "--artifacts", run.output, "--skip-bad", stdin=lines[0])
+    assert (good.returncode, good.stderr) == (0, "")
+
+
+def test_classify_stops_at_a_line_that_never_ends(run):
+    command = [sys.executable, str(REPO / "cli.py"), "classify", "--artifacts", str(run.output)]
+    with open("/dev/zero", "rb") as endless:  # noqa: PTH123
+        done = subprocess.run(command, stdin=endless, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: line 1 is longer than 1,048,576 bytes\n"
 
 
 def test_classify_without_artifacts_or_without_its_file_says_so(attn, run, tmp_path):

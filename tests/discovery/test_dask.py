@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from shared import NOW
+from shared import NOW, REPO
+
+from capture_kernels.errors import OptionError
+from discovery.execution.executor import DaskExecutor
 
 OPTIONS = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--long-running", "--engine", "cpu"]
 
@@ -18,12 +24,13 @@ def cluster():
 
     started = []
 
-    def start(workers: int) -> str:
+    def start(workers: int, **options: object) -> str:
         started.append(
             LocalCluster(
-                n_workers=workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+                n_workers=workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1",
+                **options,
             )
-        )
+        )  # fmt: skip
         return started[-1].scheduler_address
 
     yield start
@@ -46,6 +53,37 @@ def test_an_existing_cluster_does_the_work_and_stays_up(attn, planted_store, tmp
     assert first.equals(second)
 
 
+WORKS = """
+import sys
+from discovery.execution.executor import DaskExecutor
+executor = DaskExecutor(sys.argv[1])
+print(list(executor.run(int, [1, 2], ())))
+executor.close()
+"""
+
+
+def test_an_existing_cluster_with_tls_takes_the_keys_of_dasks_own_configuration(cluster, tmp_path):
+    from distributed import Security
+
+    security = Security.temporary()
+    address = cluster(1, security=security)
+    with pytest.raises(OptionError, match=r"check --scheduler, and .*distributed\.comm\.tls"):
+        DaskExecutor(address)
+    keys = {
+        "CA_FILE": security.tls_ca_file,
+        "CLIENT__CERT": security.tls_client_cert,
+        "CLIENT__KEY": security.tls_client_key,
+    }
+    for name, pem in keys.items():
+        (tmp_path / name).write_text(pem)
+    files = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(tmp_path / name) for name in keys}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKS, address], capture_output=True, text=True,
+        env={**os.environ, **files, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.stdout.strip() == "[1, 2]", done.stderr
+
+
 def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
     attn, planted_store, tmp_path, cluster
 ):
@@ -63,7 +101,11 @@ def test_a_cluster_that_cannot_help_is_refused_before_a_run_begins(
 
 
 @pytest.mark.parametrize(
-    ("limit", "says"), [("0.7", "no room for Dask"), ("1.1", "Dask, 1 workers on this machine")]
+    ("limit", "says"),
+    [
+        ("0.7", "no room for Dask"),
+        pytest.param("1.1", "Dask, 1 workers on this machine", marks=pytest.mark.slow),
+    ],
 )
 def test_a_small_memory_limit_takes_fewer_workers(fresh_attn, planted_store, tmp_path, limit, says):
     done = fresh_attn(

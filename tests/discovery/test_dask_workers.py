@@ -201,6 +201,58 @@ def test_only_a_full_gpu_is_told_so(error, monkeypatch):
     assert other.value is error
 
 
+# Tries to get into a cluster as any user of the machine can: its scheduler's port comes first.
+STRANGER = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from http.client import HTTPException
+    from urllib.request import urlopen
+    from distributed import Client, Security
+
+    if __name__ == "__main__":
+        mark, *ports = sys.argv[1:]
+        for protocol, security in (("tcp", None), ("tls", Security.temporary())):
+            address = f"{protocol}://127.0.0.1:{ports[0]}"
+            try:
+                with Client(address, timeout=1, security=security) as client:
+                    client.submit(Path(mark).touch).result()
+            except OSError:
+                print("refused")
+        for port in ports:
+            for page in ("health", "metrics", "info/main/workers.html", "status"):
+                try:
+                    print(urlopen(f"http://127.0.0.1:{port}/{page}", timeout=5).read())
+                except (OSError, HTTPException):
+                    pass
+    """
+)
+
+
+def test_other_users_of_the_machine_can_neither_use_nor_watch_the_cluster(workers, tmp_path):
+    first = workers._cluster.scheduler_address.rpartition(":")[2]
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = {
+        str(one.laddr.port)
+        for process in processes for one in process.net_connections()
+        if one.status == psutil.CONN_LISTEN
+    }  # fmt: skip
+    # The scheduler has two, a nanny one, a worker two; one worker may be on its way back.
+    assert first in listening and len(listening) >= 5
+    known = workers._client.scheduler_info(n_workers=-1)["workers"]
+    for address, worker in known.items():
+        assert address.startswith("tls://") and worker["nanny"].startswith("tls://")
+    found = workers.run(slowest_first, range(6), ())
+    assert next(found) == 0
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(tmp_path / "mark"), first, *(listening - {first})],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["refused", "refused"], done.stdout + done.stderr
+    assert not (tmp_path / "mark").exists()
+    assert list(found) == [1, 2, 3, 4, 5]
+
+
 # A cluster in a process of its own, as another user's is: says its address.
 ELSEWHERE = textwrap.dedent(
     """
@@ -267,6 +319,57 @@ def test_a_cluster_elsewhere_that_is_gone_ends_the_run(elsewhere):
     with pytest.raises(RunError, match=r"the Dask cluster failed .*: resume"):
         list(found)
     executor.close()
+
+
+# A script that a user wrote, which workers import as they start.
+WITHOUT_GUARD = "from cli import app\n\napp()\n"
+
+
+def test_the_cause_why_workers_cannot_start_is_reported_within_seconds(planted_store, tmp_path):
+    script, output = tmp_path / "nightly.py", tmp_path / "out"
+    script.write_text(WITHOUT_GUARD)
+    done = subprocess.run(
+        [sys.executable, str(script), "discover", "--db", str(planted_store(300)), "--output",
+         str(output), *COMMAND, "--long-running", "--max-memory-gb", "1.1"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert f"the Dask workers cannot start: each first imports {script}" in last
+    assert 'guard the call with `if __name__ == "__main__":`' in last
+    assert "Traceback" not in done.stderr
+    assert not any(path.is_dir() for path in output.glob("*"))
+
+
+# One that is damaged while its run is under way, in which the only worker dies.
+DAMAGED_LATER = textwrap.dedent(
+    """
+    import os
+    from pathlib import Path
+    from capture_kernels.errors import RunError
+    from discovery.execution.executor import DaskExecutor
+
+    if __name__ == "__main__":
+        executor = DaskExecutor(None, 1)
+        Path(__file__).write_text("raise ValueError('damaged')")
+        try:
+            list(executor.run(os._exit, [1], ()))
+        except RunError as error:
+            print(error)
+        executor.close()
+    """
+)
+
+
+@pytest.mark.slow
+def test_the_cause_why_no_worker_can_be_replaced_is_reported_within_seconds(tmp_path):
+    script = tmp_path / "nightly.py"
+    script.write_text(DAMAGED_LATER)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert f"imports {script}, which fails with 'ValueError: damaged'" in done.stdout, done.stderr
 
 
 # Runs `attn discover`, its chunks made slow, and kills some of its workers when the event says so.

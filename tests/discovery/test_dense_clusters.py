@@ -15,7 +15,7 @@ from discovery.engines.cpu import CpuEngine
 from discovery.engines.protocol import Clustering
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.cluster import SPARSE, dense_clusters
-from discovery.stages.neighbors import fit_file, self_first
+from discovery.stages.neighbors import self_first
 
 MIN_SAMPLES = 5
 K = 12
@@ -38,7 +38,7 @@ def find(tmp_path_factory) -> Find:
         for start in range(0, len(rows), chunk):
             found = engine.neighbors(rows, rows[start : start + chunk], k)
             indices, distances = self_first(*found, start)
-            parts.write_arrays(fit_file(start), indices=indices, distances=distances)
+            parts.write_arrays(f"fit-{start:09d}.npz", indices=indices, distances=distances)
         context = SimpleNamespace(
             options=SimpleNamespace(min_samples=min_samples),
             engine=engine,

@@ -19,7 +19,6 @@ from discovery.execution.request_limit import RequestLimit
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.extract import (
     COLUMNS,
-    chunk_file,
     full_chunks,
     kept_rows,
     merge,
@@ -68,7 +67,7 @@ def context_of(parts: StageCheckpoint, size: int, done: list) -> SimpleNamespace
 def test_a_chunk_is_reported_when_it_is_on_disk(tmp_path):
     parts, done = StageCheckpoint(tmp_path / "extract", "key"), []
     times = write_chunks(context_of(parts, 100, done), iter(scanned(250, [30, 130])), 250)
-    names = [chunk_file(index) for index in range(3)]
+    names = [f"rows-{index:05d}.arrow" for index in range(3)]
     assert done == [(index, 3, names[:index]) for index in (1, 2, 3)]
     assert [parts.read_batch(name).num_rows for name in names] == [100, 100, 50]
     assert times[1] - times[0] == 249_000_000
@@ -76,10 +75,10 @@ def test_a_chunk_is_reported_when_it_is_on_disk(tmp_path):
 
 def test_chunks_that_are_there_are_not_written_again(tmp_path):
     parts = StageCheckpoint(tmp_path / "extract", "key")
-    parts.path(chunk_file(0)).write_bytes(b"kept")
+    parts.path("rows-00000.arrow").write_bytes(b"kept")
     write_chunks(context_of(parts, 100, []), iter(scanned(150, [])), 150)
-    assert parts.path(chunk_file(0)).read_bytes() == b"kept"
-    assert parts.read_batch(chunk_file(1)).num_rows == 50
+    assert parts.path("rows-00000.arrow").read_bytes() == b"kept"
+    assert parts.read_batch("rows-00001.arrow").num_rows == 50
 
 
 def test_a_chunk_that_cannot_be_written_ends_the_stage(tmp_path):
@@ -101,6 +100,6 @@ def test_a_stop_leaves_whole_chunks(tmp_path):
     context.chunk_done = stop
     with pytest.raises(KeyboardInterrupt):
         write_chunks(context, iter(scanned(300, [])), 300)
-    assert parts.names(".arrow") == [chunk_file(0)]
-    assert parts.read_batch(chunk_file(0)).num_rows == 100
+    assert parts.names(".arrow") == ["rows-00000.arrow"]
+    assert parts.read_batch("rows-00000.arrow").num_rows == 100
     assert not [name for name in parts.names("") if name.startswith(".")]

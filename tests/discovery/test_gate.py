@@ -29,6 +29,7 @@ GOOD = Measures(
     mean_persistence=0.4,
     classifier_agreement=0.97,
     held_out_rows=1_200,
+    effective_rows=1_200,
 )
 LATER = replace(
     GOOD,
@@ -63,13 +64,14 @@ def test_a_good_night_passes(measures):
 def test_every_check_is_told_whether_it_was_measured_or_not():
     names = [[check["name"] for check in judge(m, GateRules())["checks"]] for m in (GOOD, LATER)]
     assert names[0] == names[1]
-    assert set(asdict(GateRules())) == set(names[0]) - {"clusters", "identity"}
+    assert set(asdict(GateRules())) == set(names[0]) - {"clusters", "identity", "parent"}
     unmeasured = [check for check in judge(GOOD, GateRules())["checks"] if check["value"] is None]
     assert [check["name"] for check in unmeasured] == [
         "recognised", "agreement", "zone_drift", "cluster_drift", "volume", "identity",
+        "parent",
     ]  # fmt: skip
     assert all(check["passed"] for check in unmeasured)
-    assert all("not measured" in check["says"] for check in unmeasured[:-1])
+    assert all("not measured" in check["says"] for check in unmeasured[:-2])
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,11 @@ def test_every_check_is_told_whether_it_was_measured_or_not():
         ({"cluster_drift": moved(0.5, 0.3, 0.7)}, "cluster_drift", "and must be at most 0.250"),
         ({"fewest_rows": 12_000}, "volume", "is 50%, and must be at least 60%"),
         ({"served": "another model"}, "identity", "but latest is of another model"),
+        (
+            {"damaged": "run B is damaged", "parent": "A"},
+            "parent",
+            "with A, because run B is damaged",
+        ),
     ],
 )
 def test_a_night_that_fails_says_why_and_what_to_do(change, name, says):
@@ -104,12 +111,21 @@ def test_a_change_of_shares_fails_only_where_it_is_sure():
 
 
 def test_the_classifier_fails_only_where_enough_rows_say_so():
-    few = replace(GOOD, classifier_agreement=0.8, held_out_rows=71)
+    few = replace(GOOD, classifier_agreement=0.8, held_out_rows=71, effective_rows=71)
     assert failing(few) == []
-    assert failing(replace(few, held_out_rows=1_000)) == ["classifier_agreement"]
-    none = replace(few, classifier_agreement=0.0, held_out_rows=LEAST_HELD_OUT - 1)
+    assert failing(replace(few, held_out_rows=1_000, effective_rows=1_000)) == [
+        "classifier_agreement"
+    ]
+    none = replace(
+        few,
+        classifier_agreement=0.0,
+        held_out_rows=LEAST_HELD_OUT - 1,
+        effective_rows=LEAST_HELD_OUT - 1,
+    )
     assert failing(none) == []
-    assert failing(replace(none, held_out_rows=LEAST_HELD_OUT)) == ["classifier_agreement"]
+    assert failing(replace(none, held_out_rows=LEAST_HELD_OUT, effective_rows=LEAST_HELD_OUT)) == [
+        "classifier_agreement"
+    ]
     check = judge(few, GateRules())["checks"][6]
     assert check["low"] < check["value"] < check["high"]
     assert (check["name"], check["limit"]) == ("classifier_agreement", 0.85)

@@ -174,7 +174,7 @@ def test_the_story_of_a_cluster_that_came_off_and_was_taken_in(attn, output):
     assert found["born"] == {"run_id": run_id_of(2), "event": "split", "parents": [3]}
     assert found["ended"] == {"run_id": run_id_of(7), "event": "absorbed", "into": [3]}
     assert not found["alive"]
-    assert [night["share"] for night in found["nights"]] == [0.15, 0.15, 0.1, 0.1, 0.1]
+    assert [run["share"] for run in found["runs"]] == [0.15, 0.15, 0.1, 0.1, 0.1]
     assert found["came_off"] == [{"run_id": run_id_of(4), "cluster_ids": [5]}]
     said = attn("runs", "lineage", "4", "--output", output).stdout.splitlines()
     assert said == [
@@ -196,7 +196,7 @@ def test_the_story_of_a_living_cluster_names_what_it_took_in_and_what_it_was_cal
         {"label": "a new name", "since": run_id_of(6)},
     ]
     earlier = asked(attn, "lineage", "3", "--run", run_id_of(3), "--output", output)
-    assert len(earlier["nights"]) == 3 and len(earlier["labels"]) == 1
+    assert len(earlier["runs"]) == 3 and len(earlier["labels"]) == 1
 
 
 def test_a_story_goes_on_past_deleted_runs(attn, output):
@@ -205,12 +205,12 @@ def test_a_story_goes_on_past_deleted_runs(attn, output):
     found = asked(attn, "lineage", "3", "--output", output)
     assert found["born"]["run_id"] == run_id_of(1)
     # Day 6 has noted the shares of its parent; of the days before only the events are known.
-    shares = {night["run_id"]: night["share"] for night in found["nights"]}
+    shares = {run["run_id"]: run["share"] for run in found["runs"]}
     assert shares == {
         run_id_of(1): None, run_id_of(2): None, run_id_of(4): None, run_id_of(5): 0.2,
         run_id_of(6): 0.3, run_id_of(7): 0.25,
     }  # fmt: skip
-    assert found["nights"][0]["label"] == "cluster number 3"
+    assert found["runs"][0]["label"] == "cluster number 3"
     assert found["deleted_runs"] == [run_id_of(day) for day in (1, 2, 4, 5)]
     dead = asked(attn, "lineage", "2", "--output", output)
     assert dead["ended"]["into"] == [1]
@@ -232,7 +232,7 @@ def test_runs_of_before_there_was_lineage_can_be_asked_of(attn, tmp_path):
     manifest = read_manifest(tmp_path / run_id)
     del manifest["lineage"]
     path.write_text(json.dumps(manifest))
-    assert asked(attn, "lineage", "1", "--output", tmp_path)["nights"][0]["share"] == 0.5
+    assert asked(attn, "lineage", "1", "--output", tmp_path)["runs"][0]["share"] == 0.5
     assert asked(attn, "diff", run_id, run_id, "--output", tmp_path)["kept"]
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from shared import NOW, REPO
-from watching import SCHEMA, Client, free_port, logged
+from watching import SCHEMA, Client, address, free_port, logged
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from capture_kernels.errors import OptionError
 from discovery.events.log import EventLog
 from discovery.events.schema import COMMANDS, LOGGED, Event, RunPaused, RunResumed
 from discovery.events.websocket import (
@@ -27,6 +28,7 @@ from discovery.events.websocket import (
     MOST_CONNECTIONS,
     Backlog,
     LiveEvents,
+    client_file,
 )
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.stages.registry import STAGES
@@ -74,7 +76,8 @@ def upgrade(port: int) -> socket.socket:
     key = base64.b64encode(os.urandom(16)).decode()
     raw.sendall(
         f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n"
+        f"Authorization: {address(port)['additional_headers']['Authorization']}\r\n\r\n".encode()
     )
     return raw
 
@@ -268,7 +271,7 @@ def test_what_is_no_command_is_answered_and_changes_nothing(live, message, reaso
 )
 def test_a_frame_that_cannot_be_read_closes_its_own_connection_only(live, frame, code):
     port, served, _ = live
-    with Client(port) as other, connect(f"ws://127.0.0.1:{port}", compression=None) as client:
+    with Client(port) as other, connect(**address(port)) as client:
         client.recv()
         client.socket.sendall(frame)
         if len(frame) == 4:
@@ -294,8 +297,55 @@ def test_a_page_of_a_browser_is_refused(live):
     port, _, _ = live
     for origin in ("http://evil.example", f"http://127.0.0.1:{port}", "null"):
         with pytest.raises(InvalidStatus) as refused:
-            connect(f"ws://127.0.0.1:{port}", origin=origin).__enter__()
+            connect(**address(port), origin=origin).__enter__()
         assert refused.value.response.status_code == 403
+
+
+@pytest.mark.parametrize("given", [None, "Bearer", "Bearer x", "Basic dTpw"])
+def test_a_client_without_the_token_is_refused_and_hears_nothing(live, given):
+    port, _, _ = live
+    headers = {} if given is None else {"Authorization": given}
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"ws://127.0.0.1:{port}", additional_headers=headers).__enter__()
+    assert refused.value.response.status_code == 401
+    assert str(client_file(port)) in refused.value.response.body.decode()
+    with Client(port) as client:
+        assert client.next()["event"] == "hello"
+
+
+def test_a_token_that_is_not_ascii_is_refused_like_any_other(live):
+    port, _, _ = live
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(
+            b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+            b"Authorization: Bearer \xff\r\n\r\n"
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+def test_only_this_user_can_read_the_token(live):
+    port, served, _ = live
+    file = client_file(port)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    served.close()
+    assert not file.exists()
+
+
+def test_a_folder_that_others_can_read_holds_no_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    client_file(0).parent.mkdir(mode=0o755)
+    with pytest.raises(OptionError, match="open to other users"):
+        LiveEvents(0, StopRequest())
+    assert list(client_file(0).parent.iterdir()) == []
+
+
+def test_a_free_port_is_taken_and_reported():
+    served = LiveEvents(0, StopRequest())
+    with Client(served.port) as client:
+        assert client.next()["event"] == "hello"
+        served.close()
 
 
 def test_only_this_machine_can_connect(live):

@@ -138,8 +138,8 @@ def test_more_memory_never_means_fewer_workers_and_all_of_it_stays_within_the_li
 
 
 def test_without_a_limit_a_cluster_of_ones_own_has_a_worker_for_each_core_or_gpu():
-    assert plan(None, 10, 6, long_running=True) == (6, None, SCRATCH_MOST, False)
-    assert plan(None, 10, 6, gpu_engine(2), long_running=True) == (2, None, SCRATCH_MOST, True)
+    assert plan(None, 10, 6, long_running=True) == (6, None, SCRATCH_MOST)
+    assert plan(None, 10, 6, gpu_engine(2), long_running=True) == (2, None, SCRATCH_MOST)
     for engine in (CPU, gpu_engine(2)):
         assert plan(None, 10, 6, engine).workers == 0
         elsewhere = {"long_running": True, "scheduler": "tcp://127.0.0.1:1"}

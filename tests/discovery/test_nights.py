@@ -24,6 +24,7 @@ from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consistency import entropy_bound, inconsistent
 from discovery.artifacts.read import open_artifacts
 from discovery.commands.runs import console
+from discovery.runs.checkpoint import read_sealed, write_sealed
 from pipeline.store.open import open_store
 
 ROWS = 4_000
@@ -113,18 +114,23 @@ def another_model(rows: int) -> NDArray[np.float32]:
     return planted(rows, 7, shares=few)[0]
 
 
+def too_even(rows: int) -> NDArray[np.float32]:
+    """Planted rows whose entropy says that they attend evenly: float32[rows, 20]."""
+    vectors = planted(rows, 1)[0]
+    vectors[:, 3] = 1.0
+    return vectors
+
+
 POISON = {
     "noise that could be real": (dirichlet_noise(ROWS), "noise"),
-    "random numbers": (
-        np.random.default_rng(1).random((ROWS, 20)).astype(np.float32), "contradict one another"
-    ),
+    "more entropy than their histograms allow": (too_even(ROWS), "contradict one another"),
     "another model's vectors": (another_model(ROWS), "earlier run"),
     "half of the rows missing": (planted(ROWS, 1)[0][: ROWS // 2], "smallest of the last"),
 }  # fmt: skip
 
 
 # Rows that contradict one another, and too few of them.
-FAST_POISON = ("random numbers", "half of the rows missing")
+FAST_POISON = ("more entropy than their histograms allow", "half of the rows missing")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,7 @@ def test_a_poisoned_night_never_becomes_latest_and_says_why(
         assert json.loads(done.stdout)["parent_run"] == first_night.run_id
 
 
+@pytest.mark.slow
 def test_latest_does_not_change_to_another_model_unless_that_was_asked_for(
     attn, first_night, runs, tmp_path
 ):
@@ -190,8 +197,8 @@ def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, run
     done = attn("discover", "--db", db, "--output", alone, *options)
     assert done.returncode == 0, done.stderr
     run_id = at(1).replace(":", "-")
-    first = ["discover", "--db", str(db), "--output", str(runs), "--no-gate"]
-    killed_at("progress:lineage:2", *first[:-1], *options)
+    first = ["discover", "--db", str(db), "--output", str(runs)]
+    killed_at("progress:lineage:2", *first, *options)
     for point in ("stage_finished:lineage:", "stage_finished:quality:"):
         killed_at(point, *first, "--resume", run_id)
     done = attn(*first, "--resume", run_id)
@@ -200,6 +207,29 @@ def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, run
     assert (runs / run_id / "report.html").read_bytes() == (
         alone / run_id / "report.html"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--new-lineage",), marks=pytest.mark.slow)])
+def test_a_damaged_parent_fails_the_gate_unless_a_new_lineage_was_asked_for(
+    attn, first_night, runs, tmp_path, options
+):
+    path = runs / first_night.run_id / "landmarks.parquet"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    db = store_of(tmp_path / "second.db", planted(ROWS, 1)[0], 1)
+    done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--json", *options)
+    manifest = json.loads(done.stdout)
+    assert (done.returncode, manifest["parent_run"]) == (0 if options else 3, None), done.stderr
+    assert f"{path} is damaged" in done.stderr
+    assert [one["run_id"] for one in manifest["lineage"]["damaged"]] == [first_night.run_id]
+    reasons = manifest["quality"]["gate"]["reasons"]
+    assert bool(options) != any(f"{path} is damaged" in reason for reason in reasons)
+    said = "a new lineage, as was asked for" if options else "no earlier run is left"
+    assert said in done.stderr and "first run of its lineage" not in done.stderr
+    latest = manifest["run_id"] if options else first_night.run_id
+    assert (runs / "latest").readlink().name == latest
+    assert min(identities(runs, manifest["run_id"])) > max(first_night.ids)
 
 
 def test_a_resumed_night_whose_parent_is_gone_says_so(attn, first_night, runs, tmp_path):
@@ -263,12 +293,12 @@ def test_a_run_begun_by_another_version_is_not_resumed(attn, runs, tmp_path):
     killed_at("stage_finished:extract:", *first, "--now", at(1))
     run_id = at(1).replace(":", "-")
     saved = runs / run_id / ".checkpoint" / "run.json"
-    begun = json.loads(saved.read_text())
+    begun = read_sealed(saved)
     del begun["follows"]
-    saved.write_text(json.dumps(begun))
+    write_sealed(saved, begun)
     done = attn(*first, "--resume", run_id)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "begun by another version" in done.stderr
+    assert done.stderr.startswith("error: ") and "or of another version of attn" in done.stderr
     assert "--resume" not in done.stderr
 
 

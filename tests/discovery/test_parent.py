@@ -80,7 +80,9 @@ def follows(output: Path, run_id: str = TONIGHT, hours: float = HOURS) -> dict[s
 
 
 def test_the_first_run_follows_nothing(lineage):
-    assert follows(lineage.output) == {"parent": None, "volumes": [], "served": None}
+    assert follows(lineage.output) == {
+        "parent": None, "damaged": [], "volumes": [], "served": None,
+    }  # fmt: skip
 
 
 def test_tonight_follows_the_newest_run_before_it(lineage):
@@ -88,7 +90,7 @@ def test_tonight_follows_the_newest_run_before_it(lineage):
     unfinished(lineage.output, run_id_of(20))
     identity = {"model": "model", "layout": "log16", "capture_id": "a"}
     assert follows(lineage.output) == {
-        "parent": runs[-1], "volumes": [300, 200, 100], "served": identity,
+        "parent": runs[-1], "damaged": [], "volumes": [300, 200, 100], "served": identity,
     }  # fmt: skip
     assert json.loads(json.dumps(follows(lineage.output))) == follows(lineage.output)
 
@@ -216,33 +218,55 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_whose_manifest_cannot_be_read_is_left_out_and_stops_nothing(lineage, damage):
+def test_a_run_whose_manifest_cannot_be_read_is_not_followed_and_is_named(lineage, damage):
     good = night(lineage, rows=100)
     bad = night(lineage, rows=200)
     assert (lineage.output / "latest").readlink().name == bad
     damage(lineage.output / bad / "manifest.json")
-    assert follows(lineage.output) == {"parent": good, "volumes": [100], "served": None}
+    found = follows(lineage.output)
+    assert [one["run_id"] for one in found.pop("damaged")] == [bad]
+    assert found == {"parent": good, "volumes": [100], "served": None}
     move_latest(lineage.output, good)
     assert follows(lineage.output)["served"]["model"] == "model"
 
 
 @pytest.mark.parametrize("name", [REFERENCES, SHARES, "embedding.parquet"])
 @pytest.mark.parametrize("damage", [truncated, emptied, gone])
-def test_a_run_with_a_damaged_file_is_not_followed_but_its_rows_are_known(lineage, name, damage):
+def test_a_run_with_a_damaged_file_is_named_not_followed_but_its_rows_are_known(
+    lineage, name, damage
+):
     good = night(lineage, rows=100)
     bad = night(lineage, rows=200)
     damage(lineage.output / bad / name)
     found = follows(lineage.output)
     assert (found["parent"], found["volumes"]) == (good, [200, 100])
+    assert [one["run_id"] for one in found["damaged"]] == [bad]
+    assert f"{bad}/{name} is" in found["damaged"][0]["reason"]
     damage(lineage.output / good / name)
-    assert follows(lineage.output)["parent"] is None
+    found = follows(lineage.output)
+    assert found["parent"] is None
+    assert [one["run_id"] for one in found["damaged"]] == [bad, good]
 
 
-def test_a_latest_that_leads_nowhere_serves_nothing(lineage):
+def test_a_run_older_than_the_parent_may_be_damaged(lineage):
+    gone(lineage.output / night(lineage) / SHARES)
+    good = night(lineage)
+    assert (follows(lineage.output)["parent"], follows(lineage.output)["damaged"]) == (good, [])
+
+
+def test_a_new_lineage_follows_nothing(lineage):
+    night(lineage, rows=100)
+    found = before_this_run(lineage.output, TONIGHT, WINDOW, HOURS, new_lineage=True)
+    assert (found["parent"], found["damaged"], found["volumes"]) == (None, [], [100])
+
+
+def test_a_latest_that_leads_nowhere_serves_nothing_and_is_named(lineage):
     run_id = night(lineage)
     shutil.rmtree(lineage.output / run_id)
     assert (lineage.output / "latest").is_symlink()
-    assert follows(lineage.output) == {"parent": None, "volumes": [], "served": None}
+    found = follows(lineage.output)
+    assert [one["run_id"] for one in found.pop("damaged")] == [run_id]
+    assert found == {"parent": None, "volumes": [], "served": None}
 
 
 def test_a_copy_of_a_run_under_another_name_is_no_run(lineage):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,9 +31,8 @@ def fitted(moments: Moments) -> Projection:
 @given(vectors=VECTORS, cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_moments_of_chunks_add_up_to_those_of_all_rows(vectors, cuts):
     whole = Moments.of(vectors, Layout.LOG16)
-    in_chunks = Moments.empty()
-    for chunk in np.split(vectors, sorted(min(cut, len(vectors)) for cut in cuts)):
-        in_chunks += Moments.of(chunk, Layout.LOG16)
+    chunks = np.split(vectors, sorted(min(cut, len(vectors)) for cut in cuts))
+    in_chunks = reduce(add, (Moments.of(chunk, Layout.LOG16) for chunk in chunks))
     assert in_chunks.rows == whole.rows == len(vectors)
     np.testing.assert_array_equal(in_chunks.counts, whole.counts)
     np.testing.assert_allclose(in_chunks.means, whole.means, atol=1e-12)

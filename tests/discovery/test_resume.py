@@ -8,12 +8,15 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from planted import planted, planted_batch
 from processes import AttnProcess
-from shared import NOW, START
+from published import make_store
+from shared import NOW, REPO, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 
+from discovery.runs.checkpoint import read_sealed, write_sealed
 from discovery.stages.registry import STAGES
 from pipeline.store.open import open_store
 
@@ -175,3 +178,120 @@ def test_a_damaged_checkpoint_part_is_named(attn, left_alone, tmp_path):
     done = attn(*first, "--resume", RUN_ID)
     assert done.returncode == 2
     assert "moments.npz is damaged" in done.stderr
+
+
+@pytest.fixture
+def killed_after_latest_moved(left_alone, tmp_path) -> tuple[list[str], Path]:
+    """A run that was killed when `latest` named it and its last stage was not recorded yet: the
+    command, and the run's folder."""
+    db, _ = left_alone
+    output = tmp_path / "served"
+    first = ["discover", "--db", str(db), "--output", str(output)]
+    killed_at("stage_finished:publish:", *first, *AT_NOW, *OPTIONS)
+    (output / RUN_ID / ".checkpoint" / "publish" / "stage.json").unlink()
+    assert (output / "latest").readlink() == Path(RUN_ID)
+    return first, output / RUN_ID
+
+
+def as_on_disk(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of every artifact: another write changes both."""
+    found = ((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
+    return {name: (s.st_ino, s.st_mtime_ns) for name, s in found if name != "progress.jsonl"}
+
+
+def test_a_run_that_is_served_already_is_finished_without_writing_it_again(
+    attn, left_alone, killed_after_latest_moved
+):
+    first, folder = killed_after_latest_moved
+    before = as_on_disk(folder)
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 0, done.stderr
+    assert as_on_disk(folder) == before
+    assert fingerprint_of(folder) == left_alone[1]
+    assert not (folder / ".checkpoint").exists()
+
+
+def test_a_run_that_is_served_and_damaged_is_not_written_again(attn, killed_after_latest_moved):
+    first, folder = killed_after_latest_moved
+    (folder / "shares.parquet").write_bytes(b"damaged")
+    before = as_on_disk(folder)
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 2
+    assert "shares.parquet is damaged" in done.stderr and "--resume" not in done.stderr
+    assert as_on_disk(folder) == before
+
+
+def test_whether_the_gate_counts_is_decided_when_a_run_begins(attn, tmp_path):
+    db = make_store(tmp_path / "alike.db", np.repeat(planted(1, 1)[0], 120, axis=0))
+    first = ["discover", "--db", str(db), "--output", str(tmp_path / "out")]
+    for number, options in ((1, ["--no-gate"]), (2, [])):
+        run_id = f"2026-01-1{number}T00-00-00"
+        killed_at("stage_finished:quality:", *first, "--hours", "0", *options,
+                  "--now", f"2026-01-1{number}T00:00:00")  # fmt: skip
+        refused = attn(*first, "--resume", run_id, "--no-gate")
+        assert refused.returncode == 2
+        assert refused.stderr == (
+            "error: --no-gate cannot change when a run is resumed: leave it out\n"
+        )
+        # The first is served although it fails its gate, the second is not.
+        assert attn(*first, "--resume", run_id).returncode == (0 if options else 3)
+        assert (tmp_path / "out" / "latest").readlink() == Path("2026-01-11T00-00-00")
+
+
+def test_a_run_is_finished_with_the_tokenizer_that_it_was_begun_with(attn, tmp_path):
+    db = make_store(tmp_path / "alike.db", np.repeat(planted(1, 1)[0], 120, axis=0))
+    own, other = tmp_path / "tokenizer.json", tmp_path / "other.json"
+    content = (REPO / "examples" / "demo_model" / "tokenizer.json").read_text()
+    own.write_text(content)
+    other.write_text(content + "\n")
+    first = ["discover", "--db", db, "--output", tmp_path / "out"]
+    killed_at("stage_finished:extract:", *first, *AT_NOW, "--hours", "0", "--tokenizer", own)
+    elsewhere = own.rename(tmp_path / "moved.json")
+    for options in (["--tokenizer", other], []):
+        refused = attn(*first, "--resume", RUN_ID, *options)
+        assert refused.returncode == 2
+        assert "is not the tokenizer that run" in refused.stderr
+    done = attn(*first, "--resume", RUN_ID, "--tokenizer", elsewhere)
+    assert done.returncode == 3 and "no clusters" in done.stderr
+
+
+def test_parts_of_another_version_are_computed_again_and_the_run_says_so(
+    attn, left_alone, tmp_path
+):
+    db, expected = left_alone
+    output = tmp_path / "upgraded"
+    first = ["discover", "--db", str(db), "--output", str(output)]
+    killed_at("progress:neighbors:2", *first, *AT_NOW, *OPTIONS)
+    begun = output / RUN_ID / ".checkpoint" / "run.json"
+    saved = read_sealed(begun)
+    write_sealed(begun, saved | {"made_by": {**saved["made_by"], "attn": "0", "numpy": "1.0"}})
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()[0]
+    now = saved["made_by"]
+    assert "all is computed again, since " in said
+    assert f"attn 0 is now {now['attn']}" in said and f"numpy 1.0 is now {now['numpy']}" in said
+    assert "(kept)" not in done.stderr
+    assert fingerprint_of(output / RUN_ID) == expected
+
+
+@pytest.mark.parametrize("damage", ["empty", "one bit", "not an object"])
+def test_a_run_whose_options_are_damaged_is_not_finished_with_others(
+    attn, left_alone, tmp_path, damage
+):
+    db, _ = left_alone
+    first = ["discover", "--db", str(db), "--output", str(tmp_path / "out")]
+    killed_at("stage_started:extract:", *first, *AT_NOW, *OPTIONS)
+    begun = tmp_path / "out" / RUN_ID / ".checkpoint" / "run.json"
+    whole = begun.read_bytes()
+    seven = whole.index(b'"seed": 7') + len('"seed": ')
+    damaged = {
+        "empty": b"",
+        "one bit": whole[:seven] + b"6" + whole[seven + 1 :],
+        "not an object": b"[]",
+    }
+    begun.write_bytes(damaged[damage])
+    done = attn(*first, "--resume", RUN_ID)
+    assert (done.returncode, done.stderr) == (
+        2, f"error: {begun} is damaged, or of another version of attn: start a new run\n"
+    )  # fmt: skip

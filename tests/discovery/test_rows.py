@@ -30,6 +30,9 @@ def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, 
     parts.write_arrays("more.npz", label=np.arange(5))
     rows = Rows(parts, COUNT, PART, shares_disk)
     references = [pickle.dumps(part) for part in rows.references()]
+    chosen = np.array([*range(100), 102, 199])
+    some = [pickle.dumps(part) for part in rows.chosen(chosen)]
+    others = pickle.dumps(rows.reference(1, rows.outside(1, chosen)))
     more = pickle.dumps(parts.arrays_for_worker("more.npz", shares_disk))
     # A path is short; who has no disk to read it from is sent the rows.
     assert all((len(sent) < 1_000) == shares_disk for sent in references)
@@ -39,8 +42,11 @@ def test_a_worker_gets_a_parts_rows_whether_or_not_it_shares_the_disk(tmp_path, 
     found = [pickle.loads(sent).load(CpuEngine()) for sent in references]
     assert [len(part) for part in found] == [100, 100, 50] == [rows.size(i) for i in range(3)]
     assert np.array_equal(np.concatenate(found), vectors)
-    some = pickle.loads(references[1]).load(CpuEngine(), np.array([2, 99]))
-    assert np.array_equal(some, vectors[[102, 199]])
+    found = [pickle.loads(sent).load(CpuEngine()) for sent in some]
+    assert np.array_equal(np.concatenate(found), vectors[chosen]) and len(found) == 2
+    assert np.array_equal(
+        pickle.loads(others).load(CpuEngine()), np.delete(vectors[100:200], [2, 99], axis=0)
+    )
     assert load_arrays(pickle.loads(more))["label"].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -202,9 +202,24 @@ def test_ids_that_a_lineage_has_used_are_not_given_again_though_their_count_was_
     assert runs.reserve_cluster_ids(tmp_path, f"{FIRST}-3", 1, least=2) == 5
     (tmp_path / "next_cluster_id").unlink()
     runs.release_reservation(tmp_path, f"{FIRST}-3")
-    (tmp_path / "next_cluster_id").write_text("{")
-    with pytest.raises(RunError, match="next_cluster_id is damaged: delete it and resume"):
-        runs.reserve_cluster_ids(tmp_path, FIRST, 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", '{"next": null, "reserved": {}}', '{"next": 1, "reserved": []}',
+        '{"next": 4, "reserved": {"one": [0, 5]}}', '{"next": 4, "reserved": {"one": 5}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_count_of_cluster_ids_is_refused_before_a_run_begins(tmp_path, content):
+    (tmp_path / "next_cluster_id").write_text(content)
+    for act in (
+        lambda: runs.clean_up(tmp_path),
+        lambda: runs.reserve_cluster_ids(tmp_path, FIRST, 3),
+        lambda: runs.release_reservation(tmp_path, FIRST),
+    ):
+        with pytest.raises(RunError, match="next_cluster_id is damaged: delete it and run the"):
+            act()
 
 
 def test_a_run_is_not_named_as_one_that_was_deleted(tmp_path):

@@ -13,6 +13,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from discovery.events.schema import json_schema
+from discovery.events.websocket import client_file
 
 SCHEMA = json_schema()
 MESSAGE = Draft202012Validator(SCHEMA)
@@ -33,6 +34,13 @@ def logged(folder: Path) -> list[dict]:
     return lines
 
 
+def address(port: int) -> dict[str, Any]:
+    """What `connect` takes to reach the run that serves on a port."""
+    found = json.loads(client_file(port).read_text())
+    headers = {"Authorization": f"Bearer {found['token']}"}
+    return {"uri": found["url"], "additional_headers": headers, "compression": None}
+
+
 class Client:
     """A connection to a run that may not have come up yet; `seen` is all that it was sent."""
 
@@ -40,7 +48,7 @@ class Client:
         deadline = time.monotonic() + patience
         while True:
             try:
-                self._opened = connect(f"ws://127.0.0.1:{port}", compression=None)
+                self._opened = connect(**address(port))
                 self.connection = self._opened.__enter__()
                 break
             except OSError:

@@ -196,6 +196,7 @@ def test_both_sides_of_the_split_have_listed_names(pool: list[str]) -> None:
     assert {held_out(name) for name in pool} == {True, False}
 
 
+@pytest.mark.slow
 def test_held_out_files_are_no_training_text() -> None:
     held = corpus.load(held_out=True)
     trained = corpus.load(held_out=False)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.arrays import Floats, Int32s
 from discovery.engines.protocol import Clustering, Search
 
 from .device import freed_when_full, launch, set_up_device
@@ -65,7 +66,7 @@ class RapidsEngine:
 
         return np.asarray(cupy.asnumpy(array))
 
-    def search(self, fit: NDArray[np.float32], k: int, seed: int) -> Search:
+    def search(self, fit: Floats, k: int, seed: int) -> Search:
         if fit.shape[1] == 2:
             return Search("exact", 1.0)
         lists = lists_of(len(fit))
@@ -73,9 +74,7 @@ class RapidsEngine:
         return Search(method, measured_recall(self._neighbors, fit, k, seed))
 
     @freed_when_full
-    def neighbors(
-        self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def neighbors(self, fit: Floats, queries: Floats, k: int) -> tuple[Int32s, Floats]:
         if fit.shape[1] == 2:
             import cupy
 
@@ -88,13 +87,13 @@ class RapidsEngine:
     @freed_when_full
     def layout(
         self,
-        fit: NDArray[np.float32],
-        neighbors: tuple[NDArray[np.int32], NDArray[np.float32]],
-        init: NDArray[np.float32],
+        fit: Floats,
+        neighbors: tuple[Int32s, Floats],
+        init: Floats,
         min_dist: float,
         seed: int,
         on_epoch: Callable[[int, int], None],
-    ) -> NDArray[np.float32]:
+    ) -> Floats:
         import cupy
         from cuml.manifold import umap
 
@@ -122,11 +121,7 @@ class RapidsEngine:
 
     @freed_when_full
     def cluster(
-        self,
-        points: NDArray[np.float32],
-        min_cluster_size: int,
-        min_samples: int,
-        max_cluster_size: int,
+        self, points: Floats, min_cluster_size: int, min_samples: int, max_cluster_size: int
     ) -> Clustering:
         import cupy
 

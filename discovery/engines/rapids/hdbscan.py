@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 from discovery.engines.cpu import by_size
 from discovery.engines.protocol import Clustering
 
@@ -78,12 +78,7 @@ def _condense(low, high, weight, least, cluster, leaves, parent, born, size):  #
     return clusters
 
 
-def chosen_clusters(
-    parent: NDArray[np.int32],
-    size: NDArray[np.int64],
-    stability: NDArray[np.float64],
-    max_cluster_size: int,
-) -> NDArray[np.bool_]:
+def chosen_clusters(parent: Int32s, size: Ints, stability: Doubles, max_cluster_size: int) -> Mask:
     """The clusters of greatest excess of mass, bool[c]: none lies within another, none is the root,
     and none is above `max_cluster_size`."""
     c = len(stability)
@@ -103,11 +98,7 @@ def chosen_clusters(
 
 
 def clusters_of_tree(
-    low: NDArray[np.int32],
-    high: NDArray[np.int32],
-    weight: NDArray[np.float64],
-    min_cluster_size: int,
-    max_cluster_size: int,
+    low: Int32s, high: Int32s, weight: Doubles, min_cluster_size: int, max_cluster_size: int
 ) -> Clustering:
     """HDBSCAN's clusters from the minimum spanning tree of mutual reachability distances, with the
     probabilities and persistences that hdbscan gives them.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from capture_kernels.arrays import Floats
 
 from .device import THREADS, module
 
@@ -34,14 +35,12 @@ class Neighbors:
 
     def forget(self) -> None:
         """Give the device's memory back."""
-        self._fit: NDArray[np.float32] | None = None
+        self._fit: Floats | None = None
         self._rows: Any = None
         self._index: Any = None
         self._brute: Any = None
 
-    def find(
-        self, fit: NDArray[np.float32], queries: NDArray[np.float32], k: int, exact: bool = False
-    ) -> tuple[Any, Any]:
+    def find(self, fit: Floats, queries: Floats, k: int, exact: bool = False) -> tuple[Any, Any]:
         """The k nearest fit rows of each query, on the device: int32[m, k], float32[m, k]."""
         import cupy
 
@@ -114,7 +113,7 @@ class Neighbors:
         return index, distance
 
 
-def measured_recall(finder: Neighbors, fit: NDArray[np.float32], k: int, seed: int) -> float:
+def measured_recall(finder: Neighbors, fit: Floats, k: int, seed: int) -> float:
     """Share of the k nearest that `finder` finds, on a sample of the fit rows; 1 where it is exact.
 
     A row as near as the k-th nearest counts, whichever of several it is.
