@@ -25,13 +25,16 @@ discover: $(VENV)/.base
 	$(BIN)/attn db import $(SAMPLE) --db $(DB)
 	$(BIN)/attn discover --db $(DB) --output $(OUTPUT) --hours 0 --long-running
 
+# Three files at a time, as tests of processes wait for much of theirs.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+
 # The everyday tests; tests/README.md lists what only test-all runs.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not gpu and not slow'
+	$(PYTEST) -m 'not gpu and not slow'
 
 # Everything that needs no GPU, with more examples of each property.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all
+	$(PYTEST) -m 'not gpu' --hypothesis-profile=all
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
