@@ -23,8 +23,8 @@ the sample's prototypes. Neighbour recall is converted to 1,000 rows.
 | cluster_drift        | 0.25  | 0 to 0.03, low end 0 to | 30% noise 0.48, low end 0.35;           |
 |                      |       | 0.004                   | other 3.9                               |
 
-Rows that break an invariant (random, shuffled, most of the reordered bins) were measured on maps that
-they had entered. They no longer do: they are left out, and count for inconsistent_rows alone.
+Rows that break an invariant (random, shuffled, most of the reordered bins) were measured on maps
+that they had entered. They no longer do: they are left out, and count for inconsistent_rows alone.
 classifier_agreement was measured on rows held out one by one. Held out by whole requests it is 0.93
 and 0.94 on the sample, 0.95 by rows; the limit was not chosen anew.
 

@@ -16,6 +16,12 @@ from typing import Any
 
 from numba.core.caching import FunctionCache
 
+# What the documentation of pickle lists for data that is damaged.
+UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError,
+    TypeError, ValueError,
+)  # fmt: skip
+
 
 class OptionalCache(FunctionCache):
     """numba's cache of one function of umap-learn. Without it a run is slower, never different: a
@@ -28,7 +34,7 @@ class OptionalCache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except UNREADABLE:
             # Saving reads the index again. If it cannot be emptied, saving fails too.
             with suppress(OSError):
                 self.flush()
@@ -37,7 +43,7 @@ class OptionalCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except UNREADABLE:
             self.disable()
 
 

@@ -1,8 +1,8 @@
 """What became of clusters from run to run, from manifests alone (DESIGN.md section 5).
 
-A run's manifest names its parent and holds this run's events and those of the last runs before it, so
-the story stays whole if the folders of a few runs in between are gone; older events are read from
-older manifests. A cluster without an event kept its id.
+A run's manifest names its parent and holds this run's events and those of the last runs before
+it, so the story stays whole if the folders of a few runs in between are gone; older events are read
+from older manifests. A cluster without an event kept its id.
 """
 
 from __future__ import annotations

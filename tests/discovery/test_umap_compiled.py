@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,13 @@ def process(tmp_path, monkeypatch) -> Callable[[], Any]:
     def new() -> Any:
         spec = importlib.util.spec_from_file_location("doubling", path)
         module = importlib.util.module_from_spec(spec)
+        # Loading imports the module that a function was compiled in, as another process would.
+        monkeypatch.setitem(sys.modules, "doubling", module)
         spec.loader.exec_module(module)
         function = numba.njit(module.double)
         keep_compiled(function)
+        # numba finds the environment of a function that is still referenced without loading it.
+        gc.collect()
         return function
 
     return new
@@ -46,7 +52,9 @@ def test_a_process_loads_what_another_compiled(process, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-@pytest.mark.parametrize("content", [b"", b"\0" * 200], ids=["empty", "zeros"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 200, b"cno_such_module\nname\n."], ids=["empty", "zeros", "import"]
+)
 def test_a_damaged_file_is_compiled_and_saved_again(process, tmp_path, suffix, content):
     assert not loaded(process())
     (file,) = (tmp_path / "kept").rglob(f"*.{suffix}")
