@@ -55,7 +55,7 @@ class Classifier:
         self.layout = self.codebook.layout
         self.capture_id = str(manifest["capture_id"])
         self.labels: dict[int, str] = dict(zip(*clusters.to_pydict().values(), strict=True))
-        self._rules = ZoneRules(**manifest["zone_rules"])
+        self.rules = ZoneRules(**manifest["zone_rules"])
 
     @classmethod
     def load(cls, folder: str | Path) -> Classifier:
@@ -86,7 +86,7 @@ class Classifier:
         nearest, beyond = self.codebook.nearest(rows)
         cluster = labels_within(self.codebook.labels, nearest.row, beyond)
         probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])
-        zoned = self._rules.classify(rows, self.layout)
+        zoned = self.rules.classify(rows, self.layout)
         return Classified(
             cluster,
             probability.astype(np.float32),
@@ -125,17 +125,27 @@ class Classifier:
             possible &= ~hit
         rows = [row for row, fine in zip(rows, possible, strict=True) if fine]
         found = self.classify(matrix[possible])
-        columns = (found.cluster_id, found.probability, found.zone, found.zone_confidence)
-        values = zip(*(column.tolist() for column in columns), strict=True)
-        for row, (cluster, probability, zone, confidence) in zip(rows, values, strict=True):
-            answers[row]["manifold"] = {
+        for row, manifold in zip(rows, self.manifolds(found), strict=True):
+            answers[row]["manifold"] = manifold
+        return answers
+
+    def manifolds(self, found: Classified) -> list[dict[str, Any]]:
+        """What `/classify` answers for each of m classified fingerprints, as JSON objects."""
+        confidence, probability = (
+            np.round(values.astype(np.float64), 6).tolist()
+            for values in (found.zone_confidence, found.probability)
+        )
+        columns = (found.zone.tolist(), confidence, found.cluster_id.tolist(), probability)
+        return [
+            {
                 "zone": ZONES[zone],
-                "confidence": round(confidence, 6),
+                "confidence": confident,
                 "cluster_id": cluster,
                 "cluster_label": self.labels.get(cluster),
-                "probability": round(probability, 6),
+                "probability": member,
             }
-        return answers
+            for zone, confident, cluster, member in zip(*columns, strict=True)
+        ]
 
     def _vector_of(self, record: Any) -> list[float]:
         """The vector of a record that this run can classify. RecordError says why it cannot."""

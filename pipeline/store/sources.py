@@ -221,13 +221,7 @@ def _line_chunks(file: IO[bytes]) -> Iterator[Chunk]:
                 numbers.append(number)
             except RecordError as error:
                 rejected.setdefault(str(error), []).append(number)
-        columns = zip(*rows, strict=True) if rows else [()] * len(record.SCHEMA)
-        # A vector may have any length: `record.conform` finds and counts a wrong one.
-        types = {field.name: field.type for field in record.SCHEMA}
-        types["vector"] = pa.list_(pa.float32())
-        arrays = list(map(pa.array, columns, types.values()))
-        batch = pa.RecordBatch.from_arrays(arrays, record.SCHEMA.names)
-        yield Chunk(batch, numbers, len(rows) + sum(map(len, rejected.values())), rejected)
+        yield Chunk(batch_of(rows), numbers, len(rows) + sum(map(len, rejected.values())), rejected)
 
 
 def _python_type(kind: pa.DataType) -> Any:
@@ -255,21 +249,38 @@ _Line = msgspec.defstruct(
 
 
 def _values(line: bytes) -> tuple[Any, ...]:
-    """One line as a value for every field, each of a type that Arrow takes.
+    """`record_values` of one line."""
+    try:
+        # Not msgspec's parser, which takes no NaN, as Python writes it: such a row is rejected for
+        # its number, not as a line that is not JSON.
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise RecordError("not JSON") from None
+    return record_values(row)
+
+
+def batch_of(rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
+    """Rows of `record_values` as a batch, which `record.conform` has yet to check."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(record.SCHEMA)
+    # A vector may have any length: `record.conform` finds and counts a wrong one.
+    types = {field.name: field.type for field in record.SCHEMA}
+    types["vector"] = pa.list_(pa.float32())
+    arrays = list(map(pa.array, columns, types.values()))
+    return pa.RecordBatch.from_arrays(arrays, record.SCHEMA.names)
+
+
+def record_values(parsed: Any) -> tuple[Any, ...]:
+    """A parsed JSON object as a value for every field, each of a type that Arrow takes.
 
     Raises:
         RecordError: not a record; the message is the reason to count it under.
     """
     try:
-        # Not msgspec's parser, which takes no NaN, as Python writes it: such a row is rejected for
-        # its number, not as a line that is not JSON.
-        row = msgspec.convert(json.loads(line), _Line)
+        row = msgspec.convert(parsed, _Line)
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `$.")
         name = where.rstrip("`").partition("[")[0]  # without the index in a list
         raise RecordError(f"{name}: {problem}" if name else problem) from None
-    except (ValueError, RecursionError):
-        raise RecordError("not JSON") from None
     values = msgspec.structs.asdict(row)
     try:
         time = as_utc(datetime.fromisoformat(values["captured_at"]))

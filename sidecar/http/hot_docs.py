@@ -1,0 +1,147 @@
+"""OpenAPI of the hot routes, which FastAPI does not serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_kernels.fingerprint.vector import DIMENSIONS
+from capture_kernels.fingerprint.zones import ZONES
+from pipeline.record import PHASES, SCHEMA
+
+from .hot import ARROW
+
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_VECTOR = {**_NUMBERS, "minItems": DIMENSIONS, "maxItems": DIMENSIONS}
+_ONE = {
+    "type": "object",
+    "required": ["vector"],
+    "properties": {
+        "vector": _VECTOR,
+        "position": {"type": "integer", "minimum": 0},
+        "layout": {"enum": ["log16", "layered", 1, 2]},
+        "capture_id": {"type": "string"},
+    },
+}
+_RECORD = {
+    "type": "object",
+    "required": ["request_id", "vector"],
+    "description": "Fields of a record (docs/formats.md). step may stand for position. model, "
+    "capture_id and layout are by default those of the served run, captured_at is now.",
+    "properties": {
+        **{name: {} for name in SCHEMA.names},
+        "request_id": {"type": "string"},
+        "vector": _VECTOR,
+        "step": {"type": "integer", "minimum": 1},
+        "phase": {"enum": list(PHASES)},
+    },
+}
+_MANIFOLD = {
+    "type": "object",
+    "properties": {
+        "zone": {"enum": list(ZONES)},
+        "confidence": {"type": "number"},
+        "cluster_id": {"type": "integer", "description": "-1: in no cluster"},
+        "cluster_label": {"type": ["string", "null"]},
+        "probability": {"type": "number"},
+    },
+}
+_HEAD = {"schema_version": {"type": "integer"}, "run_id": {"type": ["string", "null"]}}
+_CLASSIFIED = {
+    "oneOf": [
+        {"type": "object", "properties": {"manifold": _MANIFOLD, **_HEAD}},
+        {
+            "type": "object",
+            "properties": {
+                "results": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"manifold": _MANIFOLD, "error": {"type": "string"}},
+                    },
+                },
+                **_HEAD,
+            },
+        },
+    ]
+}
+_LIVE = {
+    "type": "object",
+    "properties": {
+        "cluster_id": {"type": "integer"},
+        "distance": {"type": "number"},
+        "traits": {"type": "array", "items": {"type": "string"}},
+        "sampling_hint": {"type": ["object", "null"]},
+    },
+}
+_ACCEPTED = {
+    "type": "object",
+    "properties": {
+        "queued": {"type": "integer", "description": "rows, with 202"},
+        "committed": {"type": "integer", "description": "rows that are in the store, with 200"},
+        "rejected": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "manifold": _MANIFOLD,
+        **_HEAD,
+    },
+}
+_WAIT = {
+    "name": "wait",
+    "in": "query",
+    "schema": {"enum": [0, 1], "default": 0},
+    "description": "1: answer 200 once the rows are in the store, instead of 202.",
+}
+
+
+def _batch_of(one: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["records"],
+        "properties": {"records": {"type": "array", "items": one}},
+    }
+
+
+def _route(
+    summary: str, body: Any, answer: Any, statuses: dict[str, str], *, arrow: bool, wait: bool
+) -> dict[str, Any]:
+    content = {"application/json": {"schema": body}}
+    if arrow:
+        content[ARROW] = {"schema": {"type": "string", "format": "binary"}}
+    said = {"description": "done", "content": {"application/json": {"schema": answer}}}
+    error = {"type": "object", "properties": {"error": {"type": "string"}}}
+    responses = {"200": said} | ({"202": said} if wait else {})
+    for status, why in statuses.items():
+        responses[status] = {
+            "description": why, "content": {"application/json": {"schema": error}},
+        }  # fmt: skip
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "parameters": [_WAIT] if wait else [],
+            "responses": responses,
+        }
+    }
+
+
+_BAD = {"400": "not what this route takes", "413": "too many rows or bytes"}
+_FULL = _BAD | {"503": "the queue is full, or (?wait=1) the store took nothing yet"}
+HOT_PATHS: dict[str, Any] = {
+    "/classify": _route(
+        "Zone and cluster of a fingerprint, or of a batch, by the served run",
+        {"oneOf": [_ONE, _batch_of(_ONE)]}, _CLASSIFIED,
+        _BAD | {"503": "no run is served"}, arrow=True, wait=False,
+    ),
+    "/predict": _route(
+        "Live cluster of a fingerprint, or of a batch",
+        {"oneOf": [_ONE, _batch_of(_ONE)]},
+        {"oneOf": [_LIVE, _batch_of(_LIVE)]},
+        _BAD | {"503": "there are no live clusters yet"}, arrow=False, wait=False,
+    ),
+    "/fingerprint": _route(
+        "Classify and store one fingerprint", _RECORD, _ACCEPTED, _FULL, arrow=False, wait=True
+    ),
+    "/fingerprints": _route(
+        "Classify and store a batch of fingerprints",
+        {"oneOf": [_batch_of(_RECORD), {"type": "array", "items": _RECORD}]},
+        _ACCEPTED, _FULL, arrow=True, wait=True,
+    ),
+}  # fmt: skip

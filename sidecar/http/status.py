@@ -1,0 +1,68 @@
+"""Routes about the service itself: health, readiness, figures, flush and reload."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from sidecar.service import Service
+
+router = APIRouter()
+# How long a flush may take, in seconds.
+FLUSH_S = 30.0
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.get("/health", summary="Whether the process answers")
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get("/ready", summary="Whether artifacts are loaded and the store takes rows")
+async def ready(request: Request) -> JSONResponse:
+    """503 with the problems if not."""
+    found = service_of(request).readiness()
+    return JSONResponse(found, 200 if found["ready"] else 503)
+
+
+@router.get("/version", summary="Versions of the service and of its formats")
+async def version(request: Request) -> dict[str, Any]:
+    return service_of(request).versions()
+
+
+@router.get("/stats", summary="What came in, what became of it, and how it compares with the run")
+async def stats(request: Request) -> dict[str, Any]:
+    return await run_in_threadpool(service_of(request).stats)
+
+
+@router.post("/storage/flush", summary="Write what is queued now")
+async def flush(request: Request) -> JSONResponse:
+    """200 once all rows that were queued are in the store, 503 if they are not."""
+    intake = service_of(request).intake
+    began = time.perf_counter()
+    done = await run_in_threadpool(intake.flush, FLUSH_S)
+    answer = {"flushed": done, "seconds": round(time.perf_counter() - began, 3)}
+    if done:
+        return JSONResponse(answer)
+    why = intake.writer.problem or f"not written within {FLUSH_S:g} s"
+    return JSONResponse({**answer, "error": why}, 503, {"Retry-After": "1"})
+
+
+@router.post("/discovery/reload", summary="Load the latest run now")
+async def reload(request: Request) -> JSONResponse:
+    """200 if the latest run is served, 409 with the reason if it was refused."""
+    serving = service_of(request).serving
+    outcome = await run_in_threadpool(serving.reload)
+    run = serving.current
+    answer: dict[str, Any] = {"outcome": outcome, "run_id": run.run_id if run else None}
+    if serving.refused:
+        answer["error"] = serving.refused.reason
+    return JSONResponse(answer, 409 if serving.refused else 200)

@@ -1,0 +1,148 @@
+"""The one queue between arrival and the store: bounded by rows, with tickets to wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One submitted batch, and what became of it.
+
+    Args:
+        batch: the rows to store.
+        rejected: rows that were left out before, by reason.
+        received_at: seconds since 1970.
+
+    Attributes:
+        committed: whether the rows are in the store. error: why they were not yet, at the last try.
+    """
+
+    batch: pa.RecordBatch
+    rejected: dict[str, int]
+    received_at: float
+    # For waiting: a clock that is set has no part in it.
+    queued_at: float = field(default_factory=time.monotonic)
+    committed: bool = False
+    error: str | None = None
+    _settled: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self, error: str | None = None) -> None:
+        """The rows were committed, or could not be (they stay queued, and are tried again)."""
+        with self._lock:
+            self.committed = error is None
+            self.error = error
+            self._settled.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            call()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the first try; whether there was one in time."""
+        return self._settled.wait(timeout)
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call this after the first try, in the writer's thread, or at once if it has been."""
+        with self._lock:
+            if not self._settled.is_set():
+                self._callbacks.append(call)
+                return
+        call()
+
+
+class IngestQueue:
+    """Tickets in order of arrival; never more than `capacity` rows, but for a batch that is alone.
+
+    Args:
+        capacity: rows.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows = 0
+        self._tickets: deque[Ticket] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._flush = False
+
+    def put(self, ticket: Ticket, timeout: float | None) -> bool:
+        """Add a ticket; False if there was no room for its rows within `timeout` seconds (None: any
+        time), or the queue is closed."""
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: self._closed or self._has_room(ticket), timeout
+            )
+            if not ready or self._closed:
+                return False
+            self._tickets.append(ticket)
+            self.rows += ticket.batch.num_rows
+            self._changed.notify_all()
+        return True
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        return not self.rows or self.rows + ticket.batch.num_rows <= self.capacity
+
+    def take(self, enough: int, most: int, wait_s: float) -> list[Ticket]:
+        """Tickets of at most `most` rows (at least one ticket), without removing them: as soon as
+        there are `enough` rows, or the oldest has waited `wait_s` seconds, or at a flush.
+
+        Returns:
+            None of them once the queue is closed and empty.
+        """
+        with self._changed:
+            while True:
+                if self._tickets:
+                    left = self._tickets[0].queued_at + wait_s - time.monotonic()
+                    if self.rows >= enough or left <= 0 or self._flush or self._closed:
+                        break
+                    self._changed.wait(left)
+                elif self._closed:
+                    return []
+                else:
+                    self._flush = False
+                    self._changed.wait()
+            taken, rows = [], 0
+            for ticket in self._tickets:
+                rows += ticket.batch.num_rows
+                if taken and rows > most:
+                    break
+                taken.append(ticket)
+            return taken
+
+    def done(self, tickets: list[Ticket]) -> None:
+        """Remove the first tickets, which `take` gave and which are in the store now."""
+        with self._changed:
+            for ticket in tickets:
+                assert self._tickets.popleft() is ticket
+                self.rows -= ticket.batch.num_rows
+            self._changed.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Have all that is queued now written without waiting for more; whether it was in time."""
+        with self._changed:
+            if not self._tickets:
+                return True
+            self._flush = True
+            last = self._tickets[-1]
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: last.committed, timeout)
+
+    def close(self) -> None:
+        """Take no more tickets; those that are queued can still be taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def waited_s(self) -> float:
+        """How long the oldest queued batch has waited, in seconds; 0 if there is none."""
+        with self._changed:
+            return time.monotonic() - self._tickets[0].queued_at if self._tickets else 0.0

@@ -1,0 +1,125 @@
+"""The thread that receives the stream: ZMQ PULL, a message is an Arrow batch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import zmq
+
+from capture_kernels.errors import OptionError, RecordError
+from pipeline.stream.curve import serve_with_curve
+from pipeline.stream.wire import decode
+
+from .senders import Senders
+
+LOG = logging.getLogger("attn.sidecar")
+
+# Messages that wait in this process beside the queue: the sender keeps what does not fit, and
+# counts what it drops.
+HIGH_WATER = 64
+POLL_MS = 100
+# After a stop, as long as messages that have arrived come at least this often.
+LAST_MS = 50
+
+Accept = Callable[[pa.RecordBatch], None]
+
+
+class Receiver:
+    """Receives batches and passes them on until it is stopped.
+
+    While `accept` waits for room nothing is received, so that the senders' queues fill, and they
+    drop and count: nothing is lost here.
+
+    Args:
+        address: to bind to; port 0 or * takes a free one.
+        accept: takes a batch, however long that takes.
+        curve_keys: a folder of `attn stream keys`; only its clients may connect.
+
+    Attributes:
+        address: that it is bound to. counts: messages and malformed messages.
+
+    Raises:
+        OptionError: the address cannot be bound, or the keys cannot be read.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        accept: Accept,
+        senders: Senders,
+        *,
+        curve_keys: Path | None,
+        max_rows: int,
+        max_bytes: int,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._accept, self._senders = accept, senders
+        self._max_rows, self._max_bytes = max_rows, max_bytes
+        self._context = zmq.Context()
+        self._authenticator = None
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if "[" in address:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        try:
+            if curve_keys:
+                self._authenticator = serve_with_curve(self._context, self._socket, curve_keys)
+            self._socket.bind(address.replace("localhost", "127.0.0.1"))
+        except zmq.ZMQError as error:
+            self._close()
+            raise OptionError(
+                f"cannot bind --zmq-bind {address}: {error.strerror}; choose another address"
+            ) from None
+        except OptionError:
+            self._close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Take no more connections, pass on what has arrived, and end within `timeout` seconds."""
+        self._deadline = time.monotonic() + timeout
+        self._stop.set()
+        self._thread.join(timeout + 1)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(POLL_MS):
+                self._receive()
+        self._socket.unbind(self.address)
+        while time.monotonic() < self._deadline and self._socket.poll(LAST_MS):
+            self._receive()
+        self._close()
+
+    def _receive(self) -> None:
+        frame = self._socket.recv(copy=False)
+        self.counts["messages"] += 1
+        if frame.more:  # a message of the stream has one part
+            while frame.more:
+                frame = self._socket.recv(copy=False)
+            self.counts["malformed"] += 1
+            return
+        try:
+            message = decode(frame.buffer, max_rows=self._max_rows, max_bytes=self._max_bytes)
+        except RecordError as error:
+            self.counts["malformed"] += 1
+            LOG.warning("malformed message", extra={"reason": str(error)})
+            return
+        self._senders.note(message, message.batch.num_rows)
+        self._accept(message.batch)
+
+    def _close(self) -> None:
+        if self._authenticator:
+            self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
