@@ -17,6 +17,7 @@ from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
 from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
+from sidecar.command import sidecar
 from pipeline.stream.commands import stream_app
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
@@ -70,6 +71,7 @@ def attn(
 app.command()(capture)
 app.command()(discover)
 app.command()(classify)
+app.command()(sidecar)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 app.add_typer(stream_app, name="stream")

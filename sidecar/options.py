@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from capture_kernels.errors import OptionError
+from pipeline.stream.curve import check_address
 
 # Rows that wait for the store before ingest pushes back: a few seconds of a busy server.
 QUEUE_ROWS = 524_288
@@ -64,12 +64,8 @@ class SidecarOptions:
                 f"--queue-rows must hold a batch of --max-batch ({self.max_batch:,}) rows"
             )
         for name in ("zmq_bind", "hints_bind"):
-            address = getattr(self, name)
-            if address is not None and self.curve_keys is None and not is_local(address):
-                raise OptionError(
-                    f"--{name.replace('_', '-')} {address} can be reached from other machines: "
-                    "give --curve-keys (attn stream keys makes them), or bind to tcp://127.0.0.1"
-                )
+            if (address := getattr(self, name)) is not None:
+                check_address(address, has_keys=self.curve_keys is not None)
 
     @property
     def max_body_bytes(self) -> int:
@@ -89,18 +85,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def is_local(address: str) -> bool:
-    """Whether a ZMQ address can only be reached from this machine.
-
-    Raises:
-        OptionError: it is not tcp:// with a port, or ipc:// with a path.
-    """
-    if re.fullmatch(r"ipc://.+", address):
-        return True
-    if not (found := re.fullmatch(r"tcp://(.+):(\d{1,5}|\*)", address)):
-        raise OptionError(
-            f"{address} is not an address of ZMQ: use tcp://127.0.0.1:PORT or ipc://PATH"
-        )
-    return is_loopback(found[1])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -70,11 +71,12 @@ class Server(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, this does not raise the signal again after the end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle_exit)
-        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
-            runner.run(self._serve(sockets))
+        yield
 
 
 def bound(options: SidecarOptions) -> socket.socket:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 import time
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import msgspec
 import pyarrow as pa
 
 from capture_kernels.errors import AttnError, RecordError, WriteError
+from discovery.artifacts.classifier import ANSWER_VERSION
+from discovery.artifacts.schema import SCHEMA_VERSION
 from pipeline.durable import write_json
 from pipeline.store.open import open_store
 
@@ -33,6 +38,8 @@ RECEIVE_S = 1.0
 COMPACT_EVERY_S = 300.0
 # How long a commit waits for another process before it is tried again, in seconds.
 BUSY_S = 5.0
+# What `Intake.counts` has, in rows.
+COUNTS = ("received", "stored", "duplicate", "invalid", "queue_full")
 
 
 class Service:
@@ -115,6 +122,62 @@ class Service:
         """Why there is nothing to classify with, and what to do."""
         return self.serving.problem or "no run is served yet: run attn discover"
 
+    @property
+    def version(self) -> str:
+        return version("attn")
+
+    def versions(self) -> dict[str, Any]:
+        """Of the service, of its formats, and of what it stands on."""
+        libraries = ("pyarrow", "numpy", "fastapi", "uvicorn", "pyzmq", "msgspec")
+        return {
+            "attn": self.version,
+            "answer_version": ANSWER_VERSION,
+            "artifact_version": SCHEMA_VERSION,
+            "python": platform.python_version(),
+            "libraries": {name: version(name) for name in libraries},
+        }
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether artifacts are loaded and the store takes rows, and what is wrong if not."""
+        run, store = self.serving.current, self.intake.writer.problem
+        problems = [] if run else [self.nothing_served]
+        if store:
+            problems.append(f"the store takes no rows: {store}")
+        return {
+            "ready": not problems,
+            "problems": problems,
+            "run_id": run.run_id if run else None,
+            "refused": self.serving.problem if run else None,
+            "stopping": self._stopping.is_set(),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """What came in and what became of it, since the start."""
+        intake, run = self.intake, self.serving.current
+        return {
+            "started_at": as_time(self.started_at),
+            "uptime_seconds": round(time.time() - self.started_at, 3),
+            "run_id": run.run_id if run else None,
+            "fingerprints": {
+                **{name: intake.counts[name] for name in COUNTS},
+                "queued": intake.queue.rows,
+                "received_by_source": dict(intake.received),
+                "rejected": dict(intake.rejected),
+            },
+            "stream": {
+                **(self.receiver.counts if self.receiver else {}),
+                **self.senders.counts,
+            },
+            "queue": {"rows": intake.queue.rows, "capacity": intake.queue.capacity},
+            "lag_seconds": round(intake.lag_s, 3),
+            "last_commit": as_time(intake.last_commit) if intake.last_commit else None,
+            "store_problem": intake.writer.problem,
+            "sessions": len(self.sessions),
+            "reloads": dict(self.serving.reloads),
+            "hints_published": self.hints.published if self.hints else 0,
+            "observer_errors": dict(self.processor.observer_errors),
+        }
+
     def answered(self, path: str, status: int, seconds: float) -> None:
         """A hot route answered."""
 
@@ -150,3 +213,8 @@ class Service:
                 self.store.compact()
             except AttnError as error:
                 LOG.warning("the store was not compacted: %s", error)
+
+
+def as_time(at: float) -> str:
+    """Seconds since 1970 as ISO 8601, UTC."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

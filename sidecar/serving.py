@@ -99,7 +99,7 @@ def _loaded(artifacts: Artifacts) -> ServedRun:
     classifier.classify(warm)
     classifier.classify(warm[0])
     return ServedRun(
-        classifier, artifacts.manifest, clusters, artifacts.folder, datetime.now(UTC)
+        classifier, artifacts.manifest, clusters, {}, artifacts.folder, datetime.now(UTC)
     )
 
 

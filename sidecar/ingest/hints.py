@@ -14,7 +14,7 @@ import zmq
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
-from pipeline.stream.curve import serve_with_curve
+from pipeline.stream.curve import server_keys
 
 from .process import Processed
 
@@ -43,7 +43,9 @@ class Hints:
         self._lock = threading.Lock()
         try:
             if curve_keys:
-                self._authenticator = serve_with_curve(self._context, self._socket, curve_keys)
+                keys = server_keys(curve_keys)
+                self._authenticator = keys.authenticator(self._context)
+                keys.apply(self._socket)
             self._socket.bind(address.replace("localhost", "127.0.0.1"))
         except zmq.ZMQError as error:
             self.close()

@@ -13,7 +13,7 @@ import pyarrow as pa
 import zmq
 
 from capture_kernels.errors import OptionError, RecordError
-from pipeline.stream.curve import serve_with_curve
+from pipeline.stream.curve import server_keys
 from pipeline.stream.wire import decode
 
 from .senders import Senders
@@ -71,7 +71,9 @@ class Receiver:
             self._socket.setsockopt(zmq.IPV6, 1)
         try:
             if curve_keys:
-                self._authenticator = serve_with_curve(self._context, self._socket, curve_keys)
+                keys = server_keys(curve_keys)
+                self._authenticator = keys.authenticator(self._context)
+                keys.apply(self._socket)
             self._socket.bind(address.replace("localhost", "127.0.0.1"))
         except zmq.ZMQError as error:
             self._close()
@@ -115,7 +117,7 @@ class Receiver:
             self.counts["malformed"] += 1
             LOG.warning("malformed message", extra={"reason": str(error)})
             return
-        self._senders.note(message, message.batch.num_rows)
+        self._senders.note(message)
         self._accept(message.batch)
 
     def _close(self) -> None:

@@ -6,32 +6,23 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+
+from pipeline.stream.wire import Message
 
 # Senders that are remembered; the one that was silent longest is forgotten first.
 MOST_SENDERS = 1_024
 
 
-class FromSender(Protocol):
-    """The facts of a message (`pipeline.stream.wire.Message`)."""
-
-    @property
-    def sender_id(self) -> str: ...
-    @property
-    def started(self) -> int: ...
-    @property
-    def rows_before(self) -> int: ...
-    @property
-    def dropped_total(self) -> int: ...
-
-
 @dataclass
 class Sender:
-    """One sender: when it started, how many rows it must have sent and has dropped so far."""
+    """One sender: when it started, the number of its next message and row, and how many rows it
+    has dropped."""
 
     started: int
+    next_seq: int
     next_row: int
     dropped: int
 
@@ -39,13 +30,13 @@ class Sender:
 class Senders:
     """Counts the rows that senders dropped and those that were lost on the way.
 
-    A sender numbers its rows: the message after a gap shows how many are missing. One that was
-    restarted counts from 0 again, which is counted as a restart and not as a loss; messages of its
-    former self that come late are none of its.
+    A sender numbers its messages and rows: what comes after a gap shows how much is missing. One
+    that was restarted counts from 0 again, which is counted as a restart and not as a loss.
 
     Attributes:
-        counts: dropped_by_sender and lost_in_transit, in rows; restarts, repeated (messages that
-            came twice or out of order) and forgotten senders.
+        counts: dropped_by_sender and lost_in_transit, in rows; restarts; lost_messages, of senders
+            that do not number their rows; repeated messages, which came twice or out of order; and
+            senders that were forgotten.
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
@@ -55,27 +46,30 @@ class Senders:
         for sender_id, facts in (known or {}).items():
             self._senders[sender_id] = msgspec.convert(facts, Sender)
 
-    def note(self, message: FromSender, rows: int) -> None:
-        """Take note of a message that brought this many rows."""
+    def note(self, message: Message) -> None:
+        """Take note of a message that arrived."""
         with self._lock:
             known = self._senders.get(message.sender_id)
-            if known is None or message.started > known.started:
+            if known is None:
                 # What it sent before this service knew it went elsewhere.
-                restarted = known is not None
-                self.counts["restarts"] += restarted
                 known = Sender(
-                    message.started,
-                    0 if restarted else message.rows_before,
-                    0 if restarted else message.dropped_total,
+                    message.started, message.seq, message.rows_before, message.dropped_total
                 )
-                self._senders[message.sender_id] = known
-            if message.started < known.started or message.rows_before < known.next_row:
+            elif message.started > known.started or (message.started < 0 and message.seq == 0):
+                self.counts["restarts"] += 1
+                known = Sender(message.started, 0, 0, 0)
+            if message.started < known.started or message.seq < known.next_seq:
                 self.counts["repeated"] += 1
                 return
-            self.counts["lost_in_transit"] += message.rows_before - known.next_row
+            if message.started < 0:
+                self.counts["lost_messages"] += message.seq - known.next_seq
+            else:
+                self.counts["lost_in_transit"] += max(0, message.rows_before - known.next_row)
             self.counts["dropped_by_sender"] += max(0, message.dropped_total - known.dropped)
-            known.next_row = message.rows_before + rows
-            known.dropped = max(known.dropped, message.dropped_total)
+            known.next_seq = message.seq + 1
+            known.next_row = message.rows_before + message.batch.num_rows
+            known.dropped = message.dropped_total
+            self._senders[message.sender_id] = known
             self._senders.move_to_end(message.sender_id)
             if len(self._senders) > MOST_SENDERS:
                 self._senders.popitem(last=False)
