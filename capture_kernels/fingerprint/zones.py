@@ -7,6 +7,7 @@ wherever it is asked (DESIGN.md section 2).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,10 +76,8 @@ def ripple(vectors: Floats, layout: Layout) -> Floats:
     peak = masses.max(axis=1, keepdims=True)
     amplitudes = xp.sqrt(masses / xp.where(peak > 0, peak, 1))
     shares = xp.zeros(len(masses), np.float32)
-    for bins_reached in range(1, bins + 1):
+    for bins_reached in xp.flatnonzero(xp.bincount(reach, minlength=1)).tolist():
         rows = xp.flatnonzero(reach == bins_reached)
-        if not len(rows):
-            continue
         # In float64, rounded once: the order of a product's sums depends on the other rows.
         energy = xp.square((amplitudes[rows] @ bases[bins_reached]).astype(np.float32))
         total = energy.sum(axis=1)
@@ -110,6 +109,11 @@ class ZoneRules:
         names = [field.name for field in fields(cls)]
         return cls(**read_limits(path, names, "threshold"))
 
+    @cached_property
+    def _strong(self) -> Floats:
+        """The thresholds, float32[5]: the fields are in the order of `ZONES`."""
+        return np.array(list(asdict(self).values()), np.float32)
+
     def evidence(self, vectors: ArrayLike, layout: Layout) -> Floats:
         """Evidence for each zone, in the order of `ZONES`: float32[n, 5] in [0, 1].
 
@@ -122,8 +126,7 @@ class ZoneRules:
         signals[:, :3] = rows[:, :3]
         signals[:, 3] = ripple(rows, layout)
         signals[:, 4] = rows[:, 3]
-        # The fields are in the order of `ZONES`.
-        strong = xp.asarray(list(asdict(self).values()), np.float32)
+        strong = xp.asarray(self._strong)
         xp.clip(signals, 0.0, 1.0, out=signals)
         below = signals / (2 * strong)
         above = 1.0 - (1.0 - signals) / (2 * (1.0 - strong))
