@@ -104,7 +104,10 @@ def announce(service: Service, listening: socket.socket) -> None:
     if service.hints:
         say(f"publishing hints at {service.hints.address}")
     run = service.serving.current
-    say(f"store {options.db}, " + (f"run {run.run_id}" if run else f"no run: {service.nothing_served}"))
+    say(
+        f"store {options.db}, "
+        + (f"run {run.run_id}" if run else f"no run: {service.nothing_served}")
+    )
     if options.is_public and options.api_key_file is None:
         say(
             f"warning: {options.host} can be reached from other machines, and there is no "

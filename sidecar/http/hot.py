@@ -127,9 +127,7 @@ class HotRoutes:
             (answer,) = classify_records(classifier, [one])
             return (400 if "error" in answer else 200), {**answer, **head}
         self._check_rows(len(body.records))
-        answers = await off_loop(
-            len(body.records), classify_records, classifier, body.records
-        )
+        answers = await off_loop(len(body.records), classify_records, classifier, body.records)
         return 200, {"results": answers, **head}
 
     async def _predict(self, scope: Scope, content: bytes) -> tuple[int, Any]:
@@ -217,7 +215,9 @@ class HotRoutes:
                 await settled.wait()
         except TimeoutError:
             raise Refusal(
-                503, f"not in the store after {WAIT_S:g} s; the rows are still queued", RETRY_AFTER_S
+                503,
+                f"not in the store after {WAIT_S:g} s; the rows are still queued",
+                RETRY_AFTER_S,
             ) from None
         if ticket.error is not None:
             raise Refusal(

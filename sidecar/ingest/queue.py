@@ -77,9 +77,7 @@ class IngestQueue:
         """Add a ticket; False if there was no room for its rows within `timeout` seconds (None: any
         time), or the queue is closed."""
         with self._changed:
-            ready = self._changed.wait_for(
-                lambda: self._closed or self._has_room(ticket), timeout
-            )
+            ready = self._changed.wait_for(lambda: self._closed or self._has_room(ticket), timeout)
             if not ready or self._closed:
                 return False
             self._tickets.append(ticket)

@@ -15,6 +15,10 @@ from pipeline.stream.wire import Message
 # Senders that are remembered; the one that was silent longest is forgotten first.
 MOST_SENDERS = 1_024
 
+COUNTS = (
+    "dropped_by_sender", "lost_in_transit", "lost_messages", "restarts", "repeated", "forgotten",
+)  # fmt: skip
+
 
 @dataclass
 class Sender:
@@ -40,7 +44,7 @@ class Senders:
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._senders: OrderedDict[str, Sender] = OrderedDict()
         self._lock = threading.Lock()
         for sender_id, facts in (known or {}).items():
