@@ -30,6 +30,7 @@ CAPTURED_AT = 946_684_800_000_000, 4_102_444_800_000_000 - 1
 KERNEL_VERSION = 1
 WINDOWED_KERNEL_VERSION = 2
 
+_PHASES = pa.array(PHASES)
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
     [
@@ -193,7 +194,7 @@ def impossible_rows(columns: Mapping[str, Any]) -> dict[str, Mask]:
         found["unknown layout"] = ~np.isin(layouts, [int(layout) for layout in Layout])
         found |= broken_invariants(vectors, layouts)
     if "phase" in columns:
-        known = pc.is_in(columns["phase"], value_set=pa.array(PHASES))
+        known = pc.is_in(columns["phase"], value_set=_PHASES)
         found["unknown phase"] = ~known.to_numpy(zero_copy_only=False)
     for name, (low, high, reason) in BOUNDS.items():
         values: Any = _numbers(columns[name], within=low) if name in columns else np.empty(0)

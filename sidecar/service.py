@@ -111,7 +111,7 @@ class Service:
         return drained
 
     def _receive(self, batch: pa.RecordBatch) -> None:
-        """Take a batch from the stream. A full queue makes it wait: senders then drop, and count."""
+        """Take a batch from the stream. It waits while the queue is full: senders drop, and count."""
         try:
             self.intake.submit(batch, "zmq", wait_for_room_s=None)
         except RecordError as error:
