@@ -17,8 +17,9 @@ from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
 from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
-from sidecar.command import sidecar
 from pipeline.stream.commands import stream_app
+from pipeline.stream.send_command import send
+from sidecar.command import sidecar
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -72,6 +73,7 @@ app.command()(capture)
 app.command()(discover)
 app.command()(classify)
 app.command()(sidecar)
+app.command()(send)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 app.add_typer(stream_app, name="stream")
