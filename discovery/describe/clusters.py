@@ -7,7 +7,7 @@ long as it could still be given, were every threshold a little lower or higher.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def describe_clusters(
     return [
         Described(
             labels[index],
-            _traits(claimed[index], earlier.get(index)),
+            traits_of(claimed[index], earlier[index].traits if index in earlier else ()),
             sentence(profile, run, groups[index], layout),
             run_tokens.tokens(profile.tokens),
         )
@@ -66,9 +66,8 @@ def describe_clusters(
     ]
 
 
-def _traits(claimed: list[Claim], earlier: Earlier | None) -> list[str]:
-    """Traits with a margin of 0, or -1 where the cluster had them; in the order of `TRAITS`."""
-    had = set(earlier.traits) if earlier else set()
+def traits_of(claimed: list[Claim], had: Collection[str] = ()) -> list[str]:
+    """Traits with a margin of 0, or -1 for one that it `had`; in the order of `TRAITS`."""
     made = {c.trait for c in claimed if c.trait and c.margin >= -(c.trait in had)}
     if made.isdisjoint(BAND_TRAITS):
         made.add("mixed_range")

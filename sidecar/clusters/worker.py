@@ -1,0 +1,168 @@
+"""The re-clustering process: `python -m sidecar.clusters.worker SOCKET_NUMBER`.
+
+It clusters as a discovery run does: PCA space, neighbours, UMAP, HDBSCAN, and prototypes trained on
+what was found. UMAP is worth its seconds here too: HDBSCAN in PCA space finds a few coarse clusters
+and calls half of the sample's rows noise. Nothing is kept between rounds but compiled code.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from functools import cache
+
+import msgspec
+import numpy as np
+
+from capture_kernels.arrays import Floats, Int32s
+from capture_kernels.errors import AttnError
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.algorithms.lineage import cluster_ids, match
+from discovery.algorithms.pca import Moments, fit_projection
+from discovery.algorithms.prototypes import train_prototypes
+from discovery.artifacts.projection import Projection
+from discovery.artifacts.prototypes import Codebook, nearest_with_noise
+from discovery.artifacts.schema import NOISE
+from discovery.engines.open import open_engine
+from discovery.engines.protocol import Engine
+from discovery.options import DiscoverOptions
+from discovery.stages.cluster import LARGEST_CLUSTER, QUANTILES, SPARSE, smallest_cluster
+from discovery.stages.neighbors import self_first
+from discovery.stages.umap import INIT_SPREAD
+
+from .rounds import Array, Failure, Result, Rule, Task, floats, receive, send
+
+# Rows that are laid out and clustered; the others of a larger buffer go to the nearest prototype.
+MOST_FITTED = 10_000
+# Below every process that answers.
+NICENESS = 10
+
+
+@cache
+def engine_called(name: str) -> Engine:
+    return open_engine(name)
+
+
+def run(task: Task) -> Result:
+    """One round."""
+    began = time.perf_counter()
+    engine = engine_called(task.engine)
+    vectors, layout = floats(task.vectors), Layout(task.layout)
+    projection = task.space.projection() if task.space else fitted_projection(vectors, layout)
+    step = -(-len(vectors) // MOST_FITTED)
+    projected = projection(vectors[::step], layout)
+    labels = cluster(engine, projected, task.min_cluster_size, 1 / step, task.seed)
+    if not (labels != NOISE).any():
+        nothing = Array.of(np.empty((0, DIMENSIONS), np.float32))
+        seconds = time.perf_counter() - began
+        return Result(None, [], [], nothing, task.next_id, seconds, engine.name)
+    codebook = trained(engine, projection, layout, projected, labels, task.seed)
+    found = codebook.label(vectors)
+    numbers, sizes = np.unique(found[found != NOISE], return_counts=True)
+    previous = task.previous.codebook() if task.previous else None
+    ids = ids_of(numbers, found, previous.label(vectors) if previous else None, task.next_id)
+    order = np.argsort(-sizes, kind="stable")
+    centroids = [vectors[found == number].mean(axis=0) for number in numbers[order]]
+    # Prototypes of a cluster that has none of the rows are left out with it.
+    kept = np.isin(codebook.labels, [NOISE, *numbers])
+    renamed = np.full(len(codebook.labels), NOISE, np.int32)
+    for number, cluster_id in zip(numbers, ids, strict=True):
+        renamed[codebook.labels == number] = cluster_id
+    rule = codebook._replace(prototypes=codebook.prototypes[kept], labels=renamed[kept])
+    return Result(
+        Rule.of(rule),
+        ids[order].tolist(),
+        sizes[order].tolist(),
+        Array.of(np.array(centroids, np.float32).reshape(-1, DIMENSIONS)),
+        max(task.next_id, int(ids.max(initial=-1)) + 1),
+        time.perf_counter() - began,
+        engine.name,
+    )
+
+
+def fitted_projection(vectors: Floats, layout: Layout) -> Projection:
+    """PCA of these rows, as a run without a parent fits it."""
+    moments = Moments.of(vectors, layout)
+    return fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
+
+
+def cluster(
+    engine: Engine, projected: Floats, asked: int | None, fraction: float, seed: int
+) -> Int32s:
+    """Cluster numbers of rows float32[n, d] in PCA space, -1 for noise: int32[n]."""
+    defaults = DiscoverOptions(db="")
+    k = min(defaults.umap_neighbors, len(projected) - 1)
+    indices, distances = self_first(*engine.neighbors(projected, projected, k), 0)
+    init = projected[:, :2]
+    widest = float(np.abs(init).max())
+    init = init * np.float32(INIT_SPREAD / widest) if widest else init
+    # UMAP divides by each axis' range, which is 0 if all rows are alike.
+    spread = np.random.default_rng(seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
+    init = np.where(np.ptp(init, axis=0) == 0, spread, init).astype(np.float32)
+    points = engine.layout(
+        projected, (indices, distances), init, defaults.umap_min_dist, seed, lambda done, of: None
+    )
+    apart = distances[:, min(defaults.min_samples, k - 1)]
+    alone = apart[apart > 0]
+    dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
+    labels = np.full(len(points), NOISE, np.int32)
+    size = smallest_cluster(asked, len(points), fraction)
+    if dense.sum() > size:
+        largest = max(size, int(LARGEST_CLUSTER * len(points)))
+        labels[dense] = engine.cluster(points[dense], size, defaults.min_samples, largest).labels
+    return labels
+
+
+def trained(
+    engine: Engine, projection: Projection, layout: Layout, projected: Floats, labels: Int32s,
+    seed: int,
+) -> Codebook:  # fmt: skip
+    """Prototypes of these labels, and the distance beyond which a row is in none."""
+    found = train_prototypes(engine, projected, labels, seed)
+    near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor)
+    reach = float(np.quantile(near.distance, QUANTILES[-1]))
+    return Codebook(projection, layout, found.points, found.labels, found.noise_factor, reach)
+
+
+def ids_of(numbers: Int32s, found: Int32s, before: Int32s | None, next_id: int) -> Int32s:
+    """Ids of the clusters with these numbers: of those that share rows with one of the round before
+    its id, by the rules of lineage.
+
+    Args:
+        found: int32[n], the rows' numbers; before: int32[n], the same rows' ids by the prototypes
+            of the round before.
+    """
+    old = np.unique(before[before != NOISE]) if before is not None else np.empty(0, np.int32)
+    overlap, shares, old_shares = (
+        np.zeros((len(numbers), len(old))), np.zeros(len(numbers)), np.zeros(len(old)),
+    )  # fmt: skip
+    for i, number in enumerate(numbers):
+        shares[i] = (found == number).mean()
+        for j, cluster_id in enumerate(old):
+            overlap[i, j] = ((found == number) & (before == cluster_id)).mean()
+    for j, cluster_id in enumerate(old):
+        old_shares[j] = (before == cluster_id).mean()
+    # Both rounds label the same rows, so what one sees the other does.
+    matched = match(overlap, overlap, shares, old_shares)
+    return cluster_ids(matched, old.astype(np.int32), next_id)
+
+
+def main(descriptor: int) -> None:
+    os.nice(NICENESS)
+    with socket.socket(fileno=descriptor) as connection:
+        while True:
+            try:
+                task = msgspec.msgpack.decode(receive(connection), type=Task)
+            except EOFError:
+                return  # the answering process is gone
+            try:
+                send(connection, run(task))
+            except (AttnError, MemoryError, ValueError, RuntimeError) as error:
+                line = str(error).partition("\n")[0] or type(error).__name__
+                send(connection, Failure(line))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
