@@ -17,6 +17,7 @@ from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
 from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
+from sidecar.watch.drift_command import command as drift
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -69,6 +70,7 @@ def attn(
 app.command()(capture)
 app.command()(discover)
 app.command()(classify)
+app.command("drift")(drift)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 
