@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, StateSetMetricFamily
@@ -24,6 +24,10 @@ from .drift import KINDS
 from .nightly import NightlyState, age_seconds
 
 Outcome = Literal["stored", "duplicate", "rejected", "queue_full", "lost_by_sender"]
+# Those without a reason.
+OUTCOMES: tuple[Outcome, ...] = ("stored", "duplicate", "queue_full", "lost_by_sender")
+Reload = Literal["loaded", "unchanged", "refused"]
+RELOADS: tuple[Reload, ...] = get_args(Reload)
 DRIFT_STATES = ("steady", "drifting", "too few rows", "no artifacts")
 # Upper ends of buckets, in seconds: around the 5 ms that an answer may take, and around the 200 ms
 # after which rows are written.
@@ -126,6 +130,13 @@ class Metrics:
         )
         # Finding a child by its labels takes longer than counting: each is looked up once.
         self._children: dict[tuple[Any, ...], Any] = {}
+        # At 0 from the start, so that the first of each shows as an increase.
+        for source in ("http", "zmq"):
+            self.received(source, 0)
+        for outcome in OUTCOMES:
+            self.rows(outcome, 0)
+        for result in RELOADS:
+            self._child(self._reloads, result)
         ProcessCollector(registry=own)
         own.register(_AtScrape(self))
 
@@ -153,11 +164,16 @@ class Metrics:
             route: the path of the route, `/sessions/{id}`, not of the request: whoever asks for
                 paths that do not exist must not make series.
         """
-        self._child(self._requests, method, route, status).inc()
-        self._child(self._answers, route).observe(seconds)
+        key = (method, route, status)
+        found = self._children.get(key)
+        if found is None:
+            found = (self._requests.labels(*key), self._answers.labels(route))
+            self._children[key] = found
+        found[0].inc()
+        found[1].observe(seconds)
 
-    def reloaded(self, outcome: str) -> None:
-        """Artifacts were looked for: "loaded", "unchanged" or "refused"."""
+    def reloaded(self, outcome: Reload) -> None:
+        """A new run was looked for: it was loaded, there was none, or it was refused."""
         self._child(self._reloads, outcome).inc()
 
     def observer_failed(self, observer: str) -> None:
@@ -247,19 +263,28 @@ def _of_drift(report: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _of_nightly(state: NightlyState | None) -> Iterator[Metric]:
     """A figure that is not known has no sample: an alert for its absence, not a 0 of 1970."""
-    known = {
-        GaugeMetricFamily(
-            "attn_sidecar_nightly_last_success_timestamp_seconds",
-            "When the newest run that may be served was finished.",
-        ): state and state.last_success,
-        GaugeMetricFamily(
-            "attn_sidecar_nightly_last_duration_seconds", "Length of the newest finished run."
-        ): state and state.last_seconds,
-        GaugeMetricFamily(
-            "attn_sidecar_nightly_last_gate_passed", "Whether the newest finished run passed."
-        ): state and state.last_passed,
-    }
-    for family, value in known.items():
+    known = [
+        (
+            GaugeMetricFamily(
+                "attn_sidecar_nightly_last_success_timestamp_seconds",
+                "When the newest run that may be served was finished.",
+            ),
+            state and state.last_success,
+        ),
+        (
+            GaugeMetricFamily(
+                "attn_sidecar_nightly_last_duration_seconds", "Length of the newest finished run."
+            ),
+            state and state.last_seconds,
+        ),
+        (
+            GaugeMetricFamily(
+                "attn_sidecar_nightly_last_gate_passed", "Whether the newest finished run passed."
+            ),
+            state and state.last_passed,
+        ),
+    ]
+    for family, value in known:
         if value is not None:
             family.add_metric([], float(value))
         yield family

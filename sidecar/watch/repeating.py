@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-# A call is followed by at least this many times its own length without one.
-REST = 20
+# By default a call is followed by at least this many times its own length without one.
+REST = 20.0
 logger = logging.getLogger(__name__)
 
 
@@ -18,8 +18,10 @@ class Repeating:
     An error of `work` is logged, once until a call succeeds again, and ends nothing.
     """
 
-    def __init__(self, name: str, work: Callable[[], object], every_s: float) -> None:
-        self._work, self._every_s = work, every_s
+    def __init__(
+        self, name: str, work: Callable[[], object], every_s: float, rest: float = REST
+    ) -> None:
+        self._work, self._every_s, self._rest = work, every_s, rest
         self._wake = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -51,4 +53,4 @@ class Repeating:
                 if not failing:
                     logger.exception("%s failed; it is tried again", self._thread.name)
                 failing = True
-            self._wake.wait(max(self._every_s, REST * (time.monotonic() - began)))
+            self._wake.wait(max(self._every_s, self._rest * (time.monotonic() - began)))

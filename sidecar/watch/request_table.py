@@ -6,6 +6,7 @@ Whoever follows requests keeps numpy arrays of `capacity` rows, and a row of the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class RequestTable:
         """The row of a key, -1 if it has none."""
         return self._rows.get(key, -1)
 
-    def key(self, row: int) -> Hashable:
+    def key(self, row: int) -> Any:
         return self._keys[row]
 
     def rows(
@@ -70,7 +71,7 @@ class RequestTable:
             self.evicted += count
             leave(gone)
             self.release(gone)
-        for index in np.flatnonzero(new):
+        for index in np.flatnonzero(new).tolist():
             row = self._free.pop()
             rows[index] = self._rows[keys[index]] = row
             self._keys[row] = keys[index]
