@@ -37,10 +37,10 @@ class Reply(NamedTuple):
 class FailingServer:
     """Replies to a path with its scripted replies in turn, the last one for good; else with 404."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.asked: list[Asked] = []
         self._replies: dict[str, deque[Reply]] = defaultdict(deque)
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(self._app, interface="asgi3", log_level="critical", lifespan="off")

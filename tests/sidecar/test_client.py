@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -175,18 +176,25 @@ def test_retry_after_is_waited_for_and_one_beyond_the_deadline_is_not(
 
 
 def test_a_sidecar_that_starts_late_is_reached(call: Callable[..., Any]) -> None:
-    late = FailingServer()
-    late.script("/health", OK)
-    # The port is bound and nobody answers: the connection is made, and lost when it is closed.
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        port = closed.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     with pytest.raises(api.UnreachableError, match="is the sidecar running there"):
         call(lambda c: c.health(), url=url, retries=api.Retries(deadline_s=0.3, first_s=0.05))
-    late.start()
+    late: list[FailingServer] = []
+
+    def start() -> None:
+        late.append(FailingServer(port))
+        late[0].script("/health", OK)
+        late[0].start()
+
+    timer = threading.Timer(0.3, start)
+    timer.start()
     try:
-        assert call(lambda c: c.health(), url=late.url).status == "ok"
+        assert call(lambda c: c.health(), url=url).status == "ok"
     finally:
-        late.stop()
+        timer.join()
+        late[0].stop()
 
 
 def test_an_answer_that_does_not_come_is_asked_for_again(
