@@ -20,6 +20,7 @@ from pipeline.store.commands import db_app
 from pipeline.stream.commands import stream_app
 from pipeline.stream.send_command import send
 from sidecar.command import sidecar
+from sidecar.watch.drift_command import command as drift
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -74,6 +75,7 @@ app.command()(discover)
 app.command()(classify)
 app.command()(sidecar)
 app.command()(send)
+app.command("drift")(drift)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 app.add_typer(stream_app, name="stream")
