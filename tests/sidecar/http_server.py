@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from sidecar.http.connections import bounded_protocol
 
 
 class Server(uvicorn.Server):
-    """Calls `on_exit` as soon as it is to end, as the service does when it is signalled."""
+    """One that says where it is."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -52,6 +53,54 @@ def serving(app: Any, *, bounds: dict[str, Any] | None = None, **options: Any) -
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not end"
+
+
+class EventReader:
+    """Reads server-sent events from a socket."""
+
+    def __init__(self, server: Server, path: str, headers: str = "", timeout: float = 20) -> None:
+        self.socket = server.connect(timeout)
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n"
+        self.socket.sendall(request.encode())
+        self._file = self.socket.makefile("rb")
+        self.status = int(self._file.readline().split()[1])
+        while (line := self._file.readline()) not in (b"\r\n", b""):
+            assert line.lower() != b"transfer-encoding: identity"
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the stream, until it ends."""
+        text = b""
+        while size := int(self._file.readline().strip() or b"0", 16):
+            text += self._file.read(size)
+            self._file.readline()
+            *whole, text = text.split(b"\n")
+            for line in whole:
+                yield line.decode()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The events, each with event, data and id; comments have only `comment`."""
+        found: dict[str, Any] = {}
+        for line in self.lines():
+            name, _, value = line.partition(": ")
+            if line.startswith(":"):
+                yield {"comment": line[1:].strip()}
+            elif line:
+                found[name] = json.loads(value) if name == "data" else value
+            elif "event" in found:
+                yield found
+                found = {}
+            else:
+                found = {}
 
 
 def exchange(server: Server, sent: bytes, timeout: float = 20) -> bytes:
