@@ -1,4 +1,4 @@
-"""Every error is answered with one line of JSON, {"error": "..."}: no page, no traceback."""
+"""Answers in JSON. Every error is one line of it, {"error": "..."}: no page, no traceback."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ ERROR_SCHEMA = {
     "properties": {"error": {"type": "string", "description": "what is wrong, in one line"}},
     "required": ["error"],
 }
+
+
+class Json(Response):
+    """JSON values; NaN becomes null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
 
 
 def error_body(message: str) -> bytes:

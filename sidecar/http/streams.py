@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -17,7 +17,7 @@ HEARTBEAT = b": still here\n\n"
 # How soon a client that was cut off comes again, in milliseconds.
 RETRY = b"retry: 2000\n\n"
 
-Events = AsyncIterator[bytes | None]
+Events = AsyncGenerator[bytes | None, None]
 
 
 def event(kind: str, data: bytes, id: str | None = None) -> bytes:
@@ -132,10 +132,12 @@ class _Stream(Response):
         await self._sent(scope, send, start)
         clock = asyncio.get_running_loop().time
         last = clock()
-        body = RETRY
-        async with aclosing(self._events()) as events:  # type: ignore[type-var]
+        async with aclosing(self._events()) as events:
+            body: bytes | None = RETRY
             while True:
-                if body:
+                if body is None and clock() - last >= self._streams.heartbeat_s:
+                    body = HEARTBEAT
+                if body is not None:
                     message = {"type": "http.response.body", "body": body, "more_body": True}
                     if not await self._sent(scope, send, message):
                         return
@@ -143,11 +145,9 @@ class _Stream(Response):
                     # Neither sending nor the generator may have waited: others get their turn.
                     await asyncio.sleep(0)
                 try:
-                    body = await anext(events) or b""
+                    body = await events.__anext__()
                 except StopAsyncIteration:
                     return
-                if not body and clock() - last >= self._streams.heartbeat_s:
-                    body = HEARTBEAT
 
     async def _sent(self, scope: Scope, send: Send, message: Message) -> bool:
         """Send a message; if the client does not accept it in time, reset its connection."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from sidecar.http.connections import bounded_protocol
+from sidecar.http.limits import bounded_protocol
 
 
 class Server(uvicorn.Server):
