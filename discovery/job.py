@@ -40,6 +40,7 @@ from discovery.runs.checkpoint import (
     read_sealed,
     write_sealed,
 )
+from discovery.runs.lock import output_lock
 from discovery.runs.parent import before_this_run
 from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
@@ -59,6 +60,7 @@ def discover(
     now: datetime | None = None,
     listeners: list[Listener] | None = None,
     stop: StopRequest | None = None,
+    client_file: Path | None = None,
 ) -> Manifest:
     """Run a discovery job, or finish one that was stopped; returns the published manifest.
 
@@ -69,6 +71,7 @@ def discover(
             clock by default.
         listeners: called with every event.
         stop: asks the job to stop at the next chunk.
+        client_file: where a client finds out how to send commands to this run.
 
     Raises:
         RunError: nothing to do, another job at work, or a run that cannot be resumed.
@@ -91,7 +94,7 @@ def discover(
     if resume:
         runs.run_folder(output, resume)
     with disk_errors(output), ExitStack() as cleanup:
-        cleanup.enter_context(runs.output_lock(output))
+        describe = cleanup.enter_context(output_lock(output))
         runs.clean_up(output)
         sweep(output)
         if resume:
@@ -126,6 +129,7 @@ def discover(
             }
             write_sealed(folder / CHECKPOINT / RUN_FILE, saved)
 
+        describe(folder.name, client_file)
         log = EventLog(folder / "progress.jsonl", folder.name, listeners or [])
         cleanup.callback(log.close)
         context = RunContext(options, saved, engine, executor, log, stop, memory)

@@ -135,7 +135,10 @@ def discover(
         listeners.append(live)
     try:
         with stop_on_signals(stop):
-            manifest = run_job(options, resume=resume, now=now, listeners=listeners, stop=stop)
+            manifest = run_job(
+                options, resume=resume, now=now, listeners=listeners, stop=stop,
+                client_file=live.client_file if live else None,
+            )  # fmt: skip
     except BaseException as error:
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):

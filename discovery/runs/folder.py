@@ -1,20 +1,17 @@
-"""The output folder: run ids, the lock, cluster ids that are never used twice, `latest`.
+"""The output folder: run ids, cluster ids that are never used twice, `latest`.
 
 <output>/<run_id>/         one folder for each run
 <output>/latest            symlink to the run that is served
 <output>/next_cluster_id   ids that were reserved, and for which unfinished runs
-<output>/.lock             held while a job writes
+<output>/.lock             held while a job writes: `lock.py`
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,32 +62,6 @@ def latest_id(output: Path) -> str | None:
     """The run that `latest` names, whether or not it still exists."""
     latest = output / "latest"
     return latest.readlink().name if latest.is_symlink() else None
-
-
-@contextmanager
-def output_lock(output: Path) -> Iterator[None]:
-    """Keep two jobs apart. The system drops the lock with the process, however it ends.
-
-    Raises:
-        RunError: another job holds it, or the folder cannot be made.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        handle = os.open(output / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise RunError(f"cannot write to {output}: {error.strerror}; choose --output") from None
-    with os.fdopen(handle, "r+", errors="replace") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = file.read(32).strip() or "unknown"
-            raise RunError(
-                f"another discovery job (process {holder}) is writing to {output}: "
-                "wait for it, or choose another --output"
-            ) from None
-        file.truncate(0)
-        print(os.getpid(), file=file, flush=True)
-        yield
 
 
 def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -> int:

@@ -20,6 +20,7 @@ from discovery.artifacts.schema import identity_of
 from pipeline.durable import sync
 
 from . import folder as runs
+from .lock import output_lock
 from .state import RunState, survey
 
 DELETED = ".deleted-"
@@ -47,7 +48,7 @@ def collect(
     Raises:
         RunError: a job is writing to the folder, or something cannot be deleted.
     """
-    with nullcontext() if dry_run else runs.output_lock(output):
+    with nullcontext() if dry_run else output_lock(output):
         if not dry_run:
             sweep(output)
         found = [run for run in survey(output) if not (output / run.run_id).is_symlink()]

@@ -20,6 +20,7 @@ from capture_kernels.errors import RunError
 from discovery.artifacts.read import open_artifacts
 from discovery.runs import folder as runs
 from discovery.runs import retention
+from discovery.runs.lock import output_lock
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_kill_9_in_the_middle_leaves_no_half_run_and_the_next_one_finishes(tmp_p
     left = list(tmp_path.glob(".deleted-*"))
     # A run is one rename, five files and a folder.
     assert len(left) == (at not in (0, 7))
-    with runs.output_lock(tmp_path):
+    with output_lock(tmp_path):
         retention.sweep(tmp_path)
     assert not list(tmp_path.glob(".deleted-*"))
     retention.collect(tmp_path, keep_last=7)

@@ -20,6 +20,7 @@ from shared import NOW, REPO
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.runs import folder as runs
+from discovery.runs.lock import Holder, lock_holder, output_lock
 
 FIRST = "2026-01-10T04-02-11"
 
@@ -90,7 +91,7 @@ HOLDER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from discovery.runs.folder import output_lock
+    from discovery.runs.lock import output_lock
     with output_lock(Path(sys.argv[1])):
         print("held", flush=True)
         sys.stdin.read()
@@ -116,33 +117,78 @@ def test_a_second_job_is_refused_while_the_first_is_at_work_and_told_which(tmp_p
     output = tmp_path / "made" / "by the lock"
     with another_job(output) as process:
         said = rf"\(process {process.pid}\) is writing to"
-        with pytest.raises(RunError, match=said), runs.output_lock(output):
+        with pytest.raises(RunError, match=said), output_lock(output):
             pytest.fail("two jobs in one folder")
         process.communicate("")
         assert process.returncode == 0
-        with runs.output_lock(output):
-            assert (output / ".lock").read_text() == f"{os.getpid()}\n"
+        with output_lock(output):
+            assert json.loads((output / ".lock").read_text()) == {"pid": os.getpid()}
 
 
 def test_the_lock_goes_with_a_job_that_is_killed(tmp_path):
     with another_job(tmp_path) as process:
         process.kill()
         process.wait()
-        with runs.output_lock(tmp_path):
+        with output_lock(tmp_path):
             pass
 
 
+def test_others_see_which_run_holds_the_lock_and_where_it_takes_commands(tmp_path):
+    assert lock_holder(tmp_path) is None  # nobody ever ran here
+    with another_job(tmp_path) as process:
+        assert lock_holder(tmp_path) == Holder(process.pid)
+        process.kill()
+        process.wait()
+    assert lock_holder(tmp_path) is None  # what a killed job wrote there is old
+    with output_lock(tmp_path) as describe:
+        describe(FIRST, tmp_path / "a long name for a client file")
+        described = Holder(os.getpid(), FIRST, str(tmp_path / "a long name for a client file"))
+        assert lock_holder(tmp_path) == described
+        describe(FIRST, None)
+        assert lock_holder(tmp_path) == Holder(os.getpid(), FIRST)
+    assert lock_holder(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\x00", b"[" * 5_000, b'{"pid": "x"}', b"17"])
+def test_a_held_lock_with_anything_in_it_is_held(tmp_path, content):
+    with output_lock(tmp_path):
+        (tmp_path / ".lock").write_bytes(content)
+        assert lock_holder(tmp_path) == Holder()
+        with pytest.raises(RunError, match="process unknown"), output_lock(tmp_path):
+            pytest.fail("two jobs in one folder")
+
+
+def test_looking_who_holds_the_lock_never_refuses_a_job(tmp_path):
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            lock_holder(tmp_path)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            with output_lock(tmp_path):
+                pass
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_the_lock_is_let_go_when_the_job_fails(tmp_path):
-    with pytest.raises(ZeroDivisionError), runs.output_lock(tmp_path):
+    with pytest.raises(ZeroDivisionError), output_lock(tmp_path):
         raise ZeroDivisionError
-    with runs.output_lock(tmp_path):
+    with output_lock(tmp_path):
         pass
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(RunError, match="choose --output"), runs.output_lock(output):
+        with pytest.raises(RunError, match="choose --output"), output_lock(output):
             pytest.fail("locked a file")
     assert (tmp_path / "file").read_text() == "mine"
 
