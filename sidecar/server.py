@@ -15,6 +15,8 @@ import uvicorn
 from capture_kernels.errors import AttnError, OptionError
 
 from .http.app import create_app
+from .http.limits import bounded_protocol
+from .http.live import Broadcast
 from .options import SidecarOptions
 from .service import DRAIN_S, Service
 
@@ -44,14 +46,15 @@ def serve(options: SidecarOptions) -> None:
     sys.setswitchinterval(SWITCH_S)
     listening = bound(options)
     service = Service(options)
+    broadcast = Broadcast()
     config = uvicorn.Config(
-        create_app(service), log_config=None, access_log=False, lifespan="off", server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S, limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=65_536,
+        create_app(service, broadcast), http=bounded_protocol(MOST_CONNECTIONS), log_config=None,
+        access_log=False, lifespan="off", server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
     )  # fmt: skip
     announce(service, listening)
     try:
-        Server(config).run(sockets=[listening])
+        Server(config, broadcast).run(sockets=[listening])
     finally:
         drained = service.drain(DRAIN_S)
     if not drained:
@@ -65,11 +68,17 @@ def serve(options: SidecarOptions) -> None:
 class Server(uvicorn.Server):
     """A server for which SIGTERM and SIGINT are the ordinary end, not an error."""
 
+    def __init__(self, config: uvicorn.Config, broadcast: Broadcast) -> None:
+        super().__init__(config)
+        self._broadcast = broadcast
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         # A second Ctrl+C does not wait for requests that are under way.
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+        # Streams of events end by themselves only when their clients go.
+        self._broadcast.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import logging
 import platform
 import threading
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +18,13 @@ import pyarrow as pa
 from capture_kernels.errors import AttnError, RecordError, WriteError
 from discovery.artifacts.classifier import ANSWER_VERSION
 from discovery.artifacts.schema import SCHEMA_VERSION
+from discovery.describe.axes import axes_in_words
 from pipeline.durable import write_json
 from pipeline.store.open import open_store
 
+from .clusters.buffer import RecentRows
+from .clusters.online import OnlineClusters
+from .clusters.recluster import Reclusterer
 from .ingest.hints import Hints
 from .ingest.intake import Intake
 from .ingest.process import Observer, Processor
@@ -28,6 +33,10 @@ from .ingest.senders import Senders
 from .ingest.sessions import Sessions
 from .options import SidecarOptions
 from .serving import ServedRun, Serving
+from .watch.drift import DriftWindow
+from .watch.metrics import Artifact, Metrics, Sources
+from .watch.nightly import Nightly
+from .watch.otlp import Spans
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -52,37 +61,81 @@ class Service:
     def __init__(self, options: SidecarOptions) -> None:
         self.options = options
         self.started_at = time.time()
-        self.store = open_store(options.db, create=True, busy_timeout_s=BUSY_S)
-        self.receiver: Receiver | None = None
-        self.hints: Hints | None = None
         self._stopping = threading.Event()
-        self._compactor: threading.Thread | None = None
-        try:
-            self._build()
-        except BaseException:
-            self.drain(0.0)
-            raise
+        self.store = open_store(options.db, create=True, busy_timeout_s=BUSY_S)
+        # What has been opened so far, so that a start that fails closes it again.
+        with ExitStack() as opened:
+            opened.callback(self.store.close)
+            self._build(opened)
+            self._opened = opened.pop_all()
 
-    def _build(self) -> None:
+    def _build(self, opened: ExitStack) -> None:
         options = self.options
+        self.metrics = Metrics()
+        self.serving = Serving(options.discovery_dir, self._serve, self.metrics.reloaded)
         self.sessions = Sessions()
-        observers: dict[str, Observer] = {"sessions": self.sessions}
+        self.recent = RecentRows(options.buffer_size, served=self._served)
+        self.live_clusters = self._live_clusters()
+        self.drift = DriftWindow(options.drift_hours * 3600)
+        self.nightly = Nightly(options.discovery_dir)
+        observers: dict[str, Observer] = {
+            "sessions": self.sessions, "recent": self.recent, "drift": self.drift,
+        }  # fmt: skip
+        if isinstance(self.live_clusters, OnlineClusters):
+            observers["online"] = self.live_clusters
+        self.spans = Spans(options.otlp_endpoint) if options.otlp_endpoint else None
+        if self.spans:
+            observers["spans"] = self.spans
+        self.hints = None
         if options.hints_bind:
             self.hints = observers["hints"] = Hints(options.hints_bind, options.curve_keys)
-        self.serving = Serving(options.discovery_dir, self._serve)
-        self.processor = Processor(self.serving, observers)
-        self.intake = Intake(self.processor, self.store, options.queue_rows)
-        self.senders = Senders(self._senders_before())
+            opened.callback(self.hints.close)
         self.serving.reload()
-        self.serving.follow(options.auto_reload_interval)
+        self.processor = Processor(self.serving, observers, self.metrics)
+        self.senders = Senders(self.metrics, self._senders_before())
+        self.intake = Intake(self.processor, self.store, options.queue_rows, self.metrics)
+        opened.callback(self.intake.close, 0.0)
+        self.receiver = None
         if options.zmq_bind:
             self.receiver = Receiver(
                 options.zmq_bind, self._receive, self.senders, curve_keys=options.curve_keys,
                 max_rows=options.queue_rows, max_bytes=options.max_body_bytes,
             )  # fmt: skip
-        if self.store.kind == "parquet":
-            self._compactor = threading.Thread(target=self._compact, name="compactor", daemon=True)
-            self._compactor.start()
+        self._start()
+
+    def _start(self) -> None:
+        """Start what runs beside the event loop; nothing can fail any more."""
+        self.serving.follow(self.options.auto_reload_interval)
+        self.drift.start()
+        self.nightly.start()
+        if self.spans:
+            self.spans.start()
+        if isinstance(self.live_clusters, Reclusterer):
+            self.live_clusters.start()
+        self._compactor = threading.Thread(target=self._compact, name="compactor", daemon=True)
+        self._compactor.start()
+        self.metrics.sources = Sources(
+            queue_rows=lambda: self.intake.queue.rows,
+            live_clusters=lambda: len(self.live_clusters.clusters()),
+            artifact=lambda: Artifact.of(run.manifest) if (run := self._served()) else None,
+            drift=self.drift.report,
+            nightly=self.nightly.state,
+            spans=self.spans.counts if self.spans else dict,
+        )
+
+    def _served(self) -> ServedRun | None:
+        return self.serving.current
+
+    def _live_clusters(self) -> OnlineClusters | Reclusterer:
+        options = self.options
+        if options.online:
+            return OnlineClusters(
+                options.online_threshold, options.online_max_clusters, served=self._served
+            )
+        return Reclusterer(
+            self.recent, interval=options.recluster_interval,
+            min_cluster_size=options.min_cluster_size, served=self._served,
+        )  # fmt: skip
 
     def observe(self, name: str, observer: Observer) -> None:
         """Show an observer every batch from now on."""
@@ -95,23 +148,21 @@ class Service:
         """
         deadline = time.monotonic() + timeout
         self._stopping.set()
-        drained = True
         if self.receiver:
             self.receiver.stop(min(RECEIVE_S, timeout))
-        if intake := getattr(self, "intake", None):
-            drained = intake.close(max(0.0, deadline - time.monotonic()))
-        if senders := getattr(self, "senders", None):
-            self._remember(senders)
-        if serving := getattr(self, "serving", None):
-            serving.close()
-        if self.hints:
-            self.hints.close()
-        if drained:
-            self.store.close()
+        drained = self.intake.close(max(0.0, deadline - time.monotonic()))
+        self._remember(self.senders)
+        self.serving.close()
+        if isinstance(self.live_clusters, Reclusterer):
+            self.live_clusters.close()
+        for part in (self.drift, self.nightly, self.spans):
+            if part:
+                part.close()
+        self._opened.close()
         return drained
 
     def _receive(self, batch: pa.RecordBatch) -> None:
-        """Take a batch from the stream. It waits while the queue is full: senders drop, and count."""
+        """Take a batch from the stream. It waits while the queue is full: senders then drop."""
         try:
             self.intake.submit(batch, "zmq", wait_for_room_s=None)
         except RecordError as error:
@@ -146,6 +197,7 @@ class Service:
         return {
             "ready": not problems,
             "problems": problems,
+            "drift": self.drift.report()["state"],
             "run_id": run.run_id if run else None,
             "refused": self.serving.problem if run else None,
             "stopping": self._stopping.is_set(),
@@ -176,10 +228,19 @@ class Service:
             "reloads": dict(self.serving.reloads),
             "hints_published": self.hints.published if self.hints else 0,
             "observer_errors": dict(self.processor.observer_errors),
+            "drift": self.drift.report(),
+            "live_clusters": self.live_clusters.status(),
+            "nightly": self.nightly.state()._asdict(),
+            "axes": self._axes(run),
         }
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A hot route answered."""
+    @staticmethod
+    def _axes(run: ServedRun | None) -> list[dict[str, Any]]:
+        """The served run's PCA axes in words."""
+        if run is None:
+            return []
+        projection = run.classifier.codebook.projection
+        return axes_in_words(projection.components, projection.explained, run.classifier.layout)
 
     @property
     def _senders_file(self) -> Path:
@@ -205,9 +266,19 @@ class Service:
             LOG.warning("what senders sent was not saved: %s", error)
 
     def _serve(self, run: ServedRun) -> None:
-        """A run was swapped in."""
+        """A run was swapped in: what compares with it begins anew."""
+        self.drift.serve(run.artifacts)
+        if self.spans:
+            self.spans.serve(run.classifier)
+
+    def recluster(self) -> dict[str, Any]:
+        """Cluster the recent rows now: {"started": bool, "reason": why not, or None}."""
+        if isinstance(self.live_clusters, Reclusterer):
+            return self.live_clusters.trigger()
+        return {"started": False, "reason": "--online clusters are updated with every batch"}
 
     def _compact(self) -> None:
+        """Merge the small files of a folder store while it runs."""
         while not self._stopping.wait(COMPACT_EVERY_S):
             try:
                 self.store.compact()

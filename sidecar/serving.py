@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,11 @@ from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.artifacts.schema import MANIFEST, Manifest
 from discovery.runs.folder import latest_id
 
+from .traits import SamplingHint, sampling_hint
+
 LOG = logging.getLogger("attn.sidecar")
+
+Reload = Literal["loaded", "unchanged", "refused"]
 
 # Seconds between two looks at `latest`, which cost a system call each. Unlike events of the file
 # system they also work on a network's.
@@ -36,20 +40,24 @@ class ServedRun:
     Args:
         classifier: of the run.
         clusters: the rows of clusters.parquet.
-        sampling_hints: by cluster id.
+        sampling_hints: by cluster id; `sampling_hint` of its zone for a row without a cluster.
         loaded_at: when it was loaded, UTC.
     """
 
     classifier: Classifier
     manifest: Manifest
     clusters: list[dict[str, Any]]
-    sampling_hints: dict[int, dict[str, Any]]
-    folder: Path
+    sampling_hints: dict[int, SamplingHint]
+    artifacts: Artifacts
     loaded_at: datetime
 
     @property
     def run_id(self) -> str:
         return self.classifier.run_id
+
+    @property
+    def folder(self) -> Path:
+        return self.artifacts.folder
 
     @property
     def model(self) -> str:
@@ -85,6 +93,7 @@ def load_run(output: Path) -> ServedRun:
 def _loaded(artifacts: Artifacts) -> ServedRun:
     classifier = Classifier(artifacts)
     clusters = artifacts.table("clusters").to_pylist()
+    hints = {one["cluster_id"]: sampling_hint(one["zone"], one["traits"]) for one in clusters}
     # The manifest names the layout, and no hash covers the manifest. Means of fingerprints keep the
     # sums that fingerprints have.
     centroids = np.array([one["centroid"] for one in clusters], np.float32).reshape(-1, DIMENSIONS)
@@ -98,9 +107,7 @@ def _loaded(artifacts: Artifacts) -> ServedRun:
     warm = np.resize(centroids, (WARM_ROWS, DIMENSIONS)) if len(centroids) else np.eye(DIMENSIONS)
     classifier.classify(warm)
     classifier.classify(warm[0])
-    return ServedRun(
-        classifier, artifacts.manifest, clusters, {}, artifacts.folder, datetime.now(UTC)
-    )
+    return ServedRun(classifier, artifacts.manifest, clusters, hints, artifacts, datetime.now(UTC))
 
 
 class Serving:
@@ -112,21 +119,27 @@ class Serving:
     Args:
         output: the output folder of `attn discover`; it need not exist yet.
         on_change: called with the new run after a swap, in the thread that loaded it.
+        on_reload: called with the outcome of every reload.
     """
 
-    def __init__(self, output: Path, on_change: Callable[[ServedRun], None]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        on_change: Callable[[ServedRun], None],
+        on_reload: Callable[[Reload], None] = lambda outcome: None,
+    ) -> None:
         self.output = output
         self.current: ServedRun | None = None
         self.refused: Refused | None = None
-        self.reloads = {"loaded": 0, "unchanged": 0, "refused": 0}
-        self._on_change = on_change
+        self.reloads: dict[Reload, int] = {"loaded": 0, "unchanged": 0, "refused": 0}
+        self._on_change, self._on_reload = on_change, on_reload
         self._loaded: Any = None  # what `_identity` was when the current run was loaded
         self._seen: Any = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def reload(self) -> str:
+    def reload(self) -> Reload:
         """Load what `latest` names if it is not what is served: "loaded", "unchanged" or "refused".
 
         A run that cannot be loaded changes nothing but `refused`. Blocks while it reads: never call
@@ -188,6 +201,7 @@ class Serving:
             return run_id, None
         return run_id, (facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
-    def _count(self, outcome: str) -> str:
+    def _count(self, outcome: Reload) -> Reload:
         self.reloads[outcome] += 1
+        self._on_reload(outcome)
         return outcome

@@ -14,9 +14,9 @@ from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE, identity_of
+from sidecar.traits import SamplingHint, cluster_traits, sampling_hint
 
 from .groups import Group
-from .traits import SamplingHint, cluster_traits, sampling_hint
 
 
 class Served(Protocol):
@@ -46,7 +46,7 @@ class LiveCluster(msgspec.Struct, frozen=True):
 
     cluster_id: never given to another cluster while the service runs; not a cluster id of a run.
     centroid: 20 numbers, a mean of vectors (re-clustered) or of square-rooted vectors, squared.
-    size: rows, or with decay their weight; share: of all rows, unclustered ones included, in [0, 1].
+    size: rows, or with decay their weight; share: of all rows, also unclustered ones, in [0, 1].
     created_at, updated_at: UTC, ISO 8601.
     drift: Hellinger distance that the centroid moved over the last interval.
     traits: keys of `discovery.describe.claims.TRAITS`.

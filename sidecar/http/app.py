@@ -2,28 +2,75 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import FastAPI
 
 from sidecar.service import Service
 
-from . import status
+from . import discovery, live, runs, status
+from .errors import add_error_handlers
 from .hot import HotRoutes
 from .hot_docs import HOT_PATHS
+from .keys import read_keys
+from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
+from .live import Broadcast
 
 
-def create_app(service: Service) -> Any:
-    """The ASGI app of a service."""
+def create_app(service: Service, broadcast: Broadcast) -> App:
+    """The ASGI app of a service.
+
+    Raises:
+        OptionError: the file of keys cannot be used.
+    """
+    options = service.options
     app = FastAPI(
         title="attn sidecar",
         description="Live classification of attention fingerprints (docs/guide.md).",
         version=service.version,
     )
     app.state.service = service
-    app.include_router(status.router)
+    app.state.broadcast = broadcast
+    service.observe("live", broadcast)
+    service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
+    for module in (status, discovery, runs, live):
+        app.include_router(module.router)
+    add_error_handlers(app)
     document_hot_routes(app)
-    return HotRoutes(app, service)
+    limits = Limits(
+        most_body_bytes=options.max_body_bytes, hosts=allowed_hosts(options.host),
+        origins=options.cors_origins,
+    )  # fmt: skip
+    keys = read_keys(options.api_key_file) if options.api_key_file else None
+    return protected(HotRoutes(Counted(app, service), service), limits, keys)
+
+
+class Counted:
+    """Counts the requests of a FastAPI app by its routes."""
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        self._app, self._metrics = app, service.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            # Paths that do not exist are one series.
+            route = getattr(scope.get("route"), "path", "other")
+            seconds = time.perf_counter() - began
+            self._metrics.answered(scope["method"], route, status, seconds)
 
 
 def document_hot_routes(app: FastAPI) -> None:

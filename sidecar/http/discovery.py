@@ -139,7 +139,7 @@ async def live(
     def events() -> Events:
         return follow(output, last_event_id)
 
-    streams = request.app.state.service.broadcast.streams
+    streams = request.app.state.broadcast.streams
     found: Response = streams.response(events)
     return found
 

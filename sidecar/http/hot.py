@@ -105,7 +105,7 @@ class HotRoutes:
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
-        self._service.answered(scope["path"], status, time.perf_counter() - began)
+        self._service.metrics.answered("POST", scope["path"], status, time.perf_counter() - began)
 
     # -- classification
 
@@ -133,9 +133,11 @@ class HotRoutes:
     async def _predict(self, scope: Scope, content: bytes) -> tuple[int, Any]:
         live = self._service.live_clusters
         body = decode(content)
-        many = body.records is not UNSET
-        vectors = [one.vector for one in body.records] if many else [body.vector]
-        if not many and body.vector is UNSET:
+        if body.records is not UNSET:
+            vectors = [one.vector for one in body.records]
+        elif body.vector is not UNSET:
+            vectors = [body.vector]
+        else:
             raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
         self._check_rows(len(vectors))
         matrix = matrix_of(vectors)
@@ -156,7 +158,7 @@ class HotRoutes:
                     "sampling_hint": known.sampling_hint if known else None,
                 }
             )
-        return 200, {"results": answers} if many else answers[0]
+        return 200, answers[0] if body.records is UNSET else {"results": answers}
 
     # -- ingest
 
@@ -243,7 +245,8 @@ class HotRoutes:
             given |= {"model": run.model, "capture_id": classifier.capture_id}
             given["layout"] = int(classifier.layout)
         given["captured_at"] = datetime.now(UTC).isoformat()
-        values, rejected = [], {}
+        values: list[tuple[Any, ...]] = []
+        rejected: dict[str, int] = {}
         for row in rows:
             try:
                 values.append(record_values(with_defaults(row, given)))

@@ -242,5 +242,5 @@ router = APIRouter(tags=["live"])
     },
 )
 async def live(request: Request) -> Response:
-    broadcast: Broadcast = request.app.state.service.broadcast
+    broadcast: Broadcast = request.app.state.broadcast
     return broadcast.streams.response(broadcast.events)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
+from discovery.artifacts.classifier import ANSWER_VERSION
 from sidecar.service import Service
+
+from .errors import Json
 
 router = APIRouter()
 # How long a flush may take, in seconds.
@@ -66,3 +69,43 @@ async def reload(request: Request) -> JSONResponse:
     if serving.refused:
         answer["error"] = serving.refused.reason
     return JSONResponse(answer, 409 if serving.refused else 200)
+
+
+@router.get("/metrics", summary="Metrics for Prometheus")
+async def metrics(request: Request) -> Response:
+    content, kind = await run_in_threadpool(
+        service_of(request).metrics.render, request.headers.get("accept", "")
+    )
+    return Response(content, media_type=kind)
+
+
+@router.get("/centroids", summary="Live clusters, and those of the served run")
+async def centroids(request: Request) -> Response:
+    service = service_of(request)
+    run = service.serving.current
+    live = await run_in_threadpool(service.live_clusters.clusters)
+    published = run and [
+        {
+            **{name: one[name] for name in ("cluster_id", "label", "zone", "size", "share",
+                                            "centroid", "traits")},
+            "sampling_hint": run.sampling_hints[one["cluster_id"]],
+        }
+        for one in run.clusters
+    ]  # fmt: skip
+    return Json({
+        "mode": "online" if service.options.online else "batch",
+        "clusters": live,
+        "status": service.live_clusters.status(),
+        "run_id": run.run_id if run else None,
+        "run_clusters": published or [],
+        "schema_version": ANSWER_VERSION,
+    })  # fmt: skip
+
+
+@router.post("/recluster", summary="Cluster the recent rows now")
+async def recluster(request: Request) -> Response:
+    """202 if a round began, 409 with the reason if not."""
+    answer = service_of(request).recluster()
+    if answer["started"]:
+        return JSONResponse(answer, 202)
+    return JSONResponse({**answer, "error": answer["reason"]}, 409)

@@ -15,6 +15,7 @@ from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
 from pipeline.stream.curve import server_keys
+from sidecar.traits import sampling_hint
 
 from .process import Processed
 
@@ -99,7 +100,7 @@ def hints(processed: Processed) -> list[dict[str, Any]]:
             "confidence": confidence,
             "cluster_id": cluster,
             "cluster_label": run.classifier.labels.get(cluster),
-            "sampling_hint": run.sampling_hints.get(cluster),
+            "sampling_hint": run.sampling_hints.get(cluster) or sampling_hint(ZONES[zone]),
             "run_id": run.run_id,
         }
         for request_id, position, phase, zone, confidence, cluster in rows

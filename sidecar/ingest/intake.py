@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.store.base import Appended, Store
+from sidecar.watch.metrics import Metrics
 
 from .process import Processed, Processor
 from .queue import IngestQueue, Ticket
 from .writer import Writer
 
-# Called after a commit with the lag of its rows: seconds from captured_at to the commit, float[n].
-Lag = Callable[[np.ndarray], None]
+# Reasons that rows are counted under; a reason may quote what was sent, so that there is no end to
+# them.
+MOST_REASONS = 64
+OTHER = "other"
 
 
 class Intake:
@@ -28,15 +30,13 @@ class Intake:
         received: of rows, by source; rejected: rows that are not records, by reason.
     """
 
-    def __init__(
-        self, processor: Processor, store: Store, capacity: int, on_lag: Lag = lambda lag: None
-    ) -> None:
+    def __init__(self, processor: Processor, store: Store, capacity: int, metrics: Metrics) -> None:
         self.counts: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.queue = IngestQueue(capacity)
         self._processor = processor
-        self._on_lag = on_lag
+        self._metrics = metrics
         self._lock = threading.Lock()
         self._last_commit: float | None = None
         self.writer = Writer(store, self.queue, self._committed)
@@ -60,11 +60,7 @@ class Intake:
         processed, rejected = self._processor(batch)
         ticket = Ticket(processed.batch, rejected, processed.received_at)
         rows = processed.batch.num_rows
-        with self._lock:
-            self.received[source] += batch.num_rows
-            self.counts["received"] += batch.num_rows
-            self.counts["invalid"] += batch.num_rows - rows
-            self.rejected.update(rejected)
+        self._count_received(batch.num_rows, rejected, source)
         if not rows:
             ticket.settle()
             return ticket, processed
@@ -72,16 +68,12 @@ class Intake:
             return ticket, processed
         with self._lock:
             self.counts["queue_full"] += rows
+        self._metrics.rows("queue_full", rows)
         return None, processed
 
     def count_rejected(self, rejected: dict[str, int], source: str) -> None:
         """Count rows that could not be made a batch, by reason."""
-        rows = sum(rejected.values())
-        with self._lock:
-            self.received[source] += rows
-            self.counts["received"] += rows
-            self.counts["invalid"] += rows
-            self.rejected.update(rejected)
+        self._count_received(sum(rejected.values()), rejected, source)
 
     def flush(self, timeout: float) -> bool:
         """Write what is queued now; whether it was all written in time."""
@@ -102,14 +94,31 @@ class Intake:
         """When rows were stored last, in seconds since 1970."""
         return self._last_commit
 
+    def _count_received(self, rows: int, rejected: dict[str, int], source: str) -> None:
+        self._metrics.received(source, rows)
+        with self._lock:
+            self.received[source] += rows
+            self.counts["received"] += rows
+        self._count_rejected(rejected)
+
+    def _count_rejected(self, rejected: dict[str, int]) -> None:
+        for given, rows in rejected.items():
+            with self._lock:
+                is_known = given in self.rejected or len(self.rejected) < MOST_REASONS
+                reason = given if is_known else OTHER
+                self.counts["invalid"] += rows
+                self.rejected[reason] += rows
+            self._metrics.rows("rejected", rows, reason)
+
     def _committed(self, tickets: list[Ticket], appended: Appended, at: float) -> None:
         with self._lock:
             self.counts["stored"] += appended.inserted
             self.counts["duplicate"] += appended.duplicates
-            # Checked on arrival already: rows that only the store refuses.
-            self.counts["invalid"] += sum(appended.rejected.values())
-            self.rejected.update(appended.rejected)
             self._last_commit = at
+        # Checked on arrival already: rows that only the store refuses.
+        self._count_rejected(appended.rejected)
+        self._metrics.rows("stored", appended.inserted)
+        self._metrics.rows("duplicate", appended.duplicates)
         for ticket in tickets:
-            captured = ticket.batch.column("captured_at").cast(pa.int64()).to_numpy()
-            self._on_lag(at - captured / 1e6)
+            oldest = pc.min(ticket.batch.column("captured_at").view(pa.int64())).as_py()
+            self._metrics.committed(at - oldest / 1e6)

@@ -19,6 +19,7 @@ from discovery.artifacts.classifier import Classified
 from discovery.artifacts.schema import NOISE
 from pipeline import record
 from sidecar.serving import ServedRun, Serving
+from sidecar.watch.metrics import Metrics
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -58,8 +59,8 @@ class Processor:
         observers: by name; each is called with every processed batch, in the calling thread.
     """
 
-    def __init__(self, serving: Serving, observers: dict[str, Observer]) -> None:
-        self._serving = serving
+    def __init__(self, serving: Serving, observers: dict[str, Observer], metrics: Metrics) -> None:
+        self._serving, self._metrics = serving, metrics
         self.observers = observers
         self.observer_errors: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -76,8 +77,10 @@ class Processor:
         comparable = np.zeros(rows.num_rows, bool)
         classified = None
         if run is not None:
+            began = time.perf_counter()
             comparable = comparable_rows(rows, run)
             classified = classify_rows(rows, vectors, comparable, run)
+            self._metrics.classified("ingest", time.perf_counter() - began)
         processed = Processed(rows, vectors, run, classified, comparable, time.time())
         if rows.num_rows:
             self._show(processed)
@@ -90,13 +93,14 @@ class Processor:
             except Exception:
                 # What watches the stream never stops it: the rows are stored all the same.
                 LOG.exception("observer failed", extra={"observer": name})
+                self._metrics.observer_failed(name)
                 with self._lock:
                     self.observer_errors[name] += 1
 
 
 def comparable_rows(rows: pa.RecordBatch, run: ServedRun) -> Mask:
     """Which of n records have the run's model, layout and capture_id: bool[n]."""
-    wanted = {
+    wanted: dict[str, str | int] = {
         "model": run.model,
         "capture_id": run.classifier.capture_id,
         "layout": int(run.classifier.layout),

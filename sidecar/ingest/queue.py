@@ -32,7 +32,7 @@ class Ticket:
     committed: bool = False
     error: str | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, error: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Ticket:
         """Block until the first try; whether there was one in time."""
         return self._settled.wait(timeout)
 
-    def when_settled(self, call: Callable[[], None]) -> None:
+    def when_settled(self, call: Callable[[], object]) -> None:
         """Call this after the first try, in the writer's thread, or at once if it has been."""
         with self._lock:
             if not self._settled.is_set():
@@ -107,7 +107,8 @@ class IngestQueue:
                 else:
                     self._flush = False
                     self._changed.wait()
-            taken, rows = [], 0
+            taken: list[Ticket] = []
+            rows = 0
             for ticket in self._tickets:
                 rows += ticket.batch.num_rows
                 if taken and rows > most:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pipeline.stream.wire import Message
+from sidecar.watch.metrics import Metrics
 
 # Senders that are remembered; the one that was silent longest is forgotten first.
 MOST_SENDERS = 1_024
@@ -43,7 +44,8 @@ class Senders:
             senders that were forgotten.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, metrics: Metrics, known: Mapping[str, Any] | None = None) -> None:
+        self._metrics = metrics
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._senders: OrderedDict[str, Sender] = OrderedDict()
         self._lock = threading.Lock()
@@ -61,6 +63,7 @@ class Senders:
                 )
             elif message.started > known.started or (message.started < 0 and message.seq == 0):
                 self.counts["restarts"] += 1
+                self._metrics.sender_restarted()
                 known = Sender(message.started, 0, 0, 0)
             if message.started < known.started or message.seq < known.next_seq:
                 self.counts["repeated"] += 1
@@ -68,8 +71,8 @@ class Senders:
             if message.started < 0:
                 self.counts["lost_messages"] += message.seq - known.next_seq
             else:
-                self.counts["lost_in_transit"] += max(0, message.rows_before - known.next_row)
-            self.counts["dropped_by_sender"] += max(0, message.dropped_total - known.dropped)
+                self._lost("lost_in_transit", message.rows_before - known.next_row)
+            self._lost("dropped_by_sender", message.dropped_total - known.dropped)
             known.next_seq = message.seq + 1
             known.next_row = message.rows_before + message.batch.num_rows
             known.dropped = message.dropped_total
@@ -78,6 +81,11 @@ class Senders:
             if len(self._senders) > MOST_SENDERS:
                 self._senders.popitem(last=False)
                 self.counts["forgotten"] += 1
+
+    def _lost(self, how: str, rows: int) -> None:
+        if rows > 0:
+            self.counts[how] += rows
+            self._metrics.rows("lost_by_sender", rows, how)
 
     def state(self) -> dict[str, Any]:
         """What `known` takes: JSON values by sender."""
