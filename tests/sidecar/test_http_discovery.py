@@ -89,7 +89,7 @@ def app_of(service: Any) -> FastAPI:
     add_error_handlers(app)
     app.include_router(discovery.router)
     app.include_router(runs.router)
-    app.state.service = service
+    app.state.service, app.state.broadcast = service, service.broadcast
     return app
 
 

@@ -67,7 +67,7 @@ class Feed:
 def app_of(broadcast: Broadcast) -> FastAPI:
     app = FastAPI()
     app.include_router(live.router)
-    app.state.service = SimpleNamespace(broadcast=broadcast)
+    app.state.broadcast = broadcast
     return app
 
 
