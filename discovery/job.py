@@ -178,8 +178,9 @@ def run_stages(context: RunContext) -> None:
         context.stop_if_asked()
         key = chained_key(key, stage.name, stage.parameters(context))
         context.begin_stage(stage.name, key)
-        log.emit(StageStarted, stage=stage.name, number=number, of=of)
         saved = context.checkpoint.finished()
+        damaged = context.checkpoint.drop_damaged() if saved is None else []
+        log.emit(StageStarted, stage=stage.name, number=number, of=of, damaged=damaged or UNSET)
         if saved is None:
             began = time.perf_counter()
             with gpu_memory_errors():

@@ -53,20 +53,39 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise WriteError(
-            f"cannot write {path}: {error.strerror or error}; free space or mend the folder, then "
-            "run the command again"
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):  # it has its name, or its folder takes no change
             temporary.unlink()
     return facts
 
 
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of a file, and have that on the disk before this returns.
+
+    Raises:
+        WriteError: it cannot be written. A part of it may have been.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON with sorted keys, atomically. Raises WriteError."""
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _cannot_write(path: Path, error: OSError) -> WriteError:
+    return WriteError(
+        f"cannot write {path}: {error.strerror or error}; free space or mend the folder, then "
+        "run the command again"
+    )
 
 
 def file_facts(path: Path) -> Facts:

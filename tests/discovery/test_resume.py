@@ -15,6 +15,7 @@ from processes import AttnProcess
 from published import make_store
 from shared import NOW, REPO, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
+from watching import logged
 
 from discovery.runs.checkpoint import read_sealed, write_sealed
 from discovery.stages.registry import STAGES
@@ -178,6 +179,32 @@ def test_a_damaged_checkpoint_part_is_named(attn, left_alone, tmp_path):
     done = attn(*first, "--resume", RUN_ID)
     assert done.returncode == 2
     assert "moments.npz is damaged" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("point", "name"),
+    [("progress:extract:3", "extract/rows-00001.arrow"),
+     ("progress:extract:3", "extract/found.npz"),
+     ("progress:neighbors:3", "neighbors/rest-00000.npz")],
+)  # fmt: skip
+def test_a_damaged_chunk_of_an_unfinished_stage_is_computed_again(
+    attn, left_alone, tmp_path, point, name
+):
+    db, expected = left_alone
+    first = ["discover", "--db", str(db), "--output", str(tmp_path / "out")]
+    killed_at(point, *first, *AT_NOW, *OPTIONS)
+    chunk = tmp_path / "out" / RUN_ID / ".checkpoint" / name
+    content = bytearray(chunk.read_bytes())
+    # Among the numbers of a table, or in the directory of the zip, where it loses an array.
+    content[len(content) // 2 if name.endswith(".arrow") else -12] ^= 1
+    chunk.write_bytes(content)
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 0, done.stderr
+    stage, file = name.split("/")
+    assert f"{stage}: {file} of the checkpoint was damaged: computed again\n" in done.stderr
+    begun = [line for line in logged(tmp_path / "out" / RUN_ID) if "damaged" in line]
+    assert [line["damaged"] for line in begun] == [[file]]
+    assert fingerprint_of(tmp_path / "out" / RUN_ID) == expected
 
 
 @pytest.fixture
