@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,12 @@ from shared import NOW, REPO, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 from watching import logged
 
+from capture_kernels.errors import OptionError
 from discovery.runs.checkpoint import read_sealed, write_sealed
 from discovery.stages.registry import STAGES
+from discovery.stages.tables import token_text
 from pipeline.store.open import open_store
+from pipeline.token_text import tokenizer_facts
 
 
 @pytest.fixture
@@ -280,6 +285,56 @@ def test_a_run_is_finished_with_the_tokenizer_that_it_was_begun_with(attn, tmp_p
         assert "is not the tokenizer that run" in refused.stderr
     done = attn(*first, "--resume", RUN_ID, "--tokenizer", elsewhere)
     assert done.returncode == 3 and "no clusters" in done.stderr
+
+
+def test_a_tokenizer_of_the_models_own_folder_is_the_one_that_the_run_was_begun_with(
+    attn, tmp_path
+):
+    own, kept = tmp_path / "model" / "tokenizer.json", tmp_path / "kept.json"
+    shutil.copytree(REPO / "examples" / "demo_model", own.parent)
+    db = make_store(tmp_path / "own.db", planted(600, 1)[0], model=str(own.parent))
+    first = ["discover", "--db", db, "--output", tmp_path / "out"]
+    killed_at("stage_finished:extract:", *first, *AT_NOW, "--hours", "0")
+    shutil.copy(own, kept)
+    own.write_text(own.read_text() + "\n")
+    refused = attn(*first, "--resume", RUN_ID)
+    assert (refused.returncode, refused.stderr) == (
+        2, f"error: {own} is not the tokenizer that run {RUN_ID} was begun with: give that file "
+        "with --tokenizer\n",
+    )  # fmt: skip
+    done = attn(*first, "--resume", RUN_ID, "--tokenizer", kept)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_that_changes_while_the_run_is_at_work_names_no_clusters(tmp_path):
+    own = tmp_path / "tokenizer.json"
+    shutil.copy(REPO / "examples" / "demo_model" / "tokenizer.json", own)
+    context: Any = SimpleNamespace(
+        run_id=RUN_ID,
+        options=SimpleNamespace(tokenizer=str(own)),
+        started={"tokenizer": tokenizer_facts(str(own))},
+    )
+    assert token_text(context)(0) == "<|bos|>"
+    own.write_text(own.read_text() + "\n")
+    with pytest.raises(OptionError, match=f"{own} was changed since run {RUN_ID} began: give "):
+        token_text(context)
+
+
+def test_a_tokenizer_that_appears_later_is_not_used(attn, tmp_path):
+    model = tmp_path / "model"
+    db = make_store(tmp_path / "late.db", planted(600, 1)[0], model=str(model))
+    first = ["discover", "--db", db, "--output", tmp_path / "out"]
+    assert attn(*first, *AT_NOW, "--hours", "0").returncode == 0
+    expected = fingerprint_of(tmp_path / "out" / RUN_ID)
+    shutil.rmtree(tmp_path / "out")
+    killed_at("stage_finished:extract:", *first, *AT_NOW, "--hours", "0")
+    shutil.copytree(REPO / "examples" / "demo_model", model)
+    refused = attn(*first, "--resume", RUN_ID, "--tokenizer", model)
+    assert refused.stderr == (
+        f"error: run {RUN_ID} was begun without a tokenizer: leave --tokenizer out\n"
+    )
+    assert attn(*first, "--resume", RUN_ID).returncode == 0
+    assert fingerprint_of(tmp_path / "out" / RUN_ID) == expected
 
 
 def test_parts_of_another_version_are_computed_again_and_the_run_says_so(
