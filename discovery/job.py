@@ -28,6 +28,7 @@ from discovery.events.schema import (
     StageFinished,
     StageStarted,
 )
+from discovery.execution.dask_cluster import refuse_while_imported
 from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
 from discovery.execution.memory import MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
@@ -74,6 +75,7 @@ def discover(
         WriteError: the disk is full, or a folder cannot be written.
         Interrupted: it stopped as it was asked to; it can be resumed.
     """
+    refuse_while_imported()
     stop = stop or StopRequest()
     stop.limit_hours(options.max_hours)
     output = options.output_dir
