@@ -164,7 +164,7 @@ class Measures:
             parent's prototypes in both runs. Compared with the parent's own labels they are off by
             a PSI of 0.04 to 0.09 although nothing changed (planted), with their own by 0 to 0.02.
         fewest_rows: the lowest `rows` of the last runs with as long a window.
-        served: the `identity` of the run that is `latest`.
+        latest: the run that `latest` names; served: its `identity`, None if it cannot be read.
         asked: another identity was asked for by option.
         parent: what the run is compared with, in words.
         damaged: why it does not follow a newer run, which is damaged, in words.
@@ -187,6 +187,7 @@ class Measures:
     zone_drift: dict[str, Any] | None = None
     cluster_drift: dict[str, Any] | None = None
     fewest_rows: int | None = None
+    latest: str | None = None
     served: str | None = None
     asked: bool = False
     parent: str = "no run"
@@ -275,8 +276,10 @@ def _check(name: str, measures: Measures, limit: float) -> Check:
 def _identity(m: Measures) -> Check:
     """Whether model, layout and capture are those of `latest`: a window's commonest may change."""
     passed = m.asked or m.served in (None, m.identity)
-    if m.served is None:
+    if m.latest is None:
         says = f"of {m.identity}: nothing is served yet"
+    elif m.served is None:
+        says = f"of {m.identity}; not compared with latest, as that run, {m.latest}, cannot be read"
     elif m.served == m.identity:
         says = f"of {m.identity}, as latest is"
     else:

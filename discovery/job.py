@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from discovery.events.schema import (
     StageFinished,
     StageStarted,
 )
+from discovery.execution.dask_cluster import refuse_while_imported
 from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
 from discovery.execution.memory import MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
@@ -47,10 +48,9 @@ from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
 from discovery.stages.registry import STAGES
-from pipeline.durable import Facts, facts_of
 from pipeline.store.base import as_utc
 from pipeline.store.open import open_store
-from pipeline.token_text import open_tokens, tokenizer_file
+from pipeline.token_text import open_tokens, own_tokenizer, tokenizer_facts
 
 
 def discover(
@@ -78,6 +78,7 @@ def discover(
         WriteError: the disk is full, or a folder cannot be written.
         Interrupted: it stopped as it was asked to; it can be resumed.
     """
+    refuse_while_imported()
     stop = stop or StopRequest()
     stop.limit_hours(options.max_hours)
     output = options.output_dir
@@ -89,6 +90,8 @@ def discover(
     # Everything that can be refused is checked before anything is written.
     with open_store(options.db, read_only=True) as store:
         window = None if resume else freeze_window(store, options, moment)
+    if window and not options.tokenizer and (own := own_tokenizer(window["model"])):
+        options = replace(options, tokenizer=str(own))
     if options.tokenizer:
         open_tokens(Path(options.tokenizer), "")
     if resume:
@@ -182,8 +185,9 @@ def run_stages(context: RunContext) -> None:
         context.stop_if_asked()
         key = chained_key(key, stage.name, stage.parameters(context))
         context.begin_stage(stage.name, key)
-        log.emit(StageStarted, stage=stage.name, number=number, of=of)
         saved = context.checkpoint.finished()
+        damaged = context.checkpoint.drop_damaged() if saved is None else []
+        log.emit(StageStarted, stage=stage.name, number=number, of=of, damaged=damaged or UNSET)
         if saved is None:
             began = time.perf_counter()
             with gpu_memory_errors():
@@ -220,11 +224,15 @@ def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptio
     free["tokenizer"] = given.tokenizer or saved["options"]["tokenizer"]
     if tokenizer_facts(free["tokenizer"]) != saved["tokenizer"]:
         if saved["tokenizer"] is None:
-            raise OptionError("--tokenizer cannot change when a run is resumed: leave it out")
+            raise OptionError(
+                f"run {folder.name} was begun without a tokenizer: leave --tokenizer out"
+            )
         raise OptionError(
             f"{free['tokenizer']} is not the tokenizer that run {folder.name} was begun with: give "
             "that file with --tokenizer"
         )
+    if free["tokenizer"]:
+        open_tokens(Path(free["tokenizer"]), "")
     return DiscoverOptions.from_json({**saved["options"], **free}), saved
 
 
@@ -254,8 +262,3 @@ def drop_outdated(folder: Path, saved: dict[str, Any], versions: dict[str, str])
         saved["made_by"] = made_by
         write_sealed(checkpoint / RUN_FILE, saved)
     return f"all is computed again, since {', '.join(changed)}" if changed else None
-
-
-def tokenizer_facts(path: str | None) -> Facts | None:
-    """Identifies a tokenizer file wherever it is stored; None if no tokenizer can be read."""
-    return facts_of([tokenizer_file(Path(path))])[0] if path else None

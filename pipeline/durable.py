@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -25,9 +26,26 @@ def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk before this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        flush_to_disk(handle)
     finally:
         os.close(handle)
+
+
+def flush_to_disk(handle: int) -> None:
+    """Have what was written to an open file on the disk before this returns.
+
+    On macOS `fsync` leaves it in the disk's own cache, which power loss empties; F_FULLFSYNC does
+    not (fsync(2) there). A file system that does not know it, as on a network, gets an `fsync`.
+    """
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(handle, full)
+        except OSError:
+            pass  # as fsync says next, if the disk and not the command is at fault
+        else:
+            return
+    os.fsync(handle)
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
@@ -47,26 +65,45 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> Facts:
         with temporary.open("xb") as file, ThreadPoolExecutor(1) as disk:
             write(file)
             file.flush()
-            on_disk = disk.submit(os.fsync, file.fileno())
+            on_disk = disk.submit(flush_to_disk, file.fileno())
             facts = file_facts(temporary)
             on_disk.result()
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise WriteError(
-            f"cannot write {path}: {error.strerror or error}; free space or mend the folder, then "
-            "run the command again"
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):  # it has its name, or its folder takes no change
             temporary.unlink()
     return facts
 
 
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of a file, and have that on the disk before this returns.
+
+    Raises:
+        WriteError: it cannot be written. A part of it may have been.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            flush_to_disk(file.fileno())
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON with sorted keys, atomically. Raises WriteError."""
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _cannot_write(path: Path, error: OSError) -> WriteError:
+    return WriteError(
+        f"cannot write {path}: {error.strerror or error}; free space or mend the folder, then "
+        "run the command again"
+    )
 
 
 def file_facts(path: Path) -> Facts:

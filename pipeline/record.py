@@ -131,8 +131,13 @@ def _column(field: pa.Field, value: Any, rows: int) -> pa.Array:
         return value if value.type == field.type else value.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise RecordError(
-            f"column {field.name!r} cannot be cast to {field.type}: {error}"
+            f"column {field.name!r} cannot be cast to {field.type}: {_reason(error)}"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Arrow's words for why a cast failed, on a line; they quote the value, however long it is."""
+    return " ".join(str(error).split())[:200]
 
 
 def conform(batch: pa.RecordBatch | pa.Table) -> Conformed:
@@ -201,6 +206,13 @@ def impossible_rows(columns: Mapping[str, Any]) -> dict[str, Mask]:
         # The extremes first, as they are found faster. In this direction, so that NaN fails.
         if len(values) and not (values.min() >= low and values.max() <= high):
             found[reason] = ~((values >= low) & (values <= high))
+    if "top_experts" in columns:
+        lists = columns["top_experts"]
+        # Nulls in a list, that is; the column may have null for a list.
+        if (experts := lists.flatten()).null_count:
+            hit = np.zeros(len(lists), bool)
+            hit[pc.list_parent_indices(lists).filter(experts.is_null()).to_numpy()] = True
+            found["null in top_experts"] = hit
     for field in SCHEMA:
         is_text = pa.types.is_string(field.type) or field.type == _DICTIONARY
         if is_text and field.name in columns:
@@ -252,7 +264,10 @@ def _vectors(lists: pa.Array) -> tuple[Floats, Mask]:
         return flat.reshape(-1, DIMENSIONS), np.zeros(len(lists), bool)
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     right = lengths == DIMENSIONS
-    flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
+    try:
+        flat = lists.filter(pa.array(right)).flatten().cast(pa.float32(), safe=False)
+    except pa.ArrowException as error:
+        raise RecordError(f"column 'vector' must hold lists of numbers: {_reason(error)}") from None
     values = np.zeros((len(lists), DIMENSIONS), np.float32)
     values[right] = flat.to_numpy(zero_copy_only=False).reshape(-1, DIMENSIONS)
     return values, ~right

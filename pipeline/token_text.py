@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from capture_kernels.errors import MissingExtraError, OptionError
 
+from .durable import Facts, facts_of
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -37,16 +39,30 @@ def open_tokens(path: Path | None, model: str) -> TokenText:
     """
     if path is not None:
         return _texts(tokenizer_file(path))
-    # An empty name would be the working folder.
-    if model and (Path(model) / FILE).is_file():
-        with suppress(OptionError, MissingExtraError):
-            return _texts(Path(model) / FILE)
-    return lambda token_id: None
+    own = own_tokenizer(model)
+    return _texts(own) if own else lambda token_id: None
+
+
+def own_tokenizer(model: str) -> Path | None:
+    """The absolute path of the tokenizer.json in a model's own folder; None if `model` names no
+    folder with one that can be read."""
+    path = (Path(model) / FILE).absolute()
+    with suppress(OptionError, MissingExtraError, OSError):
+        # An empty name would be the working folder.
+        if model and path.is_file():
+            _texts(path)
+            return path
+    return None
 
 
 def tokenizer_file(path: Path) -> Path:
     """The tokenizer.json itself, of a path to it or to its folder."""
     return path / FILE if path.is_dir() else path
+
+
+def tokenizer_facts(path: str | None) -> Facts | None:
+    """Identifies a tokenizer file wherever it is stored; None if no tokenizer can be read."""
+    return facts_of([tokenizer_file(Path(path))])[0] if path else None
 
 
 def visible(text: str) -> str:

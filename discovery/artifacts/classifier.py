@@ -65,6 +65,10 @@ class Classifier:
     def classify(self, vectors: ArrayLike) -> Classified:
         """Cluster, coordinates and zone of each vector.
 
+        Whether attention can have such a vector is not checked, only that its numbers are finite
+        and not negative: `answer` refuses one that breaks an invariant of a fingerprint
+        (`broken_invariants`), this classifies it.
+
         Args:
             vectors: float32[m, 20] (or [20] for one) of the run's layout, finite, not negative.
 

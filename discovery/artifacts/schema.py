@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pyarrow as pa
@@ -192,3 +193,7 @@ def was_served(manifest: Manifest) -> bool:
 def identity_of(manifest: Manifest) -> dict[str, str]:
     """Model, layout and capture_id: runs that differ in one of them are never compared."""
     return {name: manifest[name] for name in IDENTITY}
+
+
+def identity_in_words(identity: Mapping[str, str]) -> str:
+    return f"{identity['model']} ({identity['layout']}, capture {identity['capture_id']})"

@@ -4,6 +4,7 @@ which runs can be deleted."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ RunId = Annotated[str, typer.Argument(help="Run id, or latest.")]
 
 BARS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "·"
+# What stands for them where output is ASCII.
+IN_ASCII = str.maketrans(BARS + UNKNOWN, "12345678?")
 # The figures of a run's quality that are worth comparing.
 SHOWN_QUALITY = {
     "noise_share": "noise",
@@ -87,7 +90,7 @@ def lineage(
             + elsewhere(cluster, readable, seen[manifest["run_id"]])
         )
     says = story_in_words(found, unreadable)
-    print(json.dumps({**found, "says": says}) if as_json else "\n".join(says))
+    print(json.dumps({**found, "says": says}) if as_json else legible("\n".join(says)))
 
 
 def gc(
@@ -286,6 +289,15 @@ def story_in_words(found: dict[str, Any], unreadable: Mapping[str, str]) -> list
             f"({gone_in_words(gone, unreadable)}), and there may have been more"
         )
     return lines
+
+
+def legible(text: str) -> str:
+    """A text with digits for bars if standard output has no bars, as in the locale C."""
+    try:
+        (BARS + UNKNOWN).encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return text.translate(IN_ASCII)
+    return text
 
 
 def sparkline(shares: list[float | None]) -> str:

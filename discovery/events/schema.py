@@ -57,11 +57,16 @@ class RunStarted(Event, tag="run_started"):
 
 
 class StageStarted(Event, tag="stage_started"):
-    """Stage `number` (from 1) of `of` begins."""
+    """Stage `number` (from 1) of `of` begins.
+
+    damaged: files of its checkpoint that are computed again because they were damaged; only if
+    there are any.
+    """
 
     stage: StageName
     number: Positive
     of: Positive
+    damaged: list[str] | UnsetType = UNSET
 
 
 class Progress(Event, tag="progress"):

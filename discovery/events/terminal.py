@@ -67,6 +67,12 @@ def line_of(event: Event) -> str | None:
             resumed = " resumed" if event.resumed else ""
             outdated = f"; {event.outdated}" if event.outdated else ""
             return f"run {event.run_id}{resumed}: {event.engine}{outdated}"
+        case StageStarted() if event.damaged:
+            return (
+                f"{event.stage}: {event.damaged[0]} of the checkpoint"
+                + (f" and {len(event.damaged) - 1} more were" if event.damaged[1:] else " was")
+                + " damaged: computed again"
+            )
         case RunPaused():
             return "paused by a client, until one resumes or stops the run; Ctrl+C stops it too"
         case RunResumed():

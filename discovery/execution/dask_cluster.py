@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import current_process, get_context, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from capture_kernels.errors import MissingExtraError, RunError
@@ -83,6 +83,18 @@ def cuda_cluster(**common: Any) -> LocalCluster:
         **common, rmm_async=True, rmm_release_threshold=POOL_KEPT,
         rmm_allocator_external_lib_list=["cupy"],
     )  # fmt: skip
+
+
+def refuse_while_imported() -> None:
+    """Refuse to start a run in a process that is only just importing its main module.
+
+    Raises:
+        RunError: this is a worker of another run, whose script starts runs without a guard. Each
+            worker would do these runs again.
+    """
+    # As multiprocessing itself finds out whether a process may start others.
+    if getattr(current_process(), "_inheriting", False):
+        raise RunError("a worker that imports the script must not start a run")
 
 
 def check_processes_start() -> None:

@@ -99,7 +99,7 @@ function fillLineage(section) {
   const lineage = data.lineage;
   if (isFirstRun) {
     return section.append(el("p", { class: "note", text: lineage
-      ? "This is the first run of its lineage: the clusters of the next one will be compared with these."
+      ? `${sentence(lineage.says || "no earlier run was followed")}. The clusters of the next run will be compared with these.`
       : "This run records no parent run." }));
   }
   section.append(el("p", { class: "says", text: sentence(lineage.says || "") }));

@@ -17,7 +17,7 @@ function windowWords() {
 function summary() {
   const found = plural(data.clusters.length, "cluster");
   const noise = given(quality.noise_share) ? `; ${percent(quality.noise_share)} of the rows are noise` : "";
-  if (isFirstRun) return `${found} found${data.lineage ? " in the first run of this lineage" : ""}${noise}.`;
+  if (isFirstRun) return `${found} found${data.lineage ? ", compared with no earlier run" : ""}${noise}.`;
   const of = (event) => events.filter((e) => e.event === event).length;
   // What was absorbed is in a merger already, where there is one.
   const changed = ["born", "split", "merged", of("merged") ? "" : "absorbed", "died"].filter(of);

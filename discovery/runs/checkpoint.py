@@ -1,9 +1,10 @@
 """Checkpoints: files of a stage that survive kill -9 at any moment.
 
 A stage's folder belongs to one key, the hash of everything its result depends on. Each file is
-written atomically, so it is whole or missing; `stage.json`, written last, marks the stage as
-finished and holds every file's hash (DESIGN.md section 5). A key does not know the code: a run
-whose parts another version made begins again, see `discovery.job`.
+written atomically, so it is whole or missing; its hash is then a line of `hashes.jsonl`, so that a
+stage that was stopped keeps only what is as it was written. `stage.json`, written last, marks the
+stage as finished and holds every file's hash (DESIGN.md section 5). A key does not know the code: a
+run whose parts another version made begins again, see `discovery.job`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.errors import RunError
-from pipeline.durable import Facts, facts_of, write_atomically, write_json
+from pipeline.durable import Facts, append, facts_of, write_atomically, write_json
 
-KEY, STAGE = "key", "stage.json"
+KEY, HASHES, STAGE = "key", "hashes.jsonl", "stage.json"
+# A chunk depends on the files of its stage that are not chunks, and on no other chunk.
+CHUNK = re.compile(r".+-[0-9]+\.[a-z]+")
 # The entry of a sealed JSON file that is the hash of all others.
 SEAL = "sha256"
 # The source that decides what a run computes, and the endings of its files.
@@ -100,6 +106,14 @@ def clear_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(done)
 
 
+class Written(msgspec.Struct):
+    """A line of hashes.jsonl: a file as it was written."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
 class StageCheckpoint:
     """The files of one stage. Opening it with another key than it was written with empties it.
 
@@ -110,15 +124,15 @@ class StageCheckpoint:
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
         self.key = key
-        # Of the files written since this was opened.
-        self._facts: dict[str, Facts] = {}
         key_file = folder / KEY
         saved = key_file.read_bytes() if key_file.exists() else None
         if folder.exists() and saved != key.encode():
             shutil.rmtree(folder)
         if not folder.exists():
             folder.mkdir(parents=True)
+            write_atomically(folder / HASHES, lambda file: None)
             write_atomically(key_file, lambda file: file.write(key.encode()))
+        self._facts, self._lines_damaged = self._recorded()
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -134,15 +148,16 @@ class StageCheckpoint:
         """
         if objects := [key for key, array in arrays.items() if array.dtype.hasobject]:
             raise ValueError(f"{objects} hold Python objects, which would need pickle")
-        self._facts[name] = write_atomically(self.path(name), lambda file: np.savez(file, **arrays))
+        self._write(name, lambda file: np.savez(file, **arrays))
 
     def read_arrays(self, name: str) -> Arrays:
-        """The arrays of a file; RunError as in `load_arrays`."""
-        return load_arrays(self.path(name))
+        """The arrays of a file; RunError if it is not as it was written."""
+        return load_arrays(self._checked(name))
 
     def arrays_for_worker(self, name: str, shares_disk: bool) -> Path | Arrays:
-        """What `load_arrays` reads on a worker: the path, if it can read files of this process."""
-        return self.path(name).absolute() if shares_disk else self.read_arrays(name)
+        """What `load_arrays` reads on a worker: the path, if it can read files of this process.
+        RunError if the file is not as it was written."""
+        return self._checked(name).absolute() if shares_disk else self.read_arrays(name)
 
     def write_batch(self, name: str, batch: pa.RecordBatch) -> None:
         """Save one record batch as an Arrow IPC file."""
@@ -151,7 +166,7 @@ class StageCheckpoint:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
 
-        self._facts[name] = write_atomically(self.path(name), write)
+        self._write(name, write)
 
     def read_batch(self, name: str) -> pa.RecordBatch:
         """A saved batch, memory-mapped: its columns are read from disk when touched."""
@@ -176,15 +191,69 @@ class StageCheckpoint:
         for name, facts in zip(files, found, strict=True):
             if facts != files[name]:
                 raise _damaged(self.path(name))
+        self._facts = files
         return saved
+
+    def drop_damaged(self) -> list[str]:
+        """Remove what an unfinished stage cannot go on with, so that it is computed again.
+
+        That is every file that is not as it was written; every file that was written after such a
+        one, if that is not a chunk; and files whose hash was not recorded, as the process was
+        killed before it was.
+
+        Returns:
+            The names of the damaged and the lost files.
+        """
+        found = dict(zip(self._facts, facts_of([self.path(n) for n in self._facts]), strict=True))
+        damaged = [name for name, facts in found.items() if facts != self._facts[name]]
+        first = next((name for name in damaged if not CHUNK.fullmatch(name)), None)
+        names = list(found)
+        kept = names if first is None else names[: names.index(first)]
+        self._facts = {name: self._facts[name] for name in kept if name not in damaged}
+        lines = b"".join(_line(name, facts) for name, facts in self._facts.items())
+        for name in self.names(""):
+            if name not in {KEY, HASHES, *self._facts} and not name.startswith("."):
+                self.path(name).unlink()
+        # A last line that a kill left unfinished goes too: the next one would be added to it.
+        if not self.has(HASHES) or self.path(HASHES).read_bytes() != lines:
+            write_atomically(self.path(HASHES), lambda file: file.write(lines))
+        return damaged + [HASHES] * self._lines_damaged
 
     def finish(self, summary: dict[str, Any], says: str, seconds: float) -> None:
         """Mark the stage as finished, with its summary and the hash of every file."""
-        names = [n for n in self.names("") if n not in (KEY, STAGE) and not n.startswith(".")]
-        earlier = [name for name in names if name not in self._facts]
-        known = dict(zip(earlier, facts_of([self.path(name) for name in earlier]), strict=True))
         write_sealed(
             self.folder / STAGE,
             {"key": self.key, "summary": summary, "says": says, "seconds": seconds,
-             "parts": known | self._facts},
+             "parts": self._facts},
         )  # fmt: skip
+
+    def _write(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
+        facts = write_atomically(self.path(name), write)
+        append(self.path(HASHES), _line(name, facts))
+        self._facts[name] = facts
+
+    def _checked(self, name: str) -> Path:
+        """The path of a file that is as it was written; RunError if it is not."""
+        if facts_of([self.path(name)])[0] != self._facts.get(name):
+            raise _damaged(self.path(name))
+        return self.path(name)
+
+    def _recorded(self) -> tuple[dict[str, Facts], bool]:
+        """The files by name, in the order in which they were written, as far as the lines can be
+        read; and whether one cannot, other than the last, which a kill may have left unfinished."""
+        try:
+            *lines, _ = self.path(HASHES).read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return {}, True
+        facts: dict[str, Facts] = {}
+        for line in lines:
+            try:
+                written = msgspec.json.decode(line, type=Written)
+            except ValueError:
+                return facts, True
+            facts[written.name] = {"bytes": written.bytes, "sha256": written.sha256}
+        return facts, False
+
+
+def _line(name: str, facts: Facts) -> bytes:
+    return msgspec.json.encode(Written(name, **facts)) + b"\n"

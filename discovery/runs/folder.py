@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from capture_kernels.errors import ArtifactError, RunError
 from discovery.artifacts import schema
@@ -22,6 +23,18 @@ from pipeline.durable import sync, write_json
 
 COUNTER = "next_cluster_id"
 RUN_ID = re.compile(schema.RUN_ID)
+# A cluster id, which is an int32 wherever it is stored, and a count of ids.
+ClusterId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Reservations(msgspec.Struct, forbid_unknown_fields=True):
+    """The file that counts cluster ids.
+
+    next: the lowest id that was never given; reserved: first id and count by unfinished run.
+    """
+
+    next: ClusterId
+    reserved: dict[str, tuple[ClusterId, ClusterId]]
 
 
 def new_run_id(output: Path, now: datetime) -> str:
@@ -73,34 +86,50 @@ def reserve_cluster_ids(output: Path, run_id: str, count: int, least: int = 0) -
     Raises:
         RunError: that file is damaged.
     """
-    path, state = output / COUNTER, _reservations(output)
-    first, held = state["reserved"].get(run_id, (0, None))
+    state = reservations(output)
+    first, held = state.reserved.get(run_id, (0, None))
     if held != count:
-        first = max(int(state["next"]), least)
-        state["reserved"][run_id] = [first, count]
-        state["next"] = first + count
-        write_json(path, state)
-    return int(first)
+        first = max(state.next, least)
+        state.reserved[run_id] = (first, count)
+        state.next = first + count
+        write_json(output / COUNTER, msgspec.to_builtins(state))
+    return first
 
 
 def release_reservation(output: Path, run_id: str) -> None:
-    """Forget which ids a finished run reserved; they are never given again."""
-    state = _reservations(output)
-    if state["reserved"].pop(run_id, None) is not None:
-        write_json(output / COUNTER, state)
+    """Forget which ids a finished run reserved; they are never given again.
+
+    Raises:
+        RunError: the file that counts them is damaged.
+    """
+    state = reservations(output)
+    if state.reserved.pop(run_id, None) is not None:
+        write_json(output / COUNTER, msgspec.to_builtins(state))
 
 
-def _reservations(output: Path) -> dict[str, Any]:
-    """next, the lowest id that was never given; reserved, [first id, count] by unfinished run."""
+def reservations(output: Path) -> Reservations:
+    """Which cluster ids were given.
+
+    Raises:
+        RunError: the file that counts them is damaged.
+    """
     path = output / COUNTER
-    if not path.exists():
-        return {"next": 0, "reserved": {}}
     try:
-        state: dict[str, Any] = json.loads(path.read_bytes())
-        ends = [int(first) + int(count) for first, count in state["reserved"].values()]
-        if int(state["next"]) < max(ends, default=0):
+        state = msgspec.json.decode(path.read_bytes(), type=Reservations, strict=True)
+        end = 0
+        for first, count in sorted(state.reserved.values()):
+            if first < end:
+                raise ValueError("ids are reserved for two runs")
+            end = first + count
+        if state.next < end:
             raise ValueError("reserved ids would be given again")
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except FileNotFoundError:
+        return Reservations(0, {})
+    except OSError as error:
+        raise RunError(
+            f"cannot read {path}: {error.strerror}; mend that and run the command again"
+        ) from None
+    except (ValueError, RecursionError):
         raise RunError(f"{path} is damaged: delete it and run the command again") from None
     return state
 
@@ -112,7 +141,7 @@ def clean_up(output: Path) -> None:
     Raises:
         RunError: `latest` is not a symlink, or the file that counts the ids is damaged.
     """
-    _reservations(output)
+    reservations(output)
     latest = output / "latest"
     if latest.exists() and not latest.is_symlink():
         raise RunError(

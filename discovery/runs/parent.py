@@ -87,12 +87,14 @@ def before_this_run(
         parent: run id of the newest undamaged one, or None; damaged: run_id and reason of each
         newer run that it would have followed, or may have: the identity of a run whose manifest
         cannot be read is not known; volumes: rows in the window of the earlier runs, newest first,
-        with windows of the same length; served: the identity of `latest`, or None if there is no
-        readable one.
+        with windows of the same length; latest: the run that `latest` names, or None; served: its
+        identity, None if it cannot be read; same, others: how many earlier finished runs are of
+        this identity, and of another.
     """
     identity = identity_of({**window, "layout": Layout(window["layout"]).label})
     this = runs.run_order(run_id)
     found = [run for run in survey(output) if runs.run_order(run.run_id) < this]
+    same = [identity_of(run.manifest) == identity for run in found if run.manifest]
     own = [
         run.manifest
         for run in reversed(found)
@@ -122,7 +124,10 @@ def before_this_run(
         "parent": None if new_lineage else parent,
         "damaged": damaged,
         "volumes": [m["counts"]["rows_in_window"] for m in alike][:VOLUMES_KEPT],
+        "latest": latest,
         "served": served,
+        "same": same.count(True),
+        "others": same.count(False),
     }
 
 

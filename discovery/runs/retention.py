@@ -46,9 +46,11 @@ def collect(
         deleted (run_id, bytes), bytes (of all), kept (run_id, because), dry_run.
 
     Raises:
-        RunError: a job is writing to the folder, or something cannot be deleted.
+        RunError: a job is writing to the folder, something cannot be deleted, or the file that
+            counts cluster ids is damaged, of which reservations of deleted runs are taken.
     """
     with nullcontext() if dry_run else output_lock(output):
+        runs.reservations(output)  # refused before anything is deleted
         if not dry_run:
             sweep(output)
         found = [run for run in survey(output) if not (output / run.run_id).is_symlink()]
@@ -147,5 +149,4 @@ def _remove(going: Path) -> None:
             "attn runs gc again"
         ) from error
     output, run_id = going.parent, going.name.removeprefix(DELETED)
-    if (output / "next_cluster_id").exists():
-        runs.release_reservation(output, run_id)
+    runs.release_reservation(output, run_id)

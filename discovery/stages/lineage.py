@@ -16,7 +16,7 @@ from discovery.algorithms.lineage import cluster_ids, events, match
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
 from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
-from discovery.artifacts.schema import NOISE
+from discovery.artifacts.schema import NOISE, identity_in_words
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors, chunk_file
 from discovery.runs.folder import reserve_cluster_ids
@@ -61,7 +61,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
     changes = events(found, ids, known)
-    says = in_one_sentence(context.follows, changes, context.options.new_lineage)
+    of = identity_in_words({**context.window, "layout": context.layout.label})
+    says = in_one_sentence(context.follows, changes, of, context.options.new_lineage)
     labels = parent.labels if parent else []
     summary = {
         "parent": context.follows["parent"],
@@ -82,14 +83,26 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
 
 
 def in_one_sentence(
-    follows: dict[str, Any], changes: list[dict[str, Any]], new_lineage: bool
+    follows: dict[str, Any], changes: list[dict[str, Any]], of: str, new_lineage: bool
 ) -> str:
-    """What happened to the clusters since the parent run."""
+    """What happened to the clusters since the parent run, or why there is none.
+
+    Args:
+        of: the run's identity, in words.
+    """
     parent, damaged = follows["parent"], damaged_in_words(follows)
     count = Counter(change["event"] for change in changes)
     if parent is None:
-        first = "no earlier run is left" if damaged else "the first run of its lineage"
-        first = "a new lineage, as was asked for" if new_lineage else first
+        if new_lineage:
+            first = "a new lineage, as was asked for"
+        elif damaged:
+            first = "no earlier run is left"
+        elif follows.get("same"):
+            first = f"no earlier run of {of} was served and can be followed"
+        elif follows.get("others"):
+            first = f"the first run of {of} in its folder"
+        else:
+            first = "the first run of its lineage"
         words = [f"{first}: {counted(len(changes), 'new cluster')}"]
     else:
         words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]

@@ -11,7 +11,7 @@ from capture_kernels.arrays import Ints
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.metrics import map_quality
-from discovery.artifacts.schema import IDENTITY, NOISE
+from discovery.artifacts.schema import IDENTITY, NOISE, identity_in_words
 from discovery.gate import QUESTIONS, Measures, judge
 from discovery.runs.parent import Parent, damaged_in_words
 
@@ -98,7 +98,7 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
     served = follows["served"]
     drifted = summary["drift"] or {"zones": None, "clusters": None}
     return Measures(
-        identity=in_words(identity),
+        identity=identity_in_words(identity),
         rows=context.summaries["extract"]["rows_in_window"],
         fit_rows=context.summaries["neighbors"]["fit_rows"],
         clusters=context.summaries["cluster"]["clusters"],
@@ -107,7 +107,8 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
         zone_drift=drifted["zones"],
         cluster_drift=drifted["clusters"],
         fewest_rows=min(follows["volumes"], default=None),
-        served=in_words(served) if served else None,
+        latest=follows.get("latest"),
+        served=identity_in_words(served) if served else None,
         asked=all(
             getattr(options, name) is not None
             for name in IDENTITY
@@ -117,7 +118,3 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
         damaged=None if options.new_lineage else damaged_in_words(follows),
         **{name: summary[name] for name in QUESTIONS.keys() & summary.keys()},
     )
-
-
-def in_words(identity: dict[str, Any]) -> str:
-    return f"{identity['model']} ({identity['layout']}, capture {identity['capture_id']})"

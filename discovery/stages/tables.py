@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
+from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.projection import Projection, context_octave
@@ -22,7 +23,7 @@ from discovery.describe.profiles import Profiles
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors, chunk_file
 from pipeline.record import KEY, PHASES
-from pipeline.token_text import open_tokens
+from pipeline.token_text import TokenText, open_tokens, tokenizer_facts
 
 from .cluster import labelled_rows
 from .context import RunContext
@@ -73,7 +74,7 @@ def phase_codes(batch: pa.RecordBatch) -> Ints:
 def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
     """One row for each cluster: coordinates, profile, label, and exemplars."""
     profiles = profiles_of(context, len(ids))
-    parent, tokenizer = context.parent, context.options.tokenizer
+    parent = context.parent
     earlier = {}
     born: dict[int, str] = {}
     if parent:
@@ -81,8 +82,7 @@ def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
         before = dict(zip(parent.ids.tolist(), words, strict=True))
         earlier = {i: before[own] for i, own in enumerate(ids.tolist()) if own in before}
         born = dict(zip(parent.ids.tolist(), parent.born_in, strict=True))
-    token_text = open_tokens(Path(tokenizer) if tokenizer else None, context.window["model"])
-    described = describe_clusters(profiles, token_text, earlier)
+    described = describe_clusters(profiles, token_text(context), earlier)
     found = [profiles.cluster(index) for index in range(len(ids))]
     centroids = np.array([profile.centroid for profile in found], np.float32)
     shown = exemplars(context, centroids.reshape(-1, DIMENSIONS))
@@ -116,6 +116,21 @@ def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(out, schema=CLUSTER_COLUMNS)
+
+
+def token_text(context: RunContext) -> TokenText:
+    """Texts of tokens by the tokenizer that the run was begun with.
+
+    Raises:
+        OptionError: the file has changed since then.
+    """
+    path = context.options.tokenizer
+    if tokenizer_facts(path) != context.started["tokenizer"]:
+        raise OptionError(
+            f"{path} was changed since run {context.run_id} began: give the file as it was with "
+            "--tokenizer and resume"
+        )
+    return open_tokens(Path(path) if path else None, "")
 
 
 def profiles_of(context: RunContext, clusters: int) -> Profiles:

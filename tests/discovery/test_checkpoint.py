@@ -69,7 +69,11 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
             f"cannot write {tmp_path}/stage/{name}: File too large; free space or mend the folder, "
             "then run the command again"
         )
-    assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == ["kept.npz", "key"]
+    assert sorted(p.name for p in (tmp_path / "stage").iterdir()) == [
+        "hashes.jsonl",
+        "kept.npz",
+        "key",
+    ]
     kept = StageCheckpoint(tmp_path / "stage", "key").read_arrays("kept.npz")
     assert kept["values"].tolist() == list(range(10))
 
@@ -109,7 +113,7 @@ def test_the_same_key_finds_its_parts_and_another_key_finds_none(tmp_path):
     other = StageCheckpoint(tmp_path / "umap", "two")
     assert not other.has("map.npz")
     assert other.finished() is None
-    assert other.names("") == ["key"]
+    assert other.names(".npz") == []
     # And going back does not bring them back.
     assert not StageCheckpoint(tmp_path / "umap", "one").has("map.npz")
 
@@ -242,19 +246,99 @@ def test_a_damaged_record_of_a_finished_stage_is_named_whatever_the_damage(tmp_p
             assert f"{record} is damaged: delete {stage.folder} and resume" in str(error)
 
 
-def test_damaged_arrays_are_named_and_never_read_as_others(tmp_path):
+def test_damaged_arrays_are_named_and_never_read(tmp_path):
     stage = StageCheckpoint(tmp_path / "stage", "k")
-    arrays = {"x": np.arange(20, dtype=np.float32), "y": np.array("exact")}
-    stage.write_arrays("a.npz", **arrays)
+    stage.write_arrays("a.npz", x=np.arange(20, dtype=np.float32), y=np.array("exact"))
     whole = stage.path("a.npz").read_bytes()
     for content in [b"", whole[:-1], *(flipped(whole, at) for at in range(len(whole)))]:
         stage.path("a.npz").write_bytes(content)
-        try:
-            found = stage.read_arrays("a.npz")
-        except RunError as error:
-            assert f"{stage.path('a.npz')} is damaged: delete {stage.folder}" in str(error)
-        else:
-            assert all(np.array_equal(array, arrays[name]) for name, array in found.items())
+        for read in (stage.read_arrays, lambda name: stage.arrays_for_worker(name, True)):
+            with pytest.raises(RunError) as refused:
+                read("a.npz")
+            assert f"{stage.path('a.npz')} is damaged: delete {stage.folder}" in str(refused.value)
+
+
+def half_done(folder: Path) -> StageCheckpoint:
+    """A stage that was stopped: two chunks, the result that they come from, and a later one."""
+    stage = StageCheckpoint(folder / "stage", "k")
+    stage.write_arrays("fit.npz", x=np.arange(3))
+    for index in range(3):
+        stage.write_arrays(f"rest-{index:05d}.npz", x=np.arange(4 + index))
+    stage.write_batch("rows-00000.arrow", pa.record_batch({"x": pa.array(range(100))}))
+    stage.write_arrays("last.npz", x=np.arange(9))
+    return stage
+
+
+FILES = ["fit.npz", "last.npz", *(f"rest-{index:05d}.npz" for index in range(3)),
+         "rows-00000.arrow"]  # fmt: skip
+
+
+def files(stage: StageCheckpoint) -> list[str]:
+    return [name for name in stage.names("") if name.endswith((".npz", ".arrow"))]
+
+
+def test_a_stage_that_was_stopped_keeps_all_that_is_as_it_was_written(tmp_path):
+    half_done(tmp_path)
+    again = StageCheckpoint(tmp_path / "stage", "k")
+    assert again.drop_damaged() == []
+    assert files(again) == FILES
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("rest-00001.npz", [name for name in FILES if name != "rest-00001.npz"]),
+     ("rows-00000.arrow", [name for name in FILES if name != "rows-00000.arrow"]),
+     ("last.npz", [name for name in FILES if name != "last.npz"]),
+     ("fit.npz", [])],
+)  # fmt: skip
+@pytest.mark.parametrize("damage", ["one bit", "the directory of the zip", "cut short", "missing"])
+def test_a_damaged_file_of_a_stopped_stage_is_not_used(tmp_path, name, left, damage):
+    path = half_done(tmp_path).path(name)
+    content = path.read_bytes()
+    at = content.rfind(b"PK\x05\x06") + 10 if damage == "the directory of the zip" else 150
+    path.write_bytes(content[:-1] if damage == "cut short" else flipped(content, at))
+    if damage == "missing":
+        path.unlink()
+    again = StageCheckpoint(tmp_path / "stage", "k")
+    assert again.drop_damaged() == [name]
+    assert files(again) == left
+    # And what is computed again is as good as the rest.
+    again.write_arrays(name, x=np.arange(7))
+    last = StageCheckpoint(tmp_path / "stage", "k")
+    assert last.drop_damaged() == []
+    assert files(last) == sorted({*left, name})
+
+
+def test_a_chunk_whose_hash_a_kill_left_unwritten_is_computed_again(tmp_path):
+    stage = half_done(tmp_path)
+    lines = stage.path("hashes.jsonl").read_bytes()
+    for cut in (lines[:-1], lines[: lines.rstrip(b"\n").rfind(b"\n") + 1]):
+        shutil.rmtree(stage.folder)
+        stage = half_done(tmp_path)
+        stage.path("hashes.jsonl").write_bytes(cut)
+        again = StageCheckpoint(tmp_path / "stage", "k")
+        assert again.drop_damaged() == []
+        assert files(again) == [name for name in FILES if name != "last.npz"]
+        again.write_arrays("last.npz", x=np.arange(9))
+        assert StageCheckpoint(tmp_path / "stage", "k").drop_damaged() == []
+
+
+def test_damaged_hashes_never_let_a_damaged_file_through(tmp_path):
+    stage = half_done(tmp_path)
+    lines = stage.path("hashes.jsonl").read_bytes()
+    whole = {name: stage.path(name).read_bytes() for name in FILES}
+    for content in [b"", b"\xff", b"\n", *(flipped(lines, at) for at in range(0, len(lines), 7))]:
+        for name in FILES:
+            stage.path(name).write_bytes(whole[name])
+        stage.path("rest-00001.npz").write_bytes(flipped(whole["rest-00001.npz"], 150))
+        stage.path("hashes.jsonl").write_bytes(content)
+        again = StageCheckpoint(tmp_path / "stage", "k")
+        again.drop_damaged()
+        kept = files(again)
+        assert "rest-00001.npz" not in kept
+        assert all(again.path(name).read_bytes() == whole[name] for name in kept)
+    stage.path("hashes.jsonl").unlink()
+    assert StageCheckpoint(tmp_path / "stage", "k").drop_damaged() == ["hashes.jsonl"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"ke"])

@@ -341,6 +341,41 @@ def test_the_cause_why_workers_cannot_start_is_reported_within_seconds(planted_s
     assert not any(path.is_dir() for path in output.glob("*"))
 
 
+# One that does a run without workers first.
+TWO_RUNS = textwrap.dedent(
+    """
+    import sys
+    from cli import main
+
+    for output, more in (("one", []), ("two", ["--long-running", "--max-memory-gb", "2"])):
+        try:
+            main([*sys.argv[1:], "--output", output, *more])
+        except SystemExit as end:
+            if end.code:
+                raise
+    """
+)
+
+
+def test_no_worker_does_the_other_runs_of_a_script_without_a_guard_again(planted_store, tmp_path):
+    script = tmp_path / "nightly.py"
+    script.write_text(TWO_RUNS)
+    done = subprocess.run(
+        [sys.executable, str(script), "discover", "--db", str(planted_store(300)), *COMMAND],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"error: the Dask workers cannot start: each first imports {script}, which fails with "
+        "'error: a worker that imports the script must not start a run'; if it starts the run, "
+        'guard the call with `if __name__ == "__main__":`'
+    )
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "one").glob("2*")] == [RUN_ID]
+    assert not list((tmp_path / "two").glob("2*"))
+
+
 # One that is damaged while its run is under way, in which the only worker dies.
 DAMAGED_LATER = textwrap.dedent(
     """

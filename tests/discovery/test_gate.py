@@ -38,6 +38,7 @@ LATER = replace(
     zone_drift=moved(0.0, 0.0, 0.01),
     cluster_drift=moved(0.02, 0.004, 0.05),
     fewest_rows=6_100,
+    latest="2026-01-09T06-00-00",
     served=GOOD.identity,
 )
 
@@ -146,7 +147,19 @@ def test_another_model_is_served_only_where_that_was_asked_for():
     reason = judge(other, GateRules())["reasons"][0]
     assert other.served in reason and other.identity in reason and "--capture-id" in reason
     assert failing(replace(other, asked=True)) == []
-    assert failing(replace(other, served=None)) == []
+    assert failing(replace(other, latest=None, served=None)) == []
+
+
+def test_what_is_served_is_said_only_where_it_is_known():
+    def says(**change) -> str:
+        return {c["name"]: c["says"] for c in judge(replace(LATER, **change), GateRules())[
+            "checks"]}["identity"]  # fmt: skip
+
+    assert says(latest=None, served=None) == f"of {GOOD.identity}: nothing is served yet"
+    assert says() == f"of {GOOD.identity}, as latest is"
+    assert says(served=None) == (
+        f"of {GOOD.identity}; not compared with latest, as that run, {LATER.latest}, cannot be read"
+    )
 
 
 def test_several_reasons_are_all_given():

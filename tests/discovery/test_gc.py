@@ -146,6 +146,31 @@ def test_ids_reserved_for_a_deleted_unfinished_run_are_let_go_but_stay_used(outp
     assert state == {"next": first + 4, "reserved": {}}
 
 
+@pytest.mark.parametrize("content", ["", '{"next": 1e999, "reserved": {}}', "[" * 100_000])
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_damaged_count_of_cluster_ids_is_one_line_and_nothing_is_deleted(
+    attn, output, content, options
+):
+    (output / "next_cluster_id").write_text(content)
+    done = attn("runs", "gc", "--output", output, "--keep-last", "1", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: {output / 'next_cluster_id'} is damaged: delete it and run the command again\n"
+    )
+    assert days(output) == list(range(1, 11))
+
+
+def test_a_count_of_cluster_ids_that_cannot_be_read_is_one_line(attn, output):
+    (output / "next_cluster_id").mkdir()
+    done = attn("runs", "gc", "--output", output)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: cannot read {output / 'next_cluster_id'}: Is a directory; mend that and run the "
+        "command again\n",
+    )
+    assert days(output) == list(range(1, 11))
+
+
 def test_what_is_no_run_folder_is_never_deleted(output, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     Lineage(elsewhere, first_day=25).night({0: 1.0}, passed=False)

@@ -48,6 +48,24 @@ def output(tmp_path) -> Path:
     return tmp_path
 
 
+def test_a_life_is_legible_in_an_ascii_locale(output, monkeypatch, fresh_attn):
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    shutil.rmtree(output / run_id_of(2))
+    shutil.rmtree(output / run_id_of(3))
+    edited = output / run_id_of(7) / "manifest.json"
+    edited.write_text(edited.read_text().replace("cluster number 1", "␣the"))
+    done = fresh_attn("runs", "lineage", "3", "--output", output)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n7 runs: 8?66566  40.0% -> 25.0% of the rows\n" in done.stdout
+    done = fresh_attn("runs", "lineage", "9", "--output", output)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no cluster 9 in the lineage of run ")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    assert "\n7 runs: █·▆▆▅▆▆ " in fresh_attn("runs", "lineage", "3", "--output", output).stdout
+
+
 def by_id(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {one["cluster_id"]: one for one in found}
 

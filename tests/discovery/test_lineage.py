@@ -9,6 +9,22 @@ from hypothesis import strategies as st
 
 from discovery.algorithms.lineage import cluster_ids, events, match
 from discovery.describe.clusters import event_in_words
+from discovery.stages.lineage import in_one_sentence
+
+
+@pytest.mark.parametrize(
+    ("follows", "new_lineage", "says"),
+    [({}, False, "the first run of its lineage"),
+     ({"others": 3}, False, "the first run of m (log16, capture c) in its folder"),
+     ({"same": 1, "others": 3}, False,
+      "no earlier run of m (log16, capture c) was served and can be followed"),
+     ({"same": 1, "others": 3}, True, "a new lineage, as was asked for")],
+)  # fmt: skip
+def test_a_run_without_a_parent_says_why_it_has_none(follows, new_lineage, says):
+    born = [{"event": "born"}] * 2
+    found = in_one_sentence({"parent": None, **follows}, born, "m (log16, capture c)", new_lineage)
+    assert found == f"{says}: 2 new clusters"
+
 
 PARENTS = np.array([4, 7, 9], np.int32)
 

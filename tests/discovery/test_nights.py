@@ -209,14 +209,16 @@ def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, run
     ).read_bytes()
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--new-lineage",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("landmarks.parquet", ()), ("manifest.json", ()),
+     pytest.param("landmarks.parquet", ("--new-lineage",), marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_damaged_parent_fails_the_gate_unless_a_new_lineage_was_asked_for(
-    attn, first_night, runs, tmp_path, options
+    attn, first_night, runs, tmp_path, name, options
 ):
-    path = runs / first_night.run_id / "landmarks.parquet"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    path = runs / first_night.run_id / name
+    path.write_bytes(path.read_bytes()[:-9])
     db = store_of(tmp_path / "second.db", planted(ROWS, 1)[0], 1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--json", *options)
     manifest = json.loads(done.stdout)
@@ -225,6 +227,10 @@ def test_a_damaged_parent_fails_the_gate_unless_a_new_lineage_was_asked_for(
     assert [one["run_id"] for one in manifest["lineage"]["damaged"]] == [first_night.run_id]
     reasons = manifest["quality"]["gate"]["reasons"]
     assert bool(options) != any(f"{path} is damaged" in reason for reason in reasons)
+    checks = {check["name"]: check["says"] for check in manifest["quality"]["gate"]["checks"]}
+    unknown = f"that run, {first_night.run_id}, cannot be read"
+    assert (unknown in checks["identity"]) == (name == "manifest.json")
+    assert ("as latest is" in checks["identity"]) == (name != "manifest.json")
     said = "a new lineage, as was asked for" if options else "no earlier run is left"
     assert said in done.stderr and "first run of its lineage" not in done.stderr
     latest = manifest["run_id"] if options else first_night.run_id

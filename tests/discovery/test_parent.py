@@ -81,7 +81,8 @@ def follows(output: Path, run_id: str = TONIGHT, hours: float = HOURS) -> dict[s
 
 def test_the_first_run_follows_nothing(lineage):
     assert follows(lineage.output) == {
-        "parent": None, "damaged": [], "volumes": [], "served": None,
+        "parent": None, "damaged": [], "volumes": [], "latest": None, "served": None, "same": 0,
+        "others": 0,
     }  # fmt: skip
 
 
@@ -90,7 +91,8 @@ def test_tonight_follows_the_newest_run_before_it(lineage):
     unfinished(lineage.output, run_id_of(20))
     identity = {"model": "model", "layout": "log16", "capture_id": "a"}
     assert follows(lineage.output) == {
-        "parent": runs[-1], "damaged": [], "volumes": [300, 200, 100], "served": identity,
+        "parent": runs[-1], "damaged": [], "volumes": [300, 200, 100], "latest": runs[-1],
+        "served": identity, "same": 3, "others": 0,
     }  # fmt: skip
     assert json.loads(json.dumps(follows(lineage.output))) == follows(lineage.output)
 
@@ -225,7 +227,9 @@ def test_a_run_whose_manifest_cannot_be_read_is_not_followed_and_is_named(lineag
     damage(lineage.output / bad / "manifest.json")
     found = follows(lineage.output)
     assert [one["run_id"] for one in found.pop("damaged")] == [bad]
-    assert found == {"parent": good, "volumes": [100], "served": None}
+    assert found == {
+        "parent": good, "volumes": [100], "latest": bad, "served": None, "same": 1, "others": 0,
+    }  # fmt: skip
     move_latest(lineage.output, good)
     assert follows(lineage.output)["served"]["model"] == "model"
 
@@ -260,13 +264,24 @@ def test_a_new_lineage_follows_nothing(lineage):
     assert (found["parent"], found["damaged"], found["volumes"]) == (None, [], [100])
 
 
+def test_runs_of_others_and_runs_that_failed_are_known_to_be_there(lineage):
+    night(lineage, model="another")
+    night(lineage, capture_id="b")
+    assert (follows(lineage.output)["same"], follows(lineage.output)["others"]) == (0, 2)
+    night(lineage, passed=False)
+    found = follows(lineage.output)
+    assert (found["parent"], found["same"], found["others"]) == (None, 1, 2)
+
+
 def test_a_latest_that_leads_nowhere_serves_nothing_and_is_named(lineage):
     run_id = night(lineage)
     shutil.rmtree(lineage.output / run_id)
     assert (lineage.output / "latest").is_symlink()
     found = follows(lineage.output)
     assert [one["run_id"] for one in found.pop("damaged")] == [run_id]
-    assert found == {"parent": None, "volumes": [], "served": None}
+    assert found == {
+        "parent": None, "volumes": [], "latest": run_id, "served": None, "same": 0, "others": 0,
+    }  # fmt: skip
 
 
 def test_a_copy_of_a_run_under_another_name_is_no_run(lineage):

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,14 @@ from processes import AttnProcess
 from published import make_store
 from shared import NOW, REPO, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
+from watching import logged
 
+from capture_kernels.errors import OptionError
 from discovery.runs.checkpoint import read_sealed, write_sealed
 from discovery.stages.registry import STAGES
+from discovery.stages.tables import token_text
 from pipeline.store.open import open_store
+from pipeline.token_text import tokenizer_facts
 
 
 @pytest.fixture
@@ -180,6 +186,32 @@ def test_a_damaged_checkpoint_part_is_named(attn, left_alone, tmp_path):
     assert "moments.npz is damaged" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("point", "name"),
+    [("progress:extract:3", "extract/rows-00001.arrow"),
+     ("progress:extract:3", "extract/found.npz"),
+     ("progress:neighbors:3", "neighbors/rest-00000.npz")],
+)  # fmt: skip
+def test_a_damaged_chunk_of_an_unfinished_stage_is_computed_again(
+    attn, left_alone, tmp_path, point, name
+):
+    db, expected = left_alone
+    first = ["discover", "--db", str(db), "--output", str(tmp_path / "out")]
+    killed_at(point, *first, *AT_NOW, *OPTIONS)
+    chunk = tmp_path / "out" / RUN_ID / ".checkpoint" / name
+    content = bytearray(chunk.read_bytes())
+    # Among the numbers of a table, or in the directory of the zip, where it loses an array.
+    content[len(content) // 2 if name.endswith(".arrow") else -12] ^= 1
+    chunk.write_bytes(content)
+    done = attn(*first, "--resume", RUN_ID)
+    assert done.returncode == 0, done.stderr
+    stage, file = name.split("/")
+    assert f"{stage}: {file} of the checkpoint was damaged: computed again\n" in done.stderr
+    begun = [line for line in logged(tmp_path / "out" / RUN_ID) if "damaged" in line]
+    assert [line["damaged"] for line in begun] == [[file]]
+    assert fingerprint_of(tmp_path / "out" / RUN_ID) == expected
+
+
 @pytest.fixture
 def killed_after_latest_moved(left_alone, tmp_path) -> tuple[list[str], Path]:
     """A run that was killed when `latest` named it and its last stage was not recorded yet: the
@@ -253,6 +285,56 @@ def test_a_run_is_finished_with_the_tokenizer_that_it_was_begun_with(attn, tmp_p
         assert "is not the tokenizer that run" in refused.stderr
     done = attn(*first, "--resume", RUN_ID, "--tokenizer", elsewhere)
     assert done.returncode == 3 and "no clusters" in done.stderr
+
+
+def test_a_tokenizer_of_the_models_own_folder_is_the_one_that_the_run_was_begun_with(
+    attn, tmp_path
+):
+    own, kept = tmp_path / "model" / "tokenizer.json", tmp_path / "kept.json"
+    shutil.copytree(REPO / "examples" / "demo_model", own.parent)
+    db = make_store(tmp_path / "own.db", planted(600, 1)[0], model=str(own.parent))
+    first = ["discover", "--db", db, "--output", tmp_path / "out"]
+    killed_at("stage_finished:extract:", *first, *AT_NOW, "--hours", "0")
+    shutil.copy(own, kept)
+    own.write_text(own.read_text() + "\n")
+    refused = attn(*first, "--resume", RUN_ID)
+    assert (refused.returncode, refused.stderr) == (
+        2, f"error: {own} is not the tokenizer that run {RUN_ID} was begun with: give that file "
+        "with --tokenizer\n",
+    )  # fmt: skip
+    done = attn(*first, "--resume", RUN_ID, "--tokenizer", kept)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_that_changes_while_the_run_is_at_work_names_no_clusters(tmp_path):
+    own = tmp_path / "tokenizer.json"
+    shutil.copy(REPO / "examples" / "demo_model" / "tokenizer.json", own)
+    context: Any = SimpleNamespace(
+        run_id=RUN_ID,
+        options=SimpleNamespace(tokenizer=str(own)),
+        started={"tokenizer": tokenizer_facts(str(own))},
+    )
+    assert token_text(context)(0) == "<|bos|>"
+    own.write_text(own.read_text() + "\n")
+    with pytest.raises(OptionError, match=f"{own} was changed since run {RUN_ID} began: give "):
+        token_text(context)
+
+
+def test_a_tokenizer_that_appears_later_is_not_used(attn, tmp_path):
+    model = tmp_path / "model"
+    db = make_store(tmp_path / "late.db", planted(600, 1)[0], model=str(model))
+    first = ["discover", "--db", db, "--output", tmp_path / "out"]
+    assert attn(*first, *AT_NOW, "--hours", "0").returncode == 0
+    expected = fingerprint_of(tmp_path / "out" / RUN_ID)
+    shutil.rmtree(tmp_path / "out")
+    killed_at("stage_finished:extract:", *first, *AT_NOW, "--hours", "0")
+    shutil.copytree(REPO / "examples" / "demo_model", model)
+    refused = attn(*first, "--resume", RUN_ID, "--tokenizer", model)
+    assert refused.stderr == (
+        f"error: run {RUN_ID} was begun without a tokenizer: leave --tokenizer out\n"
+    )
+    assert attn(*first, "--resume", RUN_ID).returncode == 0
+    assert fingerprint_of(tmp_path / "out" / RUN_ID) == expected
 
 
 def test_parts_of_another_version_are_computed_again_and_the_run_says_so(

@@ -255,7 +255,14 @@ def test_ids_that_a_lineage_has_used_are_not_given_again_though_their_count_was_
     [
         "", "{", "[]", "{}", '{"next": null, "reserved": {}}', '{"next": 1, "reserved": []}',
         '{"next": 4, "reserved": {"one": [0, 5]}}', '{"next": 4, "reserved": {"one": 5}}',
+        '{"next": 9, "reserved": {"one": [0, 5], "two": [4, 3]}}',
+        '{"next": -4, "reserved": {}}', '{"next": 1e999, "reserved": {}}',
+        '{"next": 2147483648, "reserved": {}}', '{"next": 7.5, "reserved": {}}',
+        '{"next": "7", "reserved": {}}', '{"next": true, "reserved": {}}',
+        '{"next": 7, "reserved": {"one": [9, -4]}}', '{"next": 7, "reserved": {"one": [1e999, 1]}}',
+        '{"next": 7, "reserved": {}, "nexT": 7}', "[" * 100_000,
     ],
+    ids=lambda content: content[:60],
 )  # fmt: skip
 def test_a_damaged_count_of_cluster_ids_is_refused_before_a_run_begins(tmp_path, content):
     (tmp_path / "next_cluster_id").write_text(content)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from shared import NOW
 
 from capture_kernels.errors import RecordError
 from pipeline import record
@@ -174,6 +175,10 @@ def times(*text: str) -> pa.Array:
          "router_entropy negative or not finite"),
         ("token_id", pa.array([-1, None, -(2**31)], pa.int32()), "negative token_id"),
         ("prompt_len", pa.array([-1, 0, -7], pa.int32()), "negative prompt_len"),
+        ("top_experts", pa.array([[3, None], None, [None]], pa.list_(pa.int16())),
+         "null in top_experts"),
+        ("top_experts", pa.array([[7], [None], [1], [None, 2], []], pa.list_(pa.int16()))[1:4],
+         "null in top_experts"),
         *((name, pa.array(["x" * 1_025, "x" * 1_024, "ü" * 600]),
            f"{name}: longer than 1,024 bytes")
           for name in ("request_id", "session_id", "model", "capture_id")),
@@ -222,6 +227,13 @@ def test_a_column_that_cannot_be_read_is_said(records):
         record.conform(pa.table(columns | {"position": pa.array(["one", "two"])}))
     with pytest.raises(RecordError, match="'vector' must hold lists"):
         record.conform(pa.table(columns | {"vector": pa.array([1.0, 2.0])}))
+    with pytest.raises(RecordError, match="'layer' cannot be cast to int16") as refused:
+        record.conform(pa.table(columns | {"layer": pa.array(["1", "line\n" * 999])}))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+    for lists in ([["a\nb"] * 20, ["1"] * 20], [[{"a": 1}] * 20] * 2, [[NOW] * 20] * 2):
+        with pytest.raises(RecordError, match="'vector' must hold lists of numbers: ") as refused:
+            record.conform(pa.table(columns | {"vector": pa.array(lists)}))
+        assert "\n" not in str(refused.value)
     with pytest.raises(RecordError, match="unknown column 'colour'"):
         record.make_batch({"colour": "red"}, 1)
     with pytest.raises(RecordError, match="'request_id' is missing"):

@@ -73,6 +73,13 @@ def test_the_ends_of_what_a_column_holds_come_back(store, records):
     assert scanned(store).to_pylist() == batch.to_pylist()
 
 
+def test_a_null_among_experts_is_rejected_by_every_store(store, records):
+    experts = pa.array([[1, None], [2], None], pa.list_(pa.int16()))
+    added = store.append(records(3, top_experts=experts))
+    assert (added.inserted, added.rejected) == (2, {"null in top_experts": 1})
+    assert [row["top_experts"] for row in scanned(store).to_pylist()] == [[2], None]
+
+
 @pytest.mark.parametrize("position", [2**24 - 1, 2**24, 2**31 - 1])
 @pytest.mark.parametrize("layer", [-1, 510, 511, 32_767])
 def test_any_position_and_layer_that_a_record_can_hold(store, records, position, layer):

@@ -38,7 +38,7 @@ def test_texts_of_a_folder_or_a_file_show_blanks(path):
 
 def test_without_a_path_the_models_own_folder_is_looked_in(tmp_path, monkeypatch):
     assert open_tokens(None, str(DEMO))(0) == "<|bos|>"
-    for model in (str(tmp_path), "some/hub-model", "a\0b"):
+    for model in (str(tmp_path), "some/hub-model", "a\0b", "a" * 300):
         assert open_tokens(None, model)(0) is None
     # A model without a name is no model of the working folder.
     monkeypatch.chdir(DEMO)

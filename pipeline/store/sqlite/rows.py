@@ -99,11 +99,11 @@ def vectors_from_blobs(column: pa.Array) -> pa.Array:
 
 
 def experts_to_blobs(column: pa.ListArray) -> pa.Array:
-    """Lists of int16 as little-endian blobs; a null list stays null, one in a list becomes -1."""
+    """Lists of int16 as little-endian blobs; a null list stays null, in a list there is none."""
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     offsets = np.zeros(len(column) + 1, np.int32)
     np.cumsum(2 * lengths, out=offsets[1:])
-    values = pc.fill_null(column.flatten(), -1).to_numpy(zero_copy_only=False).astype("<i2")
+    values = column.flatten().to_numpy().astype("<i2", copy=False)
     # One spare byte, so that an empty blob has an address: without one SQLite stores NULL.
     data = pa.py_buffer(values.tobytes() + b"\0")
     whole = pa.Array.from_buffers(

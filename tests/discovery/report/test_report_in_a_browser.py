@@ -151,6 +151,21 @@ def test_every_kind_of_run_opens(show, tmp_path: Path, kind: str):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1440
 
 
+@pytest.mark.parametrize("says", ["a new lineage, as was asked for: 5 new clusters", ""])
+def test_a_run_without_a_parent_says_why_it_has_none(show, tmp_path: Path, says: str):
+    inputs = first_run(tmp_path)
+    events = [{"event": "born", "cluster_id": c, "parents": [], "children": [], "says": ""}
+              for c in range(5)]  # fmt: skip
+    inputs.manifest["lineage"] = {
+        "parent": None, "says": says, "parent_clusters": [], "links": [], "events": events,
+        "history": [],
+    }  # fmt: skip
+    page = show(inputs)
+    said = page.locator("#lineage .note").inner_text()
+    assert said.startswith(f"{says.capitalize()}. " if says else "No earlier run was followed. ")
+    assert "first run" not in page.locator("body").inner_text()
+
+
 def test_hover_tells_the_row_under_the_pointer(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
