@@ -22,7 +22,6 @@ from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import identity_of
 from discovery.job import discover
 from discovery.options import DiscoverOptions
-from discovery.runs.history import history
 from discovery.runs.parent import before_this_run, open_parent
 from discovery.runs.state import survey
 from pipeline.store.open import open_store
@@ -156,7 +155,7 @@ def test_a_damaged_run_is_one_error_or_as_it_was(tmp_path, door, many):
     fuzz(make(tmp_path), mutations if many else 10)
 
 
-@pytest.mark.parametrize("mutations", [500, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [500, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_every_line_to_classify_is_answered_whatever_its_neighbours_are(attn, tmp_path, mutations):
     fields = {"request_id": "request-7", "position": 12, "layout": "log16", "note": "é\u2028"}
     vectors = planted(50, 0)[0].tolist()
