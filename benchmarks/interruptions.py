@@ -68,7 +68,7 @@ class Night:
         for number, db in enumerate((folder / "first.db", self.db)):
             start = NOW + timedelta(days=number) - timedelta(hours=20)
             common.make_store(db, planted_batch(planted(rows, number)[0], start, f"night{number}"))
-        code, said, _ = finished(self.start(folder / "first.db", self._first, 0, ()))
+        code, said, _ = finished(process(self.command(folder / "first.db", self._first, 0)))
         if code:
             raise WrongAnswerError(f"the first night ended with exit code {code}: {said}")
 
@@ -76,18 +76,20 @@ class Night:
     def run_id(self) -> str:
         return f"{NOW + timedelta(days=1):%Y-%m-%dT%H-%M-%S}"
 
-    def start(
-        self, db: Path, output: Path, night: int, options: tuple[str, ...]
-    ) -> subprocess.Popen[str]:
+    def command(self, db: Path, output: Path, night: int, *options: str) -> list[str]:
+        """What runs a night, the first (0) or the second (1)."""
         now = f"{NOW + timedelta(days=night):%Y-%m-%dT%H:%M:%S}"
         command = [*ATTN, "discover", "--db", str(db), "--output", str(output), "--now", now]
-        return process([*command, "--batch-size", "512", *options])
+        return [*command, "--batch-size", "512", *options]
+
+    def output(self, name: str) -> Path:
+        """A new output folder, with the first night in it."""
+        return Path(shutil.copytree(self._first, self._folder / name, symlinks=True))
 
     def second(self, name: str, *options: str) -> tuple[Path, subprocess.Popen[str]]:
         """Start the second night in an output folder of its own."""
-        output = self._folder / name
-        shutil.copytree(self._first, output, symlinks=True)
-        return output, self.start(self.db, output, 1, options)
+        output = self.output(name)
+        return output, process(self.command(self.db, output, 1, *options))
 
 
 def process(command: list[str]) -> subprocess.Popen[str]:

@@ -31,7 +31,7 @@ ON_CPU = {
     name: [name] for name in ("store", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
-ON_CPU |= {"nights": ["nights"], "interruptions": ["interruptions"]}
+ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills")}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -192,6 +192,17 @@ def of_interruptions(found: dict[str, Any]) -> Iterator[Figure]:
     )
 
 
+def of_kills(found: dict[str, Any]) -> Iterator[Figure]:
+    yield (
+        f"{found['kills']} kills (seed {found['seed']}): nothing acknowledged was lost",
+        f"{found['seconds']:.0f} s",
+    )
+    for name, case in found["cases"].items():
+        finish = case["seconds_to_finish"]
+        told = "" if finish is None else f", {finish:.1f} s to finish what was killed"
+        yield f"{name}: {case['kills']} kills", f"{case['seconds_alone']:.1f} s left alone{told}"
+
+
 def of_memory(found: dict[str, Any]) -> Iterator[Figure]:
     yield (
         f"{found['rows']:,} rows, {found['store']}: peak of all processes",
@@ -295,6 +306,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "classifier": of_classifier,
     "nights": of_nights,
     "interruptions": of_interruptions,
+    "kills": of_kills,
     "memory": of_memory,
     "gpu_discovery": of_gpu_discovery,
     "gpu_clustering": of_gpu_clustering,

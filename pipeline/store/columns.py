@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Ints
-from pipeline.record import one_chunk
+from pipeline.record import is_ascii, one_chunk
 
 
 class Distinct(NamedTuple):
@@ -67,9 +67,8 @@ def readable(text: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(text.type):
         values = readable(text.dictionary)
         return text if values is text.dictionary else values.take(text.indices).dictionary_encode()
-    data = text.buffers()[-1]
-    if data is None or not data.size or np.frombuffer(data, np.int8).min() >= 0:
-        return text  # ASCII, as nearly always: six times as fast as a decoder
+    if is_ascii(text):
+        return text
     try:
         text.validate(full=True)
     except pa.ArrowInvalid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -281,6 +282,9 @@ def test_a_folder_of_another_kind_is_refused_and_kept(root):
         ("{", "damaged"),
         ("[]", "damaged"),
         ('{"kind": "songs"}', "damaged"),
+        ('{"schema_version": 1}', "damaged"),
+        ('{"kind": "attn fingerprint store", "schema versio', "damaged"),
+        ('{"kind": "attn fingerprint store", "schema_versiom": 1}', "damaged"),
         ('{"kind": "attn fingerprint store", "schema_version": 2}', "upgrade attn"),
     ],
 )
@@ -288,6 +292,17 @@ def test_a_marker_that_cannot_be_used_is_named(store, root, marker, message):
     (root / MARKER).write_text(marker)
     with pytest.raises(StoreError, match=message):
         open_store(root)
+
+
+def test_a_store_with_a_damaged_marker_works_again_once_what_is_said_was_done(store, root, records):
+    store.append(records(500))
+    (root / MARKER).write_bytes(b"\xff" * 100)
+    with pytest.raises(StoreError) as refused:
+        open_store(root)
+    told = re.search("or write ({.*}) into it$", str(refused.value))
+    (root / MARKER).write_text(told[1])
+    with open_store(root) as mended:
+        assert mended.verify().is_good and mended.counts().rows == 500
 
 
 @pytest.mark.parametrize("keep", [0, 100, 0.5, 0.95])

@@ -272,3 +272,21 @@ def test_a_recorded_run_that_cannot_be_read_is_moved_aside(root):
     assert verified(root, "--repair")[0] == 0
     assert db("info", "--db", root).exit_code == 0
     assert (root / "_runs" / "r1.json.damaged").read_text() == "[]"
+
+
+@pytest.mark.parametrize("rows", ["seq = 7", "TRUE"])
+@pytest.mark.parametrize("name", ["key", "vector", "capture", "captured_at", "session", "phase"])
+def test_null_from_a_damaged_page_is_a_row_that_is_rejected(tmp_path, records, name, rows):
+    path = tmp_path / "fingerprints.db"
+    with open_store(path, create=True) as store:
+        store.append(records(40))
+    nullable = "UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')"
+    sql(path, "PRAGMA writable_schema = ON", f"{nullable} WHERE name = 'fingerprints'")
+    sql(path, f"UPDATE fingerprints SET {name} = NULL WHERE {rows}")
+    bad = 40 if rows == "TRUE" else 1
+    # A row is of no session all the same.
+    assert sum(rejected(path).values()) == (0 if name == "session" else bad)
+    code, found = verified(path, "--repair")
+    assert code == 0 and sum(found["bad"].values()) == (0 if name == "session" else bad)
+    with open_store(path) as store:
+        assert store.prune(datetime(2100, 1, 1, tzinfo=UTC)) == 40 - sum(found["bad"].values())

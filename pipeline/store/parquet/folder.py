@@ -81,9 +81,14 @@ class Folder:
             ) from None
         except ValueError:
             marker = None
-        if not isinstance(marker, dict) or marker.get("kind") != _KIND:
-            raise StoreError(f"{root / MARKER} is damaged: restore it from a backup")
-        if (version := marker.get("schema_version")) != SCHEMA_VERSION:
+        marker = marker if isinstance(marker, dict) else {}
+        version = marker.get("schema_version")
+        if type(version) is not int or marker.get("kind") != _KIND:
+            whole = json.dumps({"kind": _KIND, "schema_version": SCHEMA_VERSION})
+            raise StoreError(
+                f"{root / MARKER} is damaged: restore it from a backup, or write {whole} into it"
+            )
+        if version != SCHEMA_VERSION:
             raise StoreError(
                 f"{root} has schema version {version} and this attn reads {SCHEMA_VERSION}:"
                 " upgrade attn"

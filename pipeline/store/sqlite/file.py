@@ -50,6 +50,7 @@ _MEANINGS = (
     ("is locked", str(locked_error(Path("{path}")))),
     ("not a database", "{path} is not a SQLite file: give another path"),
     ("malformed", _DAMAGED),
+    ("unsupported file format", _DAMAGED),
     ("readonly", "{path} or its folder is read-only: make it writable, or work on a copy"),
     ("is full", "the disk of {path} is full: make room"),
     ("disk I/O", "{path} cannot be read or written: its disk is full, over quota or failing"),

@@ -82,9 +82,11 @@ def blobs(batch: pa.RecordBatch) -> pa.Array:
 def vectors_from_blobs(column: pa.Array) -> pa.Array:
     """80-byte blobs as the record's vector column, without a copy if there is no other blob.
 
-    Blobs of another length become 20 NaN.
+    Blobs of another length become 20 NaN, and so does NULL; a column of nulls may have any type.
     """
     rows = len(column)
+    if not pa.types.is_binary(column.type):
+        return record.vector_array(np.full((rows, DIMENSIONS), np.nan, np.float32))
     lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
     right = lengths == VECTOR_BYTES
     _, offsets, data = column.buffers()
@@ -131,8 +133,9 @@ def decode(
 ) -> pa.RecordBatch:
     """Rows of `fingerprints` as a record batch.
 
-    What no record can hold (written by another program) becomes 20 NaN in `vector`, an empty
-    `phase`, and null elsewhere: `record.conform` rejects it where a value is required.
+    What no record can hold (written by another program, or NULL from a damaged page) becomes 20 NaN
+    in `vector`, an empty `phase`, and null elsewhere: `record.conform` rejects it where a value is
+    required.
 
     Args:
         table: the table columns that `SOURCES` names for `columns`, n rows, of `STORED_TYPES`.
@@ -143,19 +146,19 @@ def decode(
     stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
     if "key" in stored:
-        made |= _from_keys(integers(stored["key"]), look_up)
+        made |= _from_keys(_references(stored["key"]), look_up)
     if "capture" in stored:
-        captures = distinct(refs := integers(stored["capture"]))
+        captures = distinct(refs := _references(stored["capture"]))
         known = look_up("captures", refs[captures.first])
         made["model"] = dictionary_column(captures.code, known.column("model"))
         made["capture_id"] = dictionary_column(captures.code, known.column("capture_id"))
         made["layout"] = _fitting(known.column("layout"), pa.uint8()).take(pa.array(captures.code))
     if "session_id" in columns:
-        sessions = distinct(refs := integers(stored["session"]))
+        sessions = distinct(refs := _references(stored["session"]))
         names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
         made["session_id"] = names.take(pa.array(sessions.code))
     if "phase" in columns:
-        phases = integers(stored["phase"])
+        phases = _references(stored["phase"])
         phases = np.where((phases >= 0) & (phases < len(record.PHASES)), phases, len(record.PHASES))
         made["phase"] = dictionary_column(phases, pa.array([*record.PHASES, ""]))
     if "vector" in columns:
@@ -165,6 +168,12 @@ def decode(
     fields = [record.SCHEMA.field(name) for name in columns]
     arrays = [_fitting({**stored, **made}[field.name], field.type) for field in fields]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _references(column: pa.Array) -> Ints:
+    """An integer column as int64[n], with -1, which refers to nothing, for NULL: a damaged page may
+    have that in a column that is NOT NULL."""
+    return integers(pc.fill_null(column.cast(pa.int64()), -1) if column.null_count else column)
 
 
 def _fitting(column: pa.Array, kind: pa.DataType) -> pa.Array:
