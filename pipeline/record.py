@@ -48,11 +48,18 @@ SCHEMA = pa.schema(
         pa.field("sink_mass", pa.float32()),
         pa.field("top_experts", pa.list_(pa.int16())),
         pa.field("router_entropy", pa.float32()),
+        pa.field("response_id", pa.string()),
+        pa.field("traceparent", pa.string()),
         pa.field("vector", pa.list_(pa.float32(), DIMENSIONS), nullable=False),
     ]
 )
+# Columns that records of version 1 did not have: what was written then has nulls in them.
+SINCE_VERSION_2 = ("response_id", "traceparent")
 # The longest text of a record.
 TEXT_BYTES = 1024
+# Version, trace, parent span and flags (W3C Trace Context, section 3.2.2). An id of zeros is none.
+_TRACEPARENT = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
+_NO_TRACE = r"^..-0{32}-|-0{16}-..$"
 # The least and the largest number of a column, and why a row outside is no record.
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "position": (0, 2**31 - 1, "negative position"),
@@ -202,6 +209,8 @@ def impossible_rows(columns: Mapping[str, Any]) -> dict[str, Mask]:
         if phases.null_count or not pc.all(pc.is_in(phases.dictionary, value_set=_PHASES)).as_py():
             of_row = pc.is_in(phases, value_set=_PHASES)
             found["unknown phase"] = ~of_row.to_numpy(zero_copy_only=False)
+    if "traceparent" in columns and (bad := _bad_traceparents(columns["traceparent"])) is not None:
+        found["traceparent: not 00-<32 hex>-<16 hex>-<2 hex>"] = bad
     for name, (low, high, reason) in BOUNDS.items():
         values: Any = _numbers(columns[name], within=low) if name in columns else np.empty(0)
         # The extremes first, as they are found faster. In this direction, so that NaN fails.
@@ -229,12 +238,29 @@ def _numbers(column: pa.Array, within: Any = 0) -> NDArray[Any]:
     return pc.fill_null(column, pa.scalar(within, column.type)).to_numpy(zero_copy_only=False)
 
 
+def _bad_traceparents(column: pa.Array) -> Mask | None:
+    """Which traceparents are not what W3C Trace Context says: bool[n]; None if there is none."""
+    if column.null_count == len(column):
+        return None
+    texts = column.dictionary_encode()  # one for each request
+    right = pc.and_not(
+        pc.match_substring_regex(texts.dictionary, _TRACEPARENT),
+        pc.match_substring_regex(texts.dictionary, _NO_TRACE),
+    )
+    if pc.all(right).as_py():
+        return None
+    wrong = pc.fill_null(pc.invert(right.take(texts.indices)), False)
+    return wrong.to_numpy(zero_copy_only=False)
+
+
 def _bad_texts(column: pa.Array) -> Iterator[tuple[str, Mask]]:
     """Which texts of a column cannot be kept, and why: bool[n] each."""
     if pa.types.is_dictionary(column.type):
         index = _numbers(column.indices)
         for reason, hit in _bad_texts(column.dictionary):
             yield reason, hit[index] & column.is_valid().to_numpy(zero_copy_only=False)
+        return
+    if column.null_count == len(column):
         return
     lengths = _numbers(pc.binary_length(column))
     if lengths.max(initial=0) > TEXT_BYTES:

@@ -50,6 +50,8 @@ def records() -> Records:
             "sink_mass": pa.array(vectors[:, 0], pa.float32(), mask=number % 13 == 0),
             "top_experts": pa.array([EXPERTS[n] for n in number % 4], pa.list_(pa.int16())),
             "router_entropy": pa.array(number.astype(np.float32), mask=number % 2 == 1),
+            "response_id": strings("chatcmpl-{:x}", request, null=request % 4 == 1),
+            "traceparent": strings("00-{0:032x}-{0:016x}-01", request + 1, null=request % 4 > 1),
             "vector": vectors,
         }
         return record.make_batch(made | columns, count)

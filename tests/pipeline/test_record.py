@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from shared import NOW
 
 from capture_kernels.errors import RecordError
 from pipeline import record
+from pipeline.store.open import open_store
+from pipeline.stream.wire import decode
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "record_v1.arrow"
+GOLDEN = Path(__file__).parents[1] / "golden"
 # What the golden file holds, spelt out: never to be made from code that is being tested.
 VECTORS = [
     [0.1875, 0.3125, 0.5, 0.25] + [0.0625] * 16,
@@ -45,14 +48,31 @@ EXPECTED = [
 ]  # fmt: skip
 
 
-def golden() -> pa.RecordBatch:
-    with pa.ipc.open_stream(GOLDEN.read_bytes()) as reader:
+# Version 2 added two columns. A record of version 1 has nulls in them.
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+ADDED = [("chatcmpl-7", TRACEPARENT), ("chatcmpl-7", None), (None, None)]
+EXPECTED_2 = [
+    row | {"response_id": response, "traceparent": trace}
+    for row, (response, trace) in zip(EXPECTED, ADDED, strict=True)
+]
+EXPECTED_1 = [row | {"response_id": None, "traceparent": None} for row in EXPECTED]
+
+
+def golden(version: int) -> pa.RecordBatch:
+    with pa.ipc.open_stream((GOLDEN / f"record_v{version}.arrow").read_bytes()) as reader:
         return reader.read_next_batch()
 
 
 def test_records_of_version_1_still_read_the_same():
-    batch = golden()
+    batch = golden(1)
     assert batch.to_pylist() == EXPECTED
+    assert record.conform(batch).batch.to_pylist() == EXPECTED_1
+    assert record.vectors(batch).tolist() == VECTORS
+
+
+def test_records_of_version_2_still_read_the_same():
+    batch = golden(2)
+    assert batch.to_pylist() == EXPECTED_2
     assert batch.schema.equals(record.SCHEMA, check_metadata=True)
     assert record.conform(batch).batch.equals(batch)
     assert record.vectors(batch).tolist() == VECTORS
@@ -60,7 +80,7 @@ def test_records_of_version_1_still_read_the_same():
 
 def test_a_message_of_version_1_is_a_stream_of_records_that_says_who_sent_it():
     # One message: an Arrow stream of its own, whose schema says who sent it (DESIGN.md section 7).
-    with pa.ipc.open_stream((GOLDEN.parent / "wire_v1.arrow").read_bytes()) as reader:
+    with pa.ipc.open_stream((GOLDEN / "wire_v1.arrow").read_bytes()) as reader:
         batch = reader.read_next_batch()
         with pytest.raises(StopIteration):
             reader.read_next_batch()
@@ -68,14 +88,50 @@ def test_a_message_of_version_1_is_a_stream_of_records_that_says_who_sent_it():
     assert batch.schema.metadata == sent
     conformed = record.conform(batch)
     assert conformed.rejected == {}
-    assert conformed.batch.to_pylist() == EXPECTED
+    assert conformed.batch.to_pylist() == EXPECTED_1
     assert conformed.batch.schema.equals(record.SCHEMA, check_metadata=True)
 
 
-def test_records_of_version_1_can_be_stored(store):
-    assert store.append(golden()).inserted == 3
+def test_a_message_of_version_2_says_when_its_sender_started_and_what_came_before():
+    data = (GOLDEN / "wire_v2.arrow").read_bytes()
+    found = decode(data, max_rows=3, max_bytes=len(data))
+    assert found.batch.to_pylist() == EXPECTED_2
+    assert found[1:] == ("host-1:4242", 1_768_017_731_123_456, 7, 1_792, 3)
+
+
+@pytest.mark.parametrize(("version", "expected"), [(1, EXPECTED_1), (2, EXPECTED_2)])
+def test_records_of_every_version_can_be_stored(store, version, expected):
+    assert store.append(golden(version)).inserted == 3
     found = [row for batch in store.scan() for row in batch.to_pylist()]
-    assert sorted(found, key=str) == sorted(EXPECTED, key=str)
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("name", ["store_v1.db", "store_v1"])
+@pytest.mark.parametrize("read_only", [True, False])
+def test_stores_of_version_1_are_read_and_written(tmp_path, name, read_only):
+    golden_store, path = GOLDEN / name, tmp_path / name
+    copy = shutil.copytree if golden_store.is_dir() else shutil.copy
+    copy(golden_store, path)
+    with open_store(path, read_only=read_only) as store:
+        for _ in range(2):
+            found = [row for batch in store.scan() for row in batch.to_pylist()]
+            assert sorted(found, key=str) == sorted(EXPECTED_1, key=str)
+            for names in (["response_id"], ["traceparent", "position"]):
+                rows = [row for batch in store.scan(columns=names) for row in batch.to_pylist()]
+                expected = [{name: row[name] for name in names} for row in EXPECTED_1]
+                assert sorted(rows, key=str) == sorted(expected, key=str)
+            assert store.verify().is_good
+    if read_only:
+        return
+    later = record.conform(golden(2)).batch
+    index = later.schema.get_field_index("request_id")
+    later = later.set_column(index, later.schema.field(index), pa.array(["a", "b", "c"]))
+    with open_store(path) as store:
+        assert store.append(golden(2)).inserted + store.append(later).inserted in (3, 6)
+        store.compact()
+        found = [row for batch in store.scan() for row in batch.to_pylist()]
+        assert sorted(found, key=str) == sorted([*EXPECTED_1, *later.to_pylist()], key=str)
+        assert store.verify().is_good
 
 
 @pytest.mark.parametrize("count", [0, 1, 997])
@@ -181,9 +237,9 @@ def times(*text: str) -> pa.Array:
          "null in top_experts"),
         *((name, pa.array(["x" * 1_025, "x" * 1_024, "ü" * 600]),
            f"{name}: longer than 1,024 bytes")
-          for name in ("request_id", "session_id", "model", "capture_id")),
+          for name in ("request_id", "session_id", "model", "capture_id", "response_id")),
         *((name, pa.array([b"\xff", b"ok", b"half \xc3"]).view(pa.string()), f"{name}: not UTF-8")
-          for name in ("request_id", "session_id", "model", "capture_id")),
+          for name in ("request_id", "session_id", "model", "capture_id", "response_id")),
     ],
 )  # fmt: skip
 def test_values_that_no_capture_records_are_rejected(records, name, values, reason):
@@ -191,6 +247,23 @@ def test_values_that_no_capture_records_are_rejected(records, name, values, reas
     assert found.rejected == {reason: 2}
     assert found.batch.num_rows == 1
     assert found.batch.column(name).null_count == values.null_count
+
+
+BAD_TRACES = [
+    "", "00", TRACEPARENT.upper(), TRACEPARENT + "-00", " " + TRACEPARENT, TRACEPARENT + "\n",
+    "01" + TRACEPARENT[2:], "ff" + TRACEPARENT[2:], TRACEPARENT.replace("4bf9", "xbf9"),
+    "00-" + "0" * 32 + TRACEPARENT[35:], TRACEPARENT[:36] + "0" * 16 + "-01",
+    TRACEPARENT.replace("-", "_"), TRACEPARENT[:-1], "ü" * 55,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD_TRACES)
+def test_a_traceparent_that_w3c_does_not_know_rejects_its_row(records, bad):
+    traces = pa.array([TRACEPARENT, bad, None, bad, TRACEPARENT.replace("-01", "-ff")])
+    found = record.conform(records(5, traceparent=traces))
+    assert found.rejected == {"traceparent: not 00-<32 hex>-<16 hex>-<2 hex>": 2}
+    kept = found.batch.column("traceparent").to_pylist()
+    assert kept == [TRACEPARENT, None, TRACEPARENT[:-2] + "ff"]
 
 
 def test_one_bad_row_of_many_of_both_layouts_is_found(records):

@@ -7,6 +7,8 @@ have one file open in one process (pipeline/store/sqlite/file.py).
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from shared import REPO
 
 import pipeline.store
 from capture_kernels.errors import StoreError
@@ -24,9 +28,16 @@ from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from pipeline import record
 from pipeline.store.open import open_store
 from pipeline.store.sqlite import store as sqlite_store
-from pipeline.store.sqlite.file import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, open_database
+from pipeline.store.sqlite.file import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    open_database,
+    statements,
+)
+from pipeline.store.sqlite.migrations import MIGRATIONS, OLDEST_READABLE
 
 START = datetime(2026, 1, 9, 22, 0, tzinfo=UTC)
+GOLDEN = REPO / "tests" / "golden"
 SCHEMA = Path(pipeline.store.__file__).parent / "sqlite" / "schema.sql"
 
 
@@ -155,8 +166,10 @@ STEPS = (
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_an_old_file_is_brought_up_to_date_step_by_step(filled, steps, records):
     for upto in range(steps + 1):
-        open_database(filled, create=False, read_only=False, migrations=STEPS[:upto]).close()
-    open_database(filled, create=False, read_only=False, migrations=STEPS[:steps]).close()
+        scripts = MIGRATIONS + STEPS[:upto]
+        open_database(filled, create=False, read_only=False, migrations=scripts).close()
+    scripts = MIGRATIONS + STEPS[:steps]
+    open_database(filled, create=False, read_only=False, migrations=scripts).close()
     assert sql(filled, "PRAGMA user_version") == [[SCHEMA_VERSION + steps]]
     expected = [[], [["a;b"]], [["a;b", "me"]]][steps]
     if steps:
@@ -165,7 +178,7 @@ def test_an_old_file_is_brought_up_to_date_step_by_step(filled, steps, records):
 
 
 def test_a_migration_that_fails_leaves_the_old_file(filled):
-    broken = (STEPS[0], "ALTER TABLE songs ADD COLUMN x;\n")
+    broken = (*MIGRATIONS, STEPS[0], "ALTER TABLE songs ADD COLUMN x;\n")
     with pytest.raises(StoreError, match="no such table"):
         open_database(filled, create=False, read_only=False, migrations=broken)
     assert sql(filled, "PRAGMA user_version") == [[SCHEMA_VERSION]]
@@ -175,8 +188,92 @@ def test_a_migration_that_fails_leaves_the_old_file(filled):
 
 
 def test_an_old_file_is_not_changed_by_a_reader(filled):
-    with pytest.raises(StoreError, match="old schema version 1: open it once for writing"):
-        open_database(filled, create=False, read_only=True, migrations=STEPS)
+    before = sql(filled, "SELECT name, sql FROM sqlite_master ORDER BY name")
+    scripts = MIGRATIONS + STEPS
+    open_database(filled, create=False, read_only=True, migrations=scripts).close()
+    assert sql(filled, "SELECT name, sql FROM sqlite_master ORDER BY name") == before
+    assert sql(filled, "PRAGMA user_version") == [[SCHEMA_VERSION]]
+    sql(filled, f"PRAGMA user_version = {OLDEST_READABLE - 1}")
+    with pytest.raises(StoreError, match="old schema version 0: open it once for writing"):
+        open_store(filled, read_only=True)
+
+
+def old_store(folder: Path) -> Path:
+    return Path(shutil.copy(GOLDEN / "store_v1.db", folder / "old.db"))
+
+
+def test_a_file_of_version_1_becomes_what_a_new_one_is(tmp_path, path, records):
+    old = old_store(tmp_path)
+    open_store(path, create=True).close()
+    open_store(old).close()
+    columns = "SELECT m.type, m.name, p.name, p.type, p.pk FROM sqlite_master AS m LEFT JOIN"
+    columns += " pragma_table_info(m.name) AS p ORDER BY m.type, m.name, p.cid"
+    assert sql(old, columns) == sql(path, columns)
+    views = "SELECT sql FROM sqlite_master WHERE type IN ('view', 'index') ORDER BY name"
+    assert sql(old, views) == sql(path, views)
+    with open_store(old) as store:
+        assert store.append(records(500)).inserted == 500
+        assert store.counts().rows == 503
+
+
+@pytest.mark.parametrize("at", range(len(list(statements(MIGRATIONS[0]))) + 2))
+def test_a_migration_that_is_killed_leaves_the_old_file_and_the_next_one_ends_it(
+    tmp_path, records, at
+):
+    old = old_store(tmp_path)
+    code = (
+        "import os, signal, sys\n"
+        "from pipeline.store.open import open_store\n"
+        "from pipeline.store.sqlite import file\n"
+        "run, left = file.Database.run, int(sys.argv[2])\n"
+        "def killed(self, sql, *more):\n"
+        "    global left\n"
+        "    writes = 'CREATE', 'ALTER', 'DROP', 'PRAGMA user_version =', 'COMMIT'\n"
+        "    if sql.strip().startswith(writes):\n"
+        "        left -= 1\n"
+        "    if left < 0:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return run(self, sql, *more)\n"
+        "file.Database.run = killed\n"
+        "open_store(sys.argv[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(old), str(at)], timeout=60, cwd=REPO)
+    assert done.returncode == -signal.SIGKILL
+    assert sql(old, "PRAGMA user_version") == [[1]]
+    assert sql(old, "SELECT count(*) FROM fingerprints") == [[3]]
+    with open_store(old) as store:
+        assert store.append(records(100)).inserted == 100
+        assert store.verify().is_good
+        assert store.counts().rows == 103
+    assert sql(old, "PRAGMA user_version") == [[2]]
+
+
+def test_rows_of_one_trace_share_it_and_rows_without_cost_none(path, records):
+    nothing = {"response_id": None, "traceparent": None}
+    with open_store(path, create=True) as store:
+        store.append(records(200, **nothing))
+        assert not store._db.has_traces()
+        store.append(records(800, first=200))
+        store.append(records(800, first=600))
+        names = ["token_id", *record.SINCE_VERSION_2]
+        (found,) = store.scan(columns=names)
+        made = [records(200, **nothing).select(names), records(1_200, first=200).select(names)]
+        assert found.to_pylist() == pa.Table.from_batches(made).to_pylist()
+    # Four requests of five name a response or a trace; of each there is one row.
+    named = records(1_400).slice(200)
+    pairs = zip(*(named.column(n).to_pylist() for n in record.SINCE_VERSION_2), strict=True)
+    found = sql(path, "SELECT response_id, traceparent FROM traces")
+    assert sorted(map(tuple, found), key=str) == sorted(set(pairs) - {(None, None)}, key=str)
+    assert sql(path, "SELECT count(*) FROM fingerprints WHERE trace IS NULL") == [[200]]
+    newest = "SELECT trace_ref FROM traces EXCEPT SELECT trace FROM fingerprints GROUP BY trace"
+    newest += " HAVING max(captured_at) = (SELECT last_at FROM traces WHERE trace_ref = trace)"
+    assert sql(path, newest) == []
+    with open_store(path) as store:
+        store.prune(START + timedelta(seconds=700))
+        assert store.verify().is_good
+    unused = "SELECT count(*) FROM traces WHERE trace_ref NOT IN (SELECT trace FROM fingerprints)"
+    assert sql(path, unused) == [[0]]
+    assert sql(path, "SELECT count(*) FROM traces") != [[0]]
 
 
 def test_a_file_of_a_newer_version_is_refused(filled):

@@ -126,10 +126,14 @@ EDITS = {
     "an unknown layout": ("UPDATE captures SET layout = 300 WHERE capture_ref = 1",),
     "a request that is gone": ("DELETE FROM requests WHERE request_id = 'request-000001'",),
     "a capture that is gone": ("DELETE FROM captures WHERE capture_ref = 1",),
+    "a response that is not UTF-8": (
+        "UPDATE traces SET response_id = CAST(x'ff' AS TEXT) WHERE trace_ref = 1",
+    ),
+    "a traceparent that is none": ("UPDATE traces SET traceparent = 'mine' WHERE trace_ref = 1",),
     "a time that is text": ("UPDATE fingerprints SET captured_at = 'today' WHERE seq = 77",),
     "a row that no block counts": (
         "INSERT INTO fingerprints SELECT 900000, key + 512 * 90, vector, capture, captured_at,"
-        " session, phase, prompt_len, token_id, sink_mass, router_entropy, top_experts FROM"
+        " session, phase, prompt_len, token_id, sink_mass, router_entropy, top_experts, trace FROM"
         " fingerprints WHERE seq = 77",
     ),
 }

@@ -35,7 +35,7 @@ TEMPORARY_PREFIX, TEMPORARY_SUFFIX = ".part-", ".tmp"
 _NAME = re.compile(r"part-(\d{12})(?:-(\d{12}))?\.parquet")
 # Few distinct values: a dictionary pays. Vectors and counters have none, and would only try.
 _DICTIONARY_COLUMNS = ["request_id", "session_id", "prompt_len", "layer", "model", "capture_id",
-                       "layout", "phase"]  # fmt: skip
+                       "layout", "phase", "response_id", "traceparent"]  # fmt: skip
 MOVES_IT = "; `attn db verify --repair` moves it aside"
 # What tells a file from another one of its name: inode, time of its last change in ns, bytes.
 Stamp = tuple[int, int, int]
@@ -105,11 +105,17 @@ class DataFile:
         Raises:
             StoreError: the file is damaged or gone.
         """
-        path = self.root / self.name
+        path, new = self.root / self.name, set(record.SINCE_VERSION_2)
         try:
             with pq.ParquetFile(source or path, metadata=self.metadata) as opened:
                 # One thread: a scan reads several row groups at once instead.
-                table = opened.read_row_group(row_group, columns=columns, use_threads=False)
+                # A file of version 1 has no columns of version 2; a leaf has its column's name.
+                written = self.metadata.schema.names if new & set(columns) else ()
+                lacking = [name for name in columns if name in new and name not in written]
+                asked = [name for name in columns if name not in lacking] or ["position"]
+                table = opened.read_row_group(row_group, columns=asked, use_threads=False)
+                for name in lacking:
+                    table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
             if table.num_rows != self.metadata.row_group(row_group).num_rows:
                 raise ValueError("rows are missing")
             fields = [record.SCHEMA.field(name).with_nullable(True) for name in columns]

@@ -25,6 +25,8 @@ _LOOK_UP = {
     " capture_id, CAST(layout AS INTEGER) AS layout FROM captures WHERE capture_ref = ?",
     "sessions": "SELECT session_ref, CAST(session_id AS TEXT) AS session_id FROM sessions"
     " WHERE session_ref = ?",
+    "traces": "SELECT trace_ref, CAST(response_id AS TEXT) AS response_id,"
+    " CAST(traceparent AS TEXT) AS traceparent FROM traces WHERE trace_ref = ?",
 }
 
 
@@ -44,9 +46,30 @@ def read_block(
         condition: SQL that further restricts the rows.
     """
     low, high = _span(block, last_seq)
+    chosen = f"seq >= {low} AND seq < {high} AND {condition} ORDER BY seq"
+    return read_rows(db, chosen, high - low, names, as_stored, parameters)
+
+
+def read_rows(
+    db: Database,
+    condition: str,
+    size: int,
+    names: list[str],
+    as_stored: bool = False,
+    parameters: Sequence[int] = (),
+) -> pa.RecordBatch | None:
+    """These record fields of the rows that `condition` (SQL, with their order) selects; None if
+    there are none.
+
+    Args:
+        size: at least how many there are.
+    """
     stored = dict.fromkeys(rows_.SOURCES.get(name, name) for name in names)
-    rows = f"FROM fingerprints WHERE seq >= {low} AND seq < {high} AND {condition} ORDER BY seq"
-    size = high - low
+    rows = f"FROM fingerprints WHERE {condition}"
+    if "trace" in stored and not db.has_traces():
+        # An older file has no such column. `key` stands for it where nothing else is asked for.
+        del stored["trace"]
+        stored = stored or {"key": None}
     table = db.table(f"SELECT {', '.join(stored)} {rows}", parameters, size)
     if not rows_.as_expected(table):
         casts = (f"CAST({name} AS {rows_.STORED_TYPES[name]}) AS {name}" for name in stored)

@@ -34,10 +34,10 @@ from pipeline.store.base import (
 )
 from pipeline.store.columns import readable
 
+from .migrations import MIGRATIONS, OLDEST_READABLE
+
 APPLICATION_ID = 0x6174746E  # "attn"; schema.sql sets the same
-SCHEMA_VERSION = 1
-# MIGRATIONS[i] is the SQL script that takes a file from schema version i + 1 to i + 2.
-MIGRATIONS: tuple[str, ...] = ()
+SCHEMA_VERSION = 2
 CACHE_KIB = 64 * 1024
 _BATCH_ROWS = "adbc.sqlite.query.batch_rows"
 
@@ -195,6 +195,12 @@ class Database:
             raise StoreError(_DAMAGED.format(path=self.path))
         return found[0][0]
 
+    def has_traces(self) -> bool:
+        """Whether any fingerprint may have a response_id or a traceparent."""
+        if self.scalar("PRAGMA user_version") < 2:
+            return False
+        return bool(self.rows("SELECT 1 FROM traces LIMIT 1"))
+
     def is_empty(self) -> bool:
         return not self.rows("SELECT 1 FROM sqlite_master LIMIT 1")
 
@@ -223,7 +229,8 @@ def open_database(
         migrations: the scripts from each schema version to the next, in order.
 
     Raises:
-        StoreError: missing, not ours, of a newer version, locked, or not permitted.
+        StoreError: missing, not ours, of a newer version, locked, or not permitted; read-only also
+            of a version before `OLDEST_READABLE`.
     """
     target = len(migrations) + 1
     check_parent(path)
@@ -254,12 +261,13 @@ def open_database(
                 " upgrade attn"
             )
         if version < target:
-            if read_only:
+            if not read_only:
+                _migrate(database, migrations)
+            elif version < OLDEST_READABLE:
                 raise StoreError(
                     f"{path} has the old schema version {version}: open it once for writing, "
                     f"`attn db init --db {path}`, to bring it up to date"
                 )
-            _migrate(database, migrations)
     except BaseException:
         database.close()
         raise

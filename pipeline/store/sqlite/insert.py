@@ -32,6 +32,13 @@ UPDATE sessions SET fingerprints = fingerprints + ?, requests = requests + ?,
 WHERE session_ref = ?10"""
 
 
+_ADD_TRACE = """
+INSERT INTO traces (response_id, traceparent, last_at) SELECT ?1, ?2, ?3
+WHERE NOT EXISTS (SELECT 1 FROM traces WHERE response_id IS ?1 AND traceparent IS ?2)"""
+_SEE_TRACE = """
+UPDATE traces SET last_at = max(last_at, ?3) WHERE response_id IS ?1 AND traceparent IS ?2"""
+
+
 def insert(db: Database, rows: pa.RecordBatch) -> int:
     """Insert the rows whose keys are new; returns how many."""
     newest = db.scalar("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'requests'")
@@ -68,6 +75,8 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         "top_experts": rows_.experts_to_blobs(rows.column("top_experts")),
         **{name: rows.column(name) for name in as_they_are},
     }
+    if (traces := _traces(db, rows, times)) is not None:
+        arrays["trace"] = traces
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.
         zones = helper.submit(_zones, rows)
@@ -132,6 +141,26 @@ def _intern(db: Database, table: str, ref: str, values: dict[str, Any]) -> Ints:
     db.insert(table, batch, "OR IGNORE")
     sql = f"SELECT {ref} FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in values)}"
     return integers(db.table(sql, batch, len(batch)).column(0))
+
+
+def _traces(db: Database, rows: pa.RecordBatch, times: Ints) -> pa.Array | None:
+    """References to the trace of each row, null for none: int64[n]; None if no row has one."""
+    columns = [rows.column(name) for name in record.SINCE_VERSION_2]
+    if all(column.null_count == len(column) for column in columns):
+        return None
+    coded = [encoded(column) for column in columns]
+    found = distinct(*(codes for codes, _ in coded))
+    texts = [known.take(pa.array(codes[found.first])) for codes, known in coded]
+    batch = pa.record_batch([*texts, extremes(found, times)[1]], [*record.SINCE_VERSION_2, "at"])
+    some = pc.or_(*(column.is_valid() for column in texts))
+    known = batch.filter(some)
+    db.run(_ADD_TRACE, known)
+    db.run(_SEE_TRACE, known)
+    sql = "SELECT trace_ref FROM traces WHERE response_id IS ? AND traceparent IS ?"
+    refs = np.zeros(len(batch), np.int64)
+    chosen = some.to_numpy(zero_copy_only=False)
+    refs[chosen] = integers(db.table(sql, known.select([0, 1]), len(known)).column(0))
+    return pa.array(refs[found.code], mask=~chosen[found.code])
 
 
 def _add_to_blocks(db: Database, seq: Ints, captures: Ints, times: Ints) -> None:

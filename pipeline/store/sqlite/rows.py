@@ -28,6 +28,8 @@ SOURCES: Mapping[str, str] = {
     "capture_id": "capture",
     "layout": "capture",
     "session_id": "session",
+    "response_id": "trace",
+    "traceparent": "trace",
 }
 # The type of each column of `fingerprints` as SQLite names it; another program may have stored
 # values of other types in it.
@@ -43,6 +45,7 @@ STORED_TYPES: Mapping[str, str] = {
     "sink_mass": "REAL",
     "router_entropy": "REAL",
     "top_experts": "BLOB",
+    "trace": "INTEGER",
 }
 _ARROW_TYPES = {
     "INTEGER": (pa.int64(),),
@@ -138,10 +141,11 @@ def decode(
     required.
 
     Args:
-        table: the table columns that `SOURCES` names for `columns`, n rows, of `STORED_TYPES`.
+        table: the table columns that `SOURCES` names for `columns`, n rows, of `STORED_TYPES`;
+            without `trace` if there are no traces.
         columns: the record fields to return.
-        look_up: returns the rows of the table "requests", "captures" or "sessions" with the given
-            references, in their order; nulls where there is none.
+        look_up: returns the rows of the table "requests", "captures", "sessions" or "traces" with
+            the given references, in their order; nulls where there is none.
     """
     stored = {name: record.one_chunk(table.column(name)) for name in table.column_names}
     made: dict[str, pa.Array] = {}
@@ -157,6 +161,8 @@ def decode(
         sessions = distinct(refs := _references(stored["session"]))
         names = look_up("sessions", refs[sessions.first]).column("session_id").cast(pa.string())
         made["session_id"] = names.take(pa.array(sessions.code))
+    if chosen := [name for name in record.SINCE_VERSION_2 if name in columns]:
+        made |= _from_traces(stored.get("trace"), chosen, table.num_rows, look_up)
     if "phase" in columns:
         phases = _references(stored["phase"])
         phases = np.where((phases >= 0) & (phases < len(record.PHASES)), phases, len(record.PHASES))
@@ -174,6 +180,23 @@ def _references(column: pa.Array) -> Ints:
     """An integer column as int64[n], with -1, which refers to nothing, for NULL: a damaged page may
     have that in a column that is NOT NULL."""
     return integers(pc.fill_null(column.cast(pa.int64()), -1) if column.null_count else column)
+
+
+def _from_traces(
+    column: pa.Array | None,
+    names: list[str],
+    rows: int,
+    look_up: Callable[[str, Ints], pa.RecordBatch],
+) -> dict[str, pa.Array]:
+    if column is None or column.null_count == rows:
+        return {name: pa.nulls(rows, pa.string()) for name in names}
+    traces = distinct(refs := integers(column.drop_null()))
+    known = look_up("traces", refs[traces.first])
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    codes = np.zeros(rows, np.int64)
+    codes[valid] = traces.code
+    index = pa.array(codes, mask=~valid)
+    return {name: known.column(name).cast(pa.string()).take(index) for name in names}
 
 
 def _fitting(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -1,4 +1,4 @@
--- The fingerprint store, schema version 1.   sqlite3 fingerprints.db < schema.sql
+-- The fingerprint store, schema version 2.   sqlite3 fingerprints.db < schema.sql
 -- Times are microseconds since 1970, UTC. Vectors are 20 little-endian float32: 80 bytes.
 
 PRAGMA page_size = 8192;
@@ -34,6 +34,7 @@ CREATE TABLE sessions (
     UNIQUE (capture, session_id)
 );
 CREATE UNIQUE INDEX sessions_without_id ON sessions (capture) WHERE session_id IS NULL;
+CREATE INDEX sessions_by_time ON sessions (last_at);
 
 -- Request ids, interned. `page` holds the high bits of positions past 2^24 and layers past 510, and
 -- is 0 otherwise: ((layer + 1) >> 9 << 8) | (position >> 24).
@@ -42,6 +43,16 @@ CREATE TABLE requests (
     request_id TEXT NOT NULL,
     page INTEGER NOT NULL DEFAULT 0,
     UNIQUE (request_id, page)
+);
+
+-- What fingerprints were a part of: the response of an engine, the span of a trace (W3C). One row per
+-- pair, and none for two nulls. last_at: the latest time of a fingerprint with this pair.
+CREATE TABLE traces (
+    trace_ref INTEGER PRIMARY KEY AUTOINCREMENT,
+    response_id TEXT,
+    traceparent TEXT,
+    last_at INTEGER NOT NULL,
+    UNIQUE (response_id, traceparent)
 );
 
 -- One row per fingerprint, numbered in order of arrival.
@@ -59,7 +70,8 @@ CREATE TABLE fingerprints (
     token_id INTEGER,
     sink_mass REAL,
     router_entropy REAL,
-    top_experts BLOB
+    top_experts BLOB,
+    trace INTEGER REFERENCES traces
 );
 CREATE UNIQUE INDEX fingerprints_by_key ON fingerprints (key);
 
@@ -79,11 +91,14 @@ CREATE VIEW records AS SELECT
     token_id,
     sink_mass,
     router_entropy,
+    response_id,
+    traceparent,
     vector
 FROM fingerprints
     JOIN requests ON requests.request_ref = key >> 33
     JOIN captures ON captures.capture_ref = fingerprints.capture
-    JOIN sessions ON sessions.session_ref = fingerprints.session;
+    JOIN sessions ON sessions.session_ref = fingerprints.session
+    LEFT JOIN traces ON traces.trace_ref = fingerprints.trace;
 
 -- A summary of each 65,536 sequence numbers, so that a time window or a count of groups reads a few
 -- summaries instead of every row. block = seq >> 16
@@ -133,6 +148,6 @@ CREATE TABLE clusters (
 
 -- "attn" in ASCII, so that another program's file is not mistaken for a store.
 PRAGMA application_id = 1635021934;
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
 
 COMMIT;

@@ -91,7 +91,8 @@ class SqliteStore(Store):
                 for block in blocks:
                     deleted += delete_from_block(self._db, block, f"{TIME} <= ?", (last,))
                 if not blocks:
-                    self._db.run("DELETE FROM sessions WHERE last_at <= ?", (last,))
+                    for table in ("sessions", "traces"):
+                        self._db.run(f"DELETE FROM {table} WHERE last_at <= ?", (last,))
                     break
             time.sleep(PAUSE_S)
         if deleted:
