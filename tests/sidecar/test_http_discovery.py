@@ -37,11 +37,11 @@ from discovery.runs.folder import move_latest
 from discovery.runs.lock import output_lock
 from pipeline.durable import facts_of
 from pipeline.store.open import open_store
-from sidecar.http import discovery, jobs, maps, runs
+from sidecar.http.discovery import jobs, maps, routes, runs
+from sidecar.http.discovery.jobs import CommandRefused, Follower, read_client_file
+from sidecar.http.discovery.maps import Map, Maps, byte_range
 from sidecar.http.errors import add_error_handlers
-from sidecar.http.jobs import CommandRefused, Follower, read_client_file
 from sidecar.http.live import Broadcast
-from sidecar.http.maps import Map, Maps, byte_range
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
 DISCOVER = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--min-cluster-size", "30"]
@@ -87,7 +87,7 @@ def service_of(output: Path) -> Any:
 def app_of(service: Any) -> FastAPI:
     app = FastAPI()
     add_error_handlers(app)
-    app.include_router(discovery.router)
+    app.include_router(routes.router)
     app.include_router(runs.router)
     app.state.service = service
     return app
@@ -717,8 +717,8 @@ def test_the_routes_are_described_with_their_answers(made):
 
 def test_the_routes_load_no_library_of_the_job(made):
     code = (
-        "import sys; import sidecar.http.discovery, sidecar.http.runs, sidecar.http.live, "
-        "sidecar.http.limits; "
+        "import sys; import sidecar.http.discovery.routes, sidecar.http.discovery.runs; "
+        "import sidecar.http.live, sidecar.http.limits; "
         "print([name for name in sys.modules if name.split('.')[0] in "
         "('sklearn', 'umap', 'hdbscan', 'dask', 'scipy', 'numba', 'rich', 'torch', 'psutil')])"
     )

@@ -25,8 +25,8 @@ from discovery.artifacts.schema import RUN_ID
 from discovery.events.schema import STAGE_NAMES
 from discovery.runs.lock import LOCK, Holder, lock_holder
 
-from .reads import FILES
-from .streams import Events, event
+from ..reads import FILES
+from ..streams import Events, event
 
 PROGRESS = "progress.jsonl"
 # An event is at most some 30 KB; what is read of a log at a time, and to know where a run is.
