@@ -1,37 +1,27 @@
-"""Sessions and requests: what the store has of them, and what happens in them now."""
+"""Sessions: what the store has of them, and what happens in them now."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import timedelta
 from typing import Annotated, Any
 
-import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from fastapi import APIRouter, Path, Query, Request, Response
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from capture_kernels.arrays import Floats, Mask
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.fingerprint.zones import ZONES, ZoneRules
-from discovery.artifacts.classifier import ANSWER_VERSION
-from discovery.artifacts.schema import NOISE
+from capture_kernels.fingerprint.zones import ZONES
 from pipeline import record
-from pipeline.record import PHASES
+from pipeline.store.base import MICROS, Selection
 
 from .errors import Json, documented
-from .live import standard_zones, step_of
 from .reads import STORE
 
-# Rows of a request that a summary reads: some 50 MB. A context of 262,144 tokens has as many.
-MOST_ROWS = 1 << 18
-PAGE_ROWS = 1 << 16
-MOST_PATH = 10_000
+# Rows that are looked at to find the requests of a session, and requests that are listed.
+MOST_SCANNED = 1 << 21
+MOST_REQUESTS = 1_000
 TEXT = Path(max_length=record.TEXT_BYTES, description="As it was recorded; encode / as %2F.")
 
 router = APIRouter(tags=["sessions"])
@@ -55,17 +45,27 @@ def unreadable(error: StoreError) -> HTTPException:
 
 class SessionPage(BaseModel):
     sessions: list[dict[str, Any]] = Field(
-        description="The most recent first. Counts and zones are those of the store; `live` has "
-        "those since the service started, null if there were none."
-    )
+        description="The most recent first; a session with several models or captures once for "
+        "each. Counts and zones (by the standard thresholds) are those of the store; `live` has "
+        "those since the service started, null if there were none.",
+        examples=[[{"session_id": "s-1", "model": "m", "capture_id": "0123456789ab", "layout": 1,
+                    "requests": 2, "fingerprints": 512, "first_at": "2026-01-10T04:02:11Z",
+                    "last_at": "2026-01-10T04:09:00Z", "zones": dict.fromkeys(ZONES, 1),
+                    "cursor": "1768017740000000:7", "live": None}]],
+    )  # fmt: skip
     next: str | None = Field(description="`after` of the next page")
 
 
-@router.get("/sessions", summary="Sessions", response_model=SessionPage, responses=STORE_ERRORS)
+@router.get(
+    "/sessions",
+    summary="Sessions",
+    response_model=SessionPage,
+    responses={**documented((400, "a cursor that is none")), **STORE_ERRORS},
+)
 async def sessions(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
-    after: Annotated[str | None, Query(max_length=record.TEXT_BYTES)] = None,
+    after: Annotated[str | None, Query(max_length=41, pattern=r"^-?\d+:-?\d+$")] = None,
 ) -> Response:
     """What the store has and what has arrived since, page by page."""
     return Json(await STORE(_sessions, request.app.state.service, limit, after))
@@ -73,28 +73,44 @@ async def sessions(
 
 def _sessions(service: Any, limit: int, after: str | None) -> dict[str, Any]:
     store = reading(service)
+    if after and not all(MICROS[0] <= int(one) <= MICROS[1] for one in after.split(":")):
+        raise HTTPException(400, "after must be `next` of the page before")
     try:
-        found = [shown(one) for one in store.sessions(limit + 1, after)]
+        found = store.sessions(limit + 1, after)
         page = [{**one, "live": service.sessions.live(one["session_id"])} for one in found[:limit]]
         if after is None:
             # Rows that are not stored yet may be of a session that the store does not know.
-            known = {one["session_id"] for one in page}
+            known = {None, *(one["session_id"] for one in page)}
             arrived = [
                 {"session_id": live["session_id"], "live": live}
                 for live in service.sessions.newest(limit)
-                if live["session_id"] not in known and store.session(live["session_id"]) is None
+                if live["session_id"] not in known and not store.session(live["session_id"])
             ]
             page = arrived + page
     except StoreError as error:
         raise unreadable(error) from None
-    return {
-        "sessions": page,
-        "next": found[limit - 1]["session_id"] if len(found) > limit else None,
-    }
+    return {"sessions": page, "next": found[limit - 1]["cursor"] if len(found) > limit else None}
 
 
-class Session(BaseModel, extra="allow"):
-    session_id: str | None
+class RequestOfSession(BaseModel):
+    request_id: str
+    rows: int
+    first_at: str
+    last_at: str
+
+
+class Session(BaseModel):
+    session_id: str
+    fingerprints: int = Field(description="that the store has had")
+    first_at: str | None
+    last_at: str | None
+    zones: dict[str, int] = Field(description="rows in each zone, by the standard thresholds")
+    groups: list[dict[str, Any]] = Field(description="the same for each model and capture")
+    requests: list[RequestOfSession] = Field(
+        description=f"that the store holds, in the order in which they began; {MOST_REQUESTS:,} at "
+        "most"
+    )
+    is_whole: bool = Field(description="whether these are all")
     live: dict[str, Any] | None = Field(description="since the service started")
 
 
@@ -105,285 +121,58 @@ class Session(BaseModel, extra="allow"):
     responses={**documented((404, "there is no such session")), **STORE_ERRORS},
 )
 async def session(request: Request, session_id: Annotated[str, TEXT]) -> Response:
-    """Its counts, its zones and its requests, also if it ended long ago: its records are read with
+    """Its counts, its zones and its requests, also if it ended long ago: each request is read with
     /requests/{request_id}."""
     return Json(await STORE(_session, request.app.state.service, session_id))
 
 
 def _session(service: Any, session_id: str) -> dict[str, Any]:
-    try:
-        stored = reading(service).session(session_id)
-    except StoreError as error:
-        raise unreadable(error) from None
     live = service.sessions.live(session_id)
-    if stored is None and live is None:
-        raise HTTPException(404, f"there is no session {session_id[:80]!r}")
-    return {"session_id": session_id, **(shown(stored) if stored is not None else {}), "live": live}
-
-
-def shown(stored: Any) -> dict[str, Any]:
-    """What a store gives, as JSON values."""
-    found: dict[str, Any] = msgspec.to_builtins(stored, str_keys=True)
-    return found
-
-
-# requests
-
-
-class Span(BaseModel):
-    zone: str
-    first_step: int
-    last_step: int
-    rows: int
-
-
-class PhaseSummary(BaseModel):
-    rows: int
-    zones: dict[str, float] = Field(description="share of the phase's rows in each zone")
-    mean_entropy: float
-
-
-class ClusterCount(BaseModel):
-    cluster_id: int
-    label: str | None
-    rows: int
-    share: float
-
-
-class RequestClusters(BaseModel):
-    run_id: str
-    comparable_rows: int = Field(description="of the run's model, layout and capture_id")
-    noise_rows: int
-    clusters: list[ClusterCount] = Field(description="the largest first")
-
-
-class RequestSummary(BaseModel):
-    request_id: str
-    session_id: str | None
-    model: str
-    capture_id: str
-    layout: str
-    prompt_len: int | None
-    rows: int = Field(description=f"that the summary is of: the first {MOST_ROWS:,} at most")
-    is_whole: bool = Field(description="whether the request has no more rows")
-    layers: list[int] = Field(description="-1 is the mean over the captured layers")
-    path_layer: int = Field(description="the layer that `zone_path` and `transitions` are of")
-    first_at: str
-    last_at: str
-    zones: dict[str, float]
-    zone_path: list[Span] = Field(description=f"spans of one zone; the first {MOST_PATH:,}")
-    zone_spans: int = Field(description="how many there are")
-    transitions: list[list[int]] = Field(
-        description="how often row i's zone was followed by column j's, both in the order of zones"
-    )
-    phases: dict[str, PhaseSummary] = Field(description="think against output, and the prompt")
-    clusters: RequestClusters | None = Field(description="null if no run is served")
-    offset: int
-    records: list[dict[str, Any]] = Field(description="rows `offset` to `offset` + `limit`")
-    next_offset: int | None
-    run_id: str | None
-    schema_version: int
-
-
-@router.get(
-    "/requests/{request_id:path}",
-    summary="One request: its zones over the steps, its phases, its rows",
-    response_model=RequestSummary,
-    responses={**documented((404, "there is no such request")), **STORE_ERRORS},
-)
-async def request_summary(
-    request: Request,
-    request_id: Annotated[str, TEXT],
-    offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
-    limit: Annotated[int, Query(ge=0, le=1_000)] = 100,
-    vectors: Annotated[bool, Query(description="Give each row's vector.")] = False,
-) -> Response:
-    """Zones are decided from the stored vectors by the rules of the served run, or else by the
-    standard ones. Rows are in the order of position and layer."""
-    service = request.app.state.service
-    return Json(await STORE(_request, service, request_id, offset, limit, vectors))
-
-
-def _request(
-    service: Any, request_id: str, offset: int, limit: int, vectors: bool
-) -> dict[str, Any]:
-    store, run = reading(service), service.serving.current
     try:
-        batches = list(_batches(store, request_id))
-        if not batches:
-            raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
-        table = pa.Table.from_batches(batches)
-        is_whole = table.num_rows < MOST_ROWS
-        rows = table.slice(offset, limit + 1)
-        if not is_whole and offset + limit >= table.num_rows:
-            rows = as_table(store.request(request_id, offset, limit + 1))
+        groups = reading(service).session(session_id)
+        requests, is_whole = requests_of(service.store, session_id, groups)
     except StoreError as error:
         raise unreadable(error) from None
-    more = rows.num_rows > limit > 0
+    if not groups and live is None:
+        raise HTTPException(404, f"there is no session {session_id[:80]!r}")
     return {
-        "request_id": request_id, "is_whole": is_whole, **Read(table, run).summary(),
-        "offset": offset, "records": Read(rows.slice(0, limit), run).records(vectors),
-        "next_offset": offset + limit if more else None,
-        "run_id": run.run_id if run else None, "schema_version": ANSWER_VERSION,
+        "session_id": session_id,
+        "fingerprints": sum(one["fingerprints"] for one in groups),
+        "first_at": min((one["first_at"] for one in groups), default=None),
+        "last_at": max((one["last_at"] for one in groups), default=None),
+        "zones": {zone: sum(one["zones"][zone] for one in groups) for zone in ZONES},
+        "groups": groups, "requests": requests, "is_whole": is_whole, "live": live,
     }  # fmt: skip
 
 
-def _batches(store: Any, request_id: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a request in the order of position and layer, `MOST_ROWS` at most."""
-    for offset in range(0, MOST_ROWS, PAGE_ROWS):
-        found = as_table(store.request(request_id, offset, PAGE_ROWS))
-        yield from found.to_batches()
-        if found.num_rows < PAGE_ROWS:
-            return
+def requests_of(
+    store: Any, session_id: str, groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], bool]:
+    """The requests of a session, and whether these are all.
 
-
-def as_table(rows: pa.Table | pa.RecordBatch | None) -> pa.Table:
-    if rows is None:
-        return record.SCHEMA.empty_table()
-    return rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
-
-
-class Read:
-    """Rows of one request as arrays, classified.
-
-    Args:
-        table: n rows in `record.SCHEMA`, in the order of position and layer.
-        run: what is served, or None.
+    No store has an index of them: the rows of the session's time are read, `MOST_SCANNED` at most.
     """
-
-    def __init__(self, table: pa.Table, run: Any) -> None:
-        # One dictionary for all of a column's chunks.
-        self._table = table.unify_dictionaries().combine_chunks()
-        self._run = run
-        self._vectors: Floats = record.vectors(self._table) if table.num_rows else (
-            np.empty((0, 20), np.float32)
+    left, found = MOST_SCANNED, []
+    for one in groups:
+        window = Selection(
+            one["first_at"], one["last_at"] + timedelta(microseconds=1), one["model"],
+            one["layout"], one["capture_id"],
         )  # fmt: skip
-        layouts = self._numbers("layout")
-        rules = ZoneRules(**run.manifest["zone_rules"]) if run else ZoneRules()
-        self._zones = standard_zones(self._vectors, layouts, rules)
-        self._cluster = np.full(table.num_rows, NOISE, np.int32)
-        self._probability = np.zeros(table.num_rows, np.float32)
-        self._comparable = np.zeros(table.num_rows, bool)
-        if run is not None and table.num_rows:
-            self._classify(layouts)
-
-    def _classify(self, layouts: NDArray[Any]) -> None:
-        classifier = self._run.classifier
-        same = layouts == int(classifier.layout)
-        for name in ("model", "capture_id"):
-            same &= self._equal(name, self._run.manifest[name])
-        self._comparable = same
-        found = classifier.classify(self._vectors[same])
-        self._cluster[same], self._probability[same] = found.cluster_id, found.probability
-
-    def _numbers(self, name: str) -> NDArray[Any]:
-        found: NDArray[Any] = self._table.column(name).to_numpy()
-        return found
-
-    def _equal(self, name: str, value: str) -> Mask:
-        """Which rows have this value in a dictionary column: bool[n]."""
-        column = record.one_chunk(self._table.column(name))
-        if not len(column):
-            return np.zeros(0, bool)
-        hits = pc.equal(column.dictionary, value).to_numpy(zero_copy_only=False)
-        found: Mask = hits[column.indices.to_numpy()]
-        return found
-
-    def summary(self) -> dict[str, Any]:
-        """All but the rows themselves."""
-        first = {name: self._table.column(name)[0].as_py() for name in
-                 ("session_id", "model", "capture_id", "prompt_len")}  # fmt: skip
-        layers, counts = np.unique(self._numbers("layer"), return_counts=True)
-        path_layer = int(layers[counts.argmax()])  # the mean over layers comes first
-        times = self._numbers("captured_at")
-        return {
-            **first,
-            "layout": Layout(int(self._numbers("layout")[0])).label,
-            "rows": len(self._zones),
-            "layers": layers.tolist(),
-            "path_layer": path_layer,
-            **{
-                name: _iso(at) for name, at in (("first_at", times.min()), ("last_at", times.max()))
-            },
-            "zones": shares(self._zones),
-            **self._path(path_layer),
-            "phases": {
-                phase: {
-                    "rows": int(chosen.sum()),
-                    "zones": shares(self._zones[chosen]),
-                    "mean_entropy": round(float(self._vectors[chosen, 3].mean()), 6),
-                }
-                for phase in PHASES
-                if (chosen := self._equal("phase", phase)).any()
-            },
-            "clusters": self._clusters(),
-        }
-
-    def _path(self, layer: int) -> dict[str, Any]:
-        """Spans of steps in one zone, and how often a zone followed another."""
-        rows = np.flatnonzero(self._numbers("layer") == layer)
-        zones = self._zones[rows].astype(np.int64)
-        cells = zones[:-1] * len(ZONES) + zones[1:]
-        counts = np.bincount(cells, minlength=len(ZONES) ** 2).reshape(len(ZONES), -1)
-        begins = np.flatnonzero(np.diff(zones, prepend=-1))
-        ends = (np.append(begins[1:], len(zones)) - 1)[:MOST_PATH]
-        first, last = (self._steps(rows[at]) for at in (begins[:MOST_PATH], ends))
-        spans = zip(begins.tolist(), ends.tolist(), first, last, strict=False)
-        return {
-            "zone_path": [
-                {"zone": ZONES[zones[begin]], "first_step": one, "last_step": other,
-                 "rows": end - begin + 1}
-                for begin, end, one, other in spans
-            ],
-            "zone_spans": len(begins),
-            "transitions": counts.tolist(),
-        }  # fmt: skip
-
-    def _steps(self, rows: NDArray[np.intp]) -> list[int]:
-        """The decode steps of some rows."""
-        some = self._table.select(["position", "prompt_len"]).take(pa.array(rows))
-        pairs = zip(*(column.to_pylist() for column in some.columns), strict=True)
-        return [step_of(position, length) for position, length in pairs]
-
-    def _clusters(self) -> dict[str, Any] | None:
-        if self._run is None:
-            return None
-        known = self._cluster[self._comparable]
-        ids, rows = np.unique(known[known != NOISE], return_counts=True)
-        order = np.argsort(-rows, kind="stable")
-        labels = self._run.classifier.labels
-        return {
-            "run_id": self._run.run_id,
-            "comparable_rows": len(known),
-            "noise_rows": int(np.count_nonzero(known == NOISE)),
-            "clusters": [
-                {"cluster_id": int(ids[i]), "label": labels.get(int(ids[i])), "rows": int(rows[i]),
-                 "share": round(float(rows[i] / len(known)), 6)}
-                for i in order
-            ],
-        }  # fmt: skip
-
-    def records(self, vectors: bool) -> list[dict[str, Any]]:
-        """Each row as JSON values, with its step, zone and cluster."""
-        hidden = {"request_id"} if vectors else {"request_id", "vector"}
-        found = self._table.drop_columns(sorted(hidden)).to_pylist()
-        for row, one in enumerate(found):
-            one["captured_at"] = one["captured_at"].isoformat()
-            one["step"] = step_of(one["position"], one["prompt_len"])
-            one["zone"] = ZONES[self._zones[row]]
-            one["cluster_id"] = int(self._cluster[row]) if self._comparable[row] else None
-            one["probability"] = (
-                round(float(self._probability[row]), 6) if self._comparable[row] else None
-            )
-        return found
-
-
-def shares(zones: NDArray[np.int8]) -> dict[str, float]:
-    """The share of each zone in [0, 1]."""
-    counts = np.bincount(zones, minlength=len(ZONES)) / max(len(zones), 1)
-    return dict(zip(ZONES, np.round(counts, 6).tolist(), strict=True))
-
-
-def _iso(at: np.datetime64) -> str:
-    micros = int(at.astype("datetime64[us]").astype(np.int64))
-    return datetime.fromtimestamp(micros / 1e6, UTC).isoformat()
+        for batch in store.scan(window, columns=["session_id", "request_id", "captured_at"]):
+            rows = batch.filter(pc.equal(batch.column("session_id"), session_id))
+            if rows.num_rows:
+                found.append(rows)
+            left -= batch.num_rows
+            if left <= 0:
+                break
+    if not found:
+        return [], left > 0
+    times = [("captured_at", "min"), ("captured_at", "max"), ("captured_at", "count")]
+    table = pa.Table.from_batches(found).group_by("request_id").aggregate(times)
+    table = table.sort_by([("captured_at_min", "ascending"), ("request_id", "ascending")])
+    requests = [
+        {"request_id": one["request_id"], "rows": one["captured_at_count"],
+         "first_at": one["captured_at_min"], "last_at": one["captured_at_max"]}
+        for one in table.slice(0, MOST_REQUESTS).to_pylist()
+    ]  # fmt: skip
+    return requests, left > 0 and table.num_rows <= MOST_REQUESTS

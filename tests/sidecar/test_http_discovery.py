@@ -715,6 +715,22 @@ def test_the_routes_are_described_with_their_answers(made):
     assert {"200", "206", "304", "404", "410", "416"} <= set(served)
 
 
+def test_answers_are_as_they_are_described(still, made, tmp_path):
+    described = {
+        "/status": routes.Status, "/runs": runs.RunPage, "/runs/latest/clusters": runs.Clusters,
+        "/runs/latest/lineage": runs.Lineage, "/runs/latest/map/meta": runs.AboutMap,
+    }  # fmt: skip
+    for path, model in described.items():
+        answer = still.get(path).json()
+        model.model_validate(answer, strict=True)
+        assert set(answer) == set(model.model_fields)
+    with client_of(tmp_path) as client, Job(tmp_path, RUN_ID) as job:
+        for found in (client.get("/status").json()["running"] for _ in range(2)):
+            routes.Running.model_validate(found, strict=True)
+            assert set(found) == set(routes.Running.model_fields)
+            job.write("run_started", resumed=False, model="m", rows=7)
+
+
 def test_the_routes_load_no_library_of_the_job(made):
     code = (
         "import sys; import sidecar.http.discovery.routes, sidecar.http.discovery.runs; "

@@ -28,7 +28,7 @@ from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.read import open_artifacts
 from pipeline.record import make_batch
 from pipeline.store.open import open_store
-from sidecar.http import sessions
+from sidecar.http import requests, sessions
 from sidecar.http.errors import add_error_handlers
 
 GOLDEN = REPO / "tests/golden/run_v1"
@@ -59,6 +59,7 @@ def client_of(store: Any, run: Any = None, **live: dict[str, Any]) -> Iterator[h
     app = FastAPI()
     add_error_handlers(app)
     app.include_router(sessions.router)
+    app.include_router(requests.router)
     app.state.service = SimpleNamespace(
         store=store, store_problem="the store fingerprints.db is damaged",
         serving=SimpleNamespace(current=run), sessions=NoSessions(**live),
@@ -128,7 +129,8 @@ def test_a_request_shows_its_path_through_the_zones(store):
     assert found["transitions"] == counts.tolist()
     assert found["zones"] == pytest.approx({z: zones.count(z) / 200 for z in ZONES}, abs=1e-6)
     assert (found["layers"], found["path_layer"], found["layout"]) == ([-1], -1, "log16")
-    assert found["first_at"] == "2026-01-09T06:00:01+00:00" and found["is_whole"]
+    assert found["first_at"] == "2026-01-09T06:00:01+00:00"
+    assert found["summarised_rows"] == 200
 
 
 def test_thinking_is_compared_with_the_output(store):
@@ -203,12 +205,12 @@ def test_a_request_with_records_of_each_layer_has_the_path_of_one(store):
 
 
 def test_a_request_that_is_longer_than_a_summary_says_so(store, monkeypatch):
-    monkeypatch.setattr(sessions, "MOST_ROWS", 128)
-    monkeypatch.setattr(sessions, "PAGE_ROWS", 64)
+    monkeypatch.setattr(requests, "MOST_ROWS", 128)
+    monkeypatch.setattr(requests, "PAGE_ROWS", 64)
     store.append(request_rows("r", VECTORS))
     with client_of(store) as client:
         found = client.get("/requests/r", params={"limit": 10}).json()
-        assert (found["rows"], found["is_whole"], found["next_offset"]) == (128, False, 10)
+        assert (found["rows"], found["summarised_rows"], found["next_offset"]) == (300, 128, 10)
         for offset, steps in ((120, 10), (128, 10), (290, 10), (295, 5)):
             params = {"offset": offset, "limit": 10}
             page = client.get("/requests/r", params=params).json()
@@ -253,9 +255,39 @@ def test_sessions_are_listed_page_by_page_and_restored_one_by_one(store):
             expected = np.bincount(ZoneRules().classify(rows, Layout.LOG16).zone, minlength=5)
             assert [one["zones"][zone] for zone in ZONES] == expected.tolist()
         again = client.get("/sessions/s3").json()
-        requests = {one["request_id"] for one in again["requests"]}
-        assert requests == {"r3-0", "r3-1"} and again["fingerprints"] == 20
-        assert client.get(f"/requests/{requests.pop()}").json()["session_id"] == "s3"
+        assert [(one["request_id"], one["rows"]) for one in again["requests"]] == [
+            ("r3-0", 10), ("r3-1", 10)
+        ]  # fmt: skip
+        assert again["is_whole"] and again["fingerprints"] == 20 and len(again["groups"]) == 1
+        assert again["zones"] == seen[3]["zones"]
+        assert client.get("/requests/r3-0").json()["session_id"] == "s3"
+        for wrong in ("x", "1", "99999999999999999999:0", "1:"):
+            answer = client.get("/sessions", params={"after": wrong})
+            assert answer.status_code in (400, 422) and answer.json()["error"]
+
+
+def test_a_session_of_two_models_is_one_session(store):
+    store.append(request_rows("a", VECTORS[:10], session_id="s"))
+    store.append(request_rows("b", VECTORS[10:15], session_id="s", model="another"))
+    with client_of(store) as client:
+        page = client.get("/sessions").json()["sessions"]
+        assert {(one["session_id"], one["fingerprints"]) for one in page} == {("s", 10), ("s", 5)}
+        found = client.get("/sessions/s").json()
+    assert found["fingerprints"] == sum(found["zones"].values()) == 15
+    assert [one["request_id"] for one in found["requests"]] == ["a", "b"]
+
+
+def test_a_session_among_too_many_rows_says_that_requests_may_be_missing(store, monkeypatch):
+    store.append(request_rows("a", VECTORS[:100], session_id="s"))
+    monkeypatch.setattr(sessions, "MOST_SCANNED", 50)
+    with client_of(store) as client:
+        assert not client.get("/sessions/s").json()["is_whole"]
+    monkeypatch.setattr(sessions, "MOST_SCANNED", 101)
+    monkeypatch.setattr(sessions, "MOST_REQUESTS", 1)
+    with client_of(store) as client:
+        assert client.get("/sessions/s").json()["is_whole"]
+        store.append(request_rows("b", VECTORS[:1], session_id="s"))
+        assert not client.get("/sessions/s").json()["is_whole"]
 
 
 def test_what_happens_now_is_shown_with_what_is_stored(store):
@@ -267,8 +299,23 @@ def test_what_happens_now_is_shown_with_what_is_stored(store):
         assert found[0] == {"session_id": "new", "live": new}
         assert (found[1]["session_id"], found[1]["live"]) == ("old", old)
         assert found[1]["fingerprints"] == 5 and len(found) == 2
-        assert client.get("/sessions/new").json() == {"session_id": "new", "live": new}
+        alone = client.get("/sessions/new").json()
+        assert (alone["live"], alone["fingerprints"], alone["requests"]) == (new, 0, [])
         assert client.get("/sessions/old").json()["live"] == old
+
+
+def test_answers_are_as_they_are_described(store):
+    store.append(request_rows("r", VECTORS[:50], session_id="s"))
+    described = {
+        "/sessions": sessions.SessionPage, "/sessions/s": sessions.Session,
+        "/requests/r": requests.RequestSummary,
+    }  # fmt: skip
+    for run in (None, served()):
+        with client_of(store, run, s={"session_id": "s", "fingerprints": 1}) as client:
+            for path, model in described.items():
+                answer = client.get(path).json()
+                model.model_validate(answer, strict=True)
+                assert set(answer) == set(model.model_fields)
 
 
 # the store

@@ -25,7 +25,7 @@ from discovery.artifacts.schema import RUN_ID
 from discovery.events.schema import STAGE_NAMES
 from discovery.runs.lock import LOCK, Holder, lock_holder
 
-from ..reads import FILES
+from ..reads import FILES, LOGS
 from ..streams import Events, event
 
 PROGRESS = "progress.jsonl"
@@ -190,7 +190,7 @@ async def follow(output: Path, last_id: str | None) -> Events:
     """The events of the running job and of those that come after it; None where there is none."""
     follower = Follower(output, last_id)
     while True:
-        found = await FILES(follower.read)
+        found = await LOGS(follower.read)
         for one in found:
             yield one
         if not found:
