@@ -42,6 +42,8 @@ class Reads:
             self._waiting -= 1
 
 
-# Files of runs; and the store, which others may have locked.
+# Files of runs; the log of the running job, for every client that follows it; and the store, which
+# others may have locked.
 FILES = Reads(threads=4, most_waiting=128)
+LOGS = Reads(threads=2, most_waiting=4_096)
 STORE = Reads(threads=2, most_waiting=32)

@@ -37,11 +37,11 @@ from discovery.runs.folder import move_latest
 from discovery.runs.lock import output_lock
 from pipeline.durable import facts_of
 from pipeline.store.open import open_store
-from sidecar.http import discovery, jobs, maps, runs
+from sidecar.http.discovery import jobs, maps, routes, runs
+from sidecar.http.discovery.jobs import CommandRefused, Follower, read_client_file
+from sidecar.http.discovery.maps import Map, Maps, byte_range
 from sidecar.http.errors import add_error_handlers
-from sidecar.http.jobs import CommandRefused, Follower, read_client_file
 from sidecar.http.live import Broadcast
-from sidecar.http.maps import Map, Maps, byte_range
 
 RUN_ID = f"{NOW:%Y-%m-%dT%H-%M-%S}"
 DISCOVER = ["--hours", "0", "--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--min-cluster-size", "30"]
@@ -87,7 +87,7 @@ def service_of(output: Path) -> Any:
 def app_of(service: Any) -> FastAPI:
     app = FastAPI()
     add_error_handlers(app)
-    app.include_router(discovery.router)
+    app.include_router(routes.router)
     app.include_router(runs.router)
     app.state.service, app.state.broadcast = service, service.broadcast
     return app
@@ -715,10 +715,26 @@ def test_the_routes_are_described_with_their_answers(made):
     assert {"200", "206", "304", "404", "410", "416"} <= set(served)
 
 
+def test_answers_are_as_they_are_described(still, made, tmp_path):
+    described = {
+        "/status": routes.Status, "/runs": runs.RunPage, "/runs/latest/clusters": runs.Clusters,
+        "/runs/latest/lineage": runs.Lineage, "/runs/latest/map/meta": runs.AboutMap,
+    }  # fmt: skip
+    for path, model in described.items():
+        answer = still.get(path).json()
+        model.model_validate(answer, strict=True)
+        assert set(answer) == set(model.model_fields)
+    with client_of(tmp_path) as client, Job(tmp_path, RUN_ID) as job:
+        for found in (client.get("/status").json()["running"] for _ in range(2)):
+            routes.Running.model_validate(found, strict=True)
+            assert set(found) == set(routes.Running.model_fields)
+            job.write("run_started", resumed=False, model="m", rows=7)
+
+
 def test_the_routes_load_no_library_of_the_job(made):
     code = (
-        "import sys; import sidecar.http.discovery, sidecar.http.runs, sidecar.http.live, "
-        "sidecar.http.limits; "
+        "import sys; import sidecar.http.discovery.routes, sidecar.http.discovery.runs; "
+        "import sidecar.http.live, sidecar.http.limits; "
         "print([name for name in sys.modules if name.split('.')[0] in "
         "('sklearn', 'umap', 'hdbscan', 'dask', 'scipy', 'numba', 'rich', 'torch', 'psutil')])"
     )

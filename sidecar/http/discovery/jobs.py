@@ -25,8 +25,8 @@ from discovery.artifacts.schema import RUN_ID
 from discovery.events.schema import STAGE_NAMES
 from discovery.runs.lock import LOCK, Holder, lock_holder
 
-from .reads import FILES
-from .streams import Events, event
+from ..reads import FILES, LOGS
+from ..streams import Events, event
 
 PROGRESS = "progress.jsonl"
 # An event is at most some 30 KB; what is read of a log at a time, and to know where a run is.
@@ -190,7 +190,7 @@ async def follow(output: Path, last_id: str | None) -> Events:
     """The events of the running job and of those that come after it; None where there is none."""
     follower = Follower(output, last_id)
     while True:
-        found = await FILES(follower.read)
+        found = await LOGS(follower.read)
         for one in found:
             yield one
         if not found:

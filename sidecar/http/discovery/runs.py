@@ -20,9 +20,9 @@ from discovery.runs import folder as runs
 from discovery.runs import history
 from discovery.runs.state import CHECKPOINT, RunState, state_of
 
-from .errors import Json, documented, error_response
+from ..errors import Json, documented, error_response
+from ..reads import FILES
 from .maps import Map, Maps, byte_range, chosen_columns, etag_of, is_unchanged
-from .reads import FILES
 
 RUN_ERRORS = documented(
     (404, "there is no such run"),

@@ -13,11 +13,11 @@ from capture_kernels.errors import RunError
 from discovery.artifacts.schema import SCHEMA_VERSION
 from discovery.runs import folder as runs
 
-from .errors import Json, documented, error_response
+from ..errors import Json, documented, error_response
+from ..reads import FILES
+from ..streams import Events
 from .jobs import CommandRefused, follow, progress_of, running_job, steer
-from .reads import FILES
 from .runs import RunSummary, summaries
-from .streams import Events
 
 # Runs that /discovery/status lists.
 RECENT = 10

@@ -1,0 +1,285 @@
+"""Requests: the path of each through the zones, its phases, its clusters and its rows."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from fastapi import APIRouter, Query, Request, Response
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from capture_kernels.arrays import Floats, Mask
+from capture_kernels.errors import StoreError
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.artifacts.classifier import ANSWER_VERSION
+from discovery.artifacts.schema import NOISE
+from pipeline import record
+from pipeline.record import PHASES
+
+from .errors import Json, documented
+from .live import standard_zones, step_of
+from .reads import STORE
+from .sessions import STORE_ERRORS, TEXT, reading, unreadable
+
+# Rows of a request that a summary reads: some 50 MB. A context of 262,144 tokens has as many.
+MOST_ROWS = 1 << 18
+PAGE_ROWS = 1 << 16
+MOST_PATH = 10_000
+
+router = APIRouter(tags=["sessions"])
+
+
+class Span(BaseModel):
+    zone: str
+    first_step: int
+    last_step: int
+    rows: int
+
+
+class PhaseSummary(BaseModel):
+    rows: int
+    zones: dict[str, float] = Field(description="share of the phase's rows in each zone")
+    mean_entropy: float
+
+
+class ClusterCount(BaseModel):
+    cluster_id: int
+    label: str | None
+    rows: int
+    share: float
+
+
+class RequestClusters(BaseModel):
+    run_id: str
+    comparable_rows: int = Field(description="of the run's model, layout and capture_id")
+    noise_rows: int
+    clusters: list[ClusterCount] = Field(description="the largest first")
+
+
+class RequestSummary(BaseModel):
+    request_id: str
+    session_id: str | None
+    model: str
+    capture_id: str
+    layout: str
+    prompt_len: int | None
+    rows: int
+    summarised_rows: int = Field(description=f"the first {MOST_ROWS:,} at most")
+    layers: list[int] = Field(description="-1 is the mean over the captured layers")
+    path_layer: int = Field(description="the layer that `zone_path` and `transitions` are of")
+    first_at: str
+    last_at: str
+    zones: dict[str, float]
+    zone_path: list[Span] = Field(description=f"spans of one zone; the first {MOST_PATH:,}")
+    zone_spans: int = Field(description="how many there are")
+    transitions: list[list[int]] = Field(
+        description="how often row i's zone was followed by column j's, both in the order of zones"
+    )
+    phases: dict[str, PhaseSummary] = Field(description="think against output, and the prompt")
+    clusters: RequestClusters | None = Field(description="null if no run is served")
+    offset: int
+    records: list[dict[str, Any]] = Field(description="rows `offset` to `offset` + `limit`")
+    next_offset: int | None
+    run_id: str | None
+    schema_version: int
+
+
+@router.get(
+    "/requests/{request_id:path}",
+    summary="One request: its zones over the steps, its phases, its rows",
+    response_model=RequestSummary,
+    responses={**documented((404, "there is no such request")), **STORE_ERRORS},
+)
+async def request_summary(
+    request: Request,
+    request_id: Annotated[str, TEXT],
+    offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+    limit: Annotated[int, Query(ge=0, le=1_000)] = 100,
+    vectors: Annotated[bool, Query(description="Give each row's vector.")] = False,
+) -> Response:
+    """Zones are decided from the stored vectors by the rules of the served run, or else by the
+    standard ones. Rows are in the order of position and layer."""
+    service = request.app.state.service
+    return Json(await STORE(_request, service, request_id, offset, limit, vectors))
+
+
+def _request(
+    service: Any, request_id: str, offset: int, limit: int, vectors: bool
+) -> dict[str, Any]:
+    store, run = reading(service), service.serving.current
+    try:
+        table, count = _first_rows(store, request_id)
+        if not count:
+            raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
+        rows = table.slice(offset, limit)
+        if limit and rows.num_rows < min(limit, count - offset):
+            rows = store.request(request_id, offset, limit).rows
+    except StoreError as error:
+        raise unreadable(error) from None
+    return {
+        "request_id": request_id, "rows": count, **Read(table, run).summary(), "offset": offset,
+        "records": Read(rows, run).records(vectors),
+        "next_offset": offset + limit if limit and offset + limit < count else None,
+        "run_id": run.run_id if run else None, "schema_version": ANSWER_VERSION,
+    }  # fmt: skip
+
+
+def _first_rows(store: Any, request_id: str) -> tuple[pa.Table, int]:
+    """The rows of a request by position and layer, `MOST_ROWS` at most, and how many it has."""
+    count, rows = store.request(request_id, 0, PAGE_ROWS)
+    tables = [rows]
+    for offset in range(PAGE_ROWS, min(count, MOST_ROWS), PAGE_ROWS):
+        tables.append(store.request(request_id, offset, PAGE_ROWS).rows)
+    return pa.concat_tables(tables), count
+
+
+class Read:
+    """Rows of one request as arrays, classified.
+
+    Args:
+        table: n rows in `record.SCHEMA`, in the order of position and layer.
+        run: what is served, or None.
+    """
+
+    def __init__(self, table: pa.Table, run: Any) -> None:
+        # One dictionary for all of a column's chunks.
+        self._table = table.unify_dictionaries().combine_chunks()
+        self._run = run
+        self._vectors: Floats = record.vectors(self._table) if table.num_rows else (
+            np.empty((0, 20), np.float32)
+        )  # fmt: skip
+        layouts = self._numbers("layout")
+        rules = ZoneRules(**run.manifest["zone_rules"]) if run else ZoneRules()
+        self._zones = standard_zones(self._vectors, layouts, rules)
+        self._cluster = np.full(table.num_rows, NOISE, np.int32)
+        self._probability = np.zeros(table.num_rows, np.float32)
+        self._comparable = np.zeros(table.num_rows, bool)
+        if run is not None and table.num_rows:
+            self._classify(layouts)
+
+    def _classify(self, layouts: NDArray[Any]) -> None:
+        classifier = self._run.classifier
+        same = layouts == int(classifier.layout)
+        for name in ("model", "capture_id"):
+            same &= self._equal(name, self._run.manifest[name])
+        self._comparable = same
+        found = classifier.classify(self._vectors[same])
+        self._cluster[same], self._probability[same] = found.cluster_id, found.probability
+
+    def _numbers(self, name: str) -> NDArray[Any]:
+        found: NDArray[Any] = self._table.column(name).to_numpy()
+        return found
+
+    def _equal(self, name: str, value: str) -> Mask:
+        """Which rows have this value in a dictionary column: bool[n]."""
+        column = record.one_chunk(self._table.column(name))
+        if not len(column):
+            return np.zeros(0, bool)
+        hits = pc.equal(column.dictionary, value).to_numpy(zero_copy_only=False)
+        found: Mask = hits[column.indices.to_numpy()]
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """All but the rows themselves."""
+        first = {name: self._table.column(name)[0].as_py() for name in
+                 ("session_id", "model", "capture_id", "prompt_len")}  # fmt: skip
+        layers, counts = np.unique(self._numbers("layer"), return_counts=True)
+        path_layer = int(layers[counts.argmax()])  # the mean over layers comes first
+        times = self._numbers("captured_at")
+        return {
+            **first,
+            "layout": Layout(int(self._numbers("layout")[0])).label,
+            "summarised_rows": len(self._zones),
+            "layers": layers.tolist(),
+            "path_layer": path_layer,
+            **{
+                name: _iso(at) for name, at in (("first_at", times.min()), ("last_at", times.max()))
+            },
+            "zones": shares(self._zones),
+            **self._path(path_layer),
+            "phases": {
+                phase: {
+                    "rows": int(chosen.sum()),
+                    "zones": shares(self._zones[chosen]),
+                    "mean_entropy": round(float(self._vectors[chosen, 3].mean()), 6),
+                }
+                for phase in PHASES
+                if (chosen := self._equal("phase", phase)).any()
+            },
+            "clusters": self._clusters(),
+        }
+
+    def _path(self, layer: int) -> dict[str, Any]:
+        """Spans of steps in one zone, and how often a zone followed another."""
+        rows = np.flatnonzero(self._numbers("layer") == layer)
+        zones = self._zones[rows].astype(np.int64)
+        cells = zones[:-1] * len(ZONES) + zones[1:]
+        counts = np.bincount(cells, minlength=len(ZONES) ** 2).reshape(len(ZONES), -1)
+        begins = np.flatnonzero(np.diff(zones, prepend=-1))
+        ends = (np.append(begins[1:], len(zones)) - 1)[:MOST_PATH]
+        first, last = (self._steps(rows[at]) for at in (begins[:MOST_PATH], ends))
+        spans = zip(begins.tolist(), ends.tolist(), first, last, strict=False)
+        return {
+            "zone_path": [
+                {"zone": ZONES[zones[begin]], "first_step": one, "last_step": other,
+                 "rows": end - begin + 1}
+                for begin, end, one, other in spans
+            ],
+            "zone_spans": len(begins),
+            "transitions": counts.tolist(),
+        }  # fmt: skip
+
+    def _steps(self, rows: NDArray[np.intp]) -> list[int]:
+        """The decode steps of some rows."""
+        some = self._table.select(["position", "prompt_len"]).take(pa.array(rows))
+        pairs = zip(*(column.to_pylist() for column in some.columns), strict=True)
+        return [step_of(position, length) for position, length in pairs]
+
+    def _clusters(self) -> dict[str, Any] | None:
+        if self._run is None:
+            return None
+        known = self._cluster[self._comparable]
+        ids, rows = np.unique(known[known != NOISE], return_counts=True)
+        order = np.argsort(-rows, kind="stable")
+        labels = self._run.classifier.labels
+        return {
+            "run_id": self._run.run_id,
+            "comparable_rows": len(known),
+            "noise_rows": int(np.count_nonzero(known == NOISE)),
+            "clusters": [
+                {"cluster_id": int(ids[i]), "label": labels.get(int(ids[i])), "rows": int(rows[i]),
+                 "share": round(float(rows[i] / len(known)), 6)}
+                for i in order
+            ],
+        }  # fmt: skip
+
+    def records(self, vectors: bool) -> list[dict[str, Any]]:
+        """Each row as JSON values, with its step, zone and cluster."""
+        hidden = {"request_id"} if vectors else {"request_id", "vector"}
+        found = self._table.drop_columns(sorted(hidden)).to_pylist()
+        for row, one in enumerate(found):
+            one["captured_at"] = one["captured_at"].isoformat()
+            one["step"] = step_of(one["position"], one["prompt_len"])
+            one["zone"] = ZONES[self._zones[row]]
+            one["cluster_id"] = int(self._cluster[row]) if self._comparable[row] else None
+            one["probability"] = (
+                round(float(self._probability[row]), 6) if self._comparable[row] else None
+            )
+        return found
+
+
+def shares(zones: NDArray[np.int8]) -> dict[str, float]:
+    """The share of each zone in [0, 1]."""
+    counts = np.bincount(zones, minlength=len(ZONES)) / max(len(zones), 1)
+    return dict(zip(ZONES, np.round(counts, 6).tolist(), strict=True))
+
+
+def _iso(at: np.datetime64) -> str:
+    micros = int(at.astype("datetime64[us]").astype(np.int64))
+    return datetime.fromtimestamp(micros / 1e6, UTC).isoformat()
