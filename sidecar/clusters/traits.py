@@ -152,4 +152,6 @@ def explain(vectors: Floats, classifier: Classifier) -> list[list[AxisInWords]]:
 
 def _said(axis: dict[str, str], value: float) -> AxisInWords:
     how = next(word for least, word in STRENGTHS if abs(value) >= least)
-    return AxisInWords(axis["name"], round(value, 3), f"{how} {axis['high' if value > 0 else 'low']}")
+    return AxisInWords(
+        axis["name"], round(value, 3), f"{how} {axis['high' if value > 0 else 'low']}"
+    )
