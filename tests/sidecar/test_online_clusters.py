@@ -286,6 +286,7 @@ def test_without_clusters_nothing_is_near() -> None:
         ("threshold", 0.0),
         ("threshold", float("nan")),
         ("max_clusters", 0),
+        ("max_clusters", 257),
         ("half_life", -1.0),
     ],
 )

@@ -73,7 +73,8 @@ def round_of(reclusterer: Reclusterer) -> dict[str, Any]:
 def test_with_too_few_rows_nothing_is_clustered_and_it_says_so() -> None:
     recent = RecentRows(ROWS)
     recent(rows(planted(40, 0)[0]))
-    reclusterer = Reclusterer(recent, interval=0.05, min_cluster_size=80)
+    reclusterer = Reclusterer(recent, interval=0.05, min_cluster_size=80, engine="cpu")
+    assert reclusterer.status()["state"] == "stopped"
     reclusterer.start()
     try:
         why = "waiting for rows: 40 of the 160 that are needed"
@@ -83,6 +84,12 @@ def test_with_too_few_rows_nothing_is_clustered_and_it_says_so() -> None:
         assert (status["state"], status["rounds"], status["process"]) == (why, 0, None)
         assert reclusterer.clusters() == []
         assert reclusterer.predict(planted(2, 0)[0]).cluster_id.tolist() == [-1, -1]
+        # With enough rows the next interval clusters them, once: the answer would be the same.
+        recent(rows(planted(600, 1)[0]))
+        wait_for(lambda: reclusterer.status()["rounds"] == 1)
+        assert reclusterer.status()["rows"] == 640 and reclusterer.clusters()
+        time.sleep(0.5)
+        assert reclusterer.status()["rounds"] == 1
     finally:
         reclusterer.close()
 
