@@ -31,7 +31,7 @@ ON_CPU = {
     name: [name] for name in ("store", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
-ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills")}
+ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -55,7 +55,7 @@ if SGLANG.is_dir():
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
-LIBRARIES = (*common.LIBRARIES, "dask", "tokenizers", "torch", "triton", "transformers")
+LIBRARIES = (*common.LIBRARIES, "dask", "river", "tokenizers", "torch", "triton", "transformers")
 Figure = tuple[str, str]
 
 
@@ -223,6 +223,27 @@ def of_classifier(found: dict[str, Any]) -> Iterator[Figure]:
     yield "agreement with held-out rows", f"{found['agreement']:.1%}"
 
 
+def of_online(found: dict[str, Any]) -> Iterator[Figure]:
+    for size, rate in found["rates"].items():
+        yield f"rows/s of one core, batches of {size}", f"{rate['cpu']:,.0f}"
+    runs = found["streams"].values()
+    ceiling = sum(run["ceiling"] for run in runs) / len(runs)
+    yield (
+        f"{len(runs)} streams that drift: mean ARI, least, ceiling",
+        f"{found['ari']:.3f}, {min(run['ari'] for run in runs):.3f}, {ceiling:.3f}",
+    )
+    once = found["reclustered"]
+    yield "a round of re-clustering", f"{once['cpu_seconds']:.1f} CPU s, ARI {once['ari']:.3f}"
+    rate, others = found["rates"]["256"]["cpu"], found["peers"]
+    for name, peer in others.items():
+        if isinstance(peer, dict):
+            yield (
+                f"river's {name}: rows/s learned, labelled; ARI (ours)",
+                f"{peer['learn_per_second']:,.0f} ({rate / peer['learn_per_second']:.0f}x), "
+                f"{peer['label_per_second']:,.0f}; {peer['ari']:.3f} ({others['ours']:.3f})",
+            )
+
+
 def of_gpu_discovery(found: dict[str, Any]) -> Iterator[Figure]:
     for size in found["sizes"].values():
         job, rows = size["job"], f"{size['rows']:,} rows"
@@ -308,6 +329,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "interruptions": of_interruptions,
     "kills": of_kills,
     "memory": of_memory,
+    "online": of_online,
     "gpu_discovery": of_gpu_discovery,
     "gpu_clustering": of_gpu_clustering,
     "gpu_kernels": of_gpu_kernels,

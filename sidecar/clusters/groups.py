@@ -87,8 +87,9 @@ def rows_in(batch: pa.RecordBatch, group: Group) -> Mask:
     inside: Mask = batch.column("layout").to_numpy() == group.layout
     for name in ("model", "capture_id"):
         column = batch.column(name)
-        codes = [
-            i for i, v in enumerate(column.dictionary.to_pylist()) if v == getattr(group, name)
-        ]
-        inside = inside & np.isin(column.indices.to_numpy(), codes)
+        wanted = getattr(group, name)
+        codes = [code for code, v in enumerate(column.dictionary.to_pylist()) if v == wanted]
+        # Nearly every batch is of one model and capture.
+        if len(codes) < len(column.dictionary):
+            inside = inside & np.isin(column.indices.to_numpy(), codes)
     return inside

@@ -45,8 +45,8 @@ class LiveCluster(msgspec.Struct, frozen=True):
     """One cluster of recent rows.
 
     cluster_id: never given to another cluster while the service runs; not a cluster id of a run.
-    centroid: 20 numbers, a mean of vectors (re-clustered) or of square-rooted vectors, squared.
-    size: rows, or with decay their weight; share: of all rows, also unclustered ones, in [0, 1].
+    centroid: the mean of its vectors. size: rows, or with decay their weight.
+    share: of all rows, unclustered ones included, in [0, 1].
     created_at, updated_at: UTC, ISO 8601.
     drift: Hellinger distance that the centroid moved over the last interval.
     traits: keys of `discovery.describe.claims.TRAITS`.

@@ -47,6 +47,8 @@ CROWD, SEED = 1.2, 0.8
 REFINEMENTS = 3
 # Rows between two looks for clusters that have come together or have faded.
 MAINTAIN_ROWS = 8_192
+# All pairs of clusters are compared when they are looked through.
+MOST_CLUSTERS = 256
 # Seconds over which the drift of a centroid is measured.
 DRIFT_INTERVAL = 60.0
 # Seconds for which an answer in words is given again.
@@ -87,7 +89,7 @@ class OnlineClusters:
             the system's time matters. wall: seconds since 1970, for what is shown.
 
     Raises:
-        OptionError: a threshold or half-life that is not above 0, or fewer than 1 cluster.
+        OptionError: a threshold or half-life that is not above 0, or not 1 to 256 clusters.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ class OnlineClusters:
     ) -> None:
         if not 0 < threshold < float("inf"):
             raise OptionError(f"--online-threshold must be above 0, got {threshold}")
-        if max_clusters < 1:
-            raise OptionError(f"--online-max-clusters must be 1 or more, got {max_clusters}")
+        if not 1 <= max_clusters <= MOST_CLUSTERS:
+            bounds = f"1 to {MOST_CLUSTERS}"
+            raise OptionError(f"--online-max-clusters must be {bounds}, got {max_clusters}")
         if not 0 < half_life < float("inf"):
             raise OptionError(f"the half-life must be above 0 seconds, got {half_life}")
         self._threshold, self._max = threshold, max_clusters

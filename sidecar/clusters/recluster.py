@@ -22,6 +22,7 @@ import numpy as np
 
 from capture_kernels.arrays import Floats
 from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import DIMENSIONS
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.schema import NOISE
 
@@ -44,8 +45,9 @@ class RoundError(Exception):
     """A round that gave no clusters, and why in a line."""
 
 
-class Served(NamedTuple):
-    """The last round that gave an answer."""
+class Answer(NamedTuple):
+    """The last round's: codebook, whose labels are cluster ids, None without clusters; usual
+    float32[20], the mean of the rows."""
 
     group: Group | None
     codebook: Codebook | None
@@ -89,7 +91,7 @@ class Reclusterer:
         self._served, self._engine, self._seed = served, engine, seed
         self._timeout, self._wall = timeout, wall
         self.needed_rows = max(LEAST_ROWS, ROOM * (min_cluster_size or LEAST_CLUSTER))
-        self._last = Served(None, None, [], np.zeros(20, np.float32))
+        self._last = Answer(None, None, [], np.zeros(DIMENSIONS, np.float32))
         self._words: tuple[Any, list[LiveCluster]] = (None, [])
         self._next_id = 0
         self._rule: Rule | None = None
@@ -209,7 +211,7 @@ class Reclusterer:
         codebook = found.rule.codebook() if found.rule else None
         self._next_id = found.next_id
         usual = recent.vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
-        self._last = Served(recent.group, codebook, known, usual)
+        self._last = Answer(recent.group, codebook, known, usual)
         self._facts |= {
             "finished_at": now,
             "seconds": round(found.seconds, 3),
@@ -280,7 +282,9 @@ class Reclusterer:
         """The parameters, what the process does, and how the last round ended, for /stats."""
         rows, last = len(self._recent), self._last
         child = self._child
-        if self._running.is_set():
+        if self._thread is None or not self._thread.is_alive():
+            state = "stopped"
+        elif self._running.is_set():
             state = "running"
         else:
             state = "idle" if rows >= self.needed_rows else self._too_few(rows)

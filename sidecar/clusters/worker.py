@@ -37,7 +37,7 @@ from .rounds import Array, Failure, Result, Rule, Task, floats, receive, send
 # Rows that are laid out and clustered; the others of a larger buffer go to the nearest prototype.
 MOST_FITTED = 10_000
 # Below every process that answers.
-NICENESS = 10
+NICENESS = 19
 
 
 @cache
@@ -151,6 +151,8 @@ def ids_of(numbers: Int32s, found: Int32s, before: Int32s | None, next_id: int) 
 
 def main(descriptor: int) -> None:
     os.nice(NICENESS)
+    if hasattr(os, "SCHED_BATCH"):  # Linux: never takes the place of a process that wakes up
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with socket.socket(fileno=descriptor) as connection:
         while True:
             try:
