@@ -90,7 +90,8 @@ def environment_variables(tree: ast.Module) -> set[str]:
 
 
 def metrics(tree: ast.Module) -> set[str]:
-    """The Prometheus metrics that a module exports, by prometheus_client or as text."""
+    """The Prometheus metrics that a module exports under a constant name, by prometheus_client or
+    as text."""
     imported = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -102,7 +103,8 @@ def metrics(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Call) and node.args:
             whole = ast.unparse(node.func)
             if whole in imported or whole.startswith("prometheus_client."):
-                found.add(str(getattr(node.args[0], "value", ast.unparse(node.args[0]))))
+                name = getattr(node.args[0], "value", None)
+                found |= {name} if isinstance(name, str) else set()
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= set(re.findall(r"^# (?:TYPE|HELP) (\w+)", node.value, flags=re.MULTILINE))
     return found

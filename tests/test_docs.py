@@ -64,6 +64,7 @@ from discovery.runs.parent import references_table
 from discovery.stages.registry import STAGES
 from pipeline.engines.options import CaptureOptions
 from pipeline.record import SCHEMA
+from sidecar.watch.metrics import Metrics
 
 # Folders that a user's commands make: what a page names inside them is not in the repository.
 MADE = {"build", "discovery_outputs", ".checkpoint"}
@@ -133,12 +134,33 @@ def test_every_command_of_a_client_is_documented() -> None:
     assert sorted(documented) == sorted(COMMANDS)
 
 
-def test_environment_variables_and_metrics_are_documented() -> None:
+def test_environment_variables_are_documented() -> None:
     found: set[str] = set()
     for _, tree, _ in product():
-        found |= environment_variables(tree) | metrics(tree)
-    documented = set(code_in(section(OPERATIONS, "Environment variables and metrics")))
+        found |= environment_variables(tree)
+    documented = set(code_in(section(OPERATIONS, "Environment variables")))
     assert found <= documented
+
+
+def test_every_metric_is_documented_with_its_type_and_labels_and_no_other() -> None:
+    families = {
+        family.name: family
+        for family in Metrics().registry.collect()
+        if not family.name.startswith("process_")  # of prometheus_client, as a family
+    }
+    suffix = {"counter": "_total", "info": "_info"}
+    exported = {name + suffix.get(of.type, ""): of for name, of in families.items()}
+    rows = {code_in(row[0])[0]: row for row in table(OPERATIONS, "Metrics")}
+    assert set(rows) == set(exported)
+    for name, family in exported.items():
+        assert rows[name][1] == family.type, name
+        labels = set(code_in(rows[name][2]))
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == labels, name
+        assert len(rows[name][3]) > 5, name
+    # Nothing else of the product exports any.
+    for _, tree, _ in product():
+        assert metrics(tree) <= {*families, *exported}
 
 
 def test_every_field_of_the_options_is_documented() -> None:
@@ -357,7 +379,7 @@ def test_every_command_line_of_a_page_would_be_understood(page: Path) -> None:
 def test_the_installed_command_is_the_one_that_is_documented() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"attn": "cli:main"}
-    for extra in ("capture", "gpu", "texts", "dev"):
+    for extra in ("capture", "gpu", "texts", "otlp", "dev"):
         assert f"'.[{extra}]'" in text(README), f"README has no install line for {extra}"
 
 

@@ -15,7 +15,7 @@ from httpx_sse import ServerSentEvent, SSEError, aconnect_sse, connect_sse
 from capture_kernels.errors import OptionError
 
 from .answers import LiveEvent
-from .endpoints import Endpoints
+from .endpoints import Awaits, Endpoints, Waits
 from .errors import WrongAnswerError
 from .retries import Attempts, Call, Outcome, Retries, result
 
@@ -75,7 +75,7 @@ class _Client(Endpoints, Generic[Http]):
         return LiveEvent(sent.event, sent.id, data)
 
 
-class SidecarClient(_Client[httpx.Client]):
+class SidecarClient(_Client[httpx.Client], Waits):
     """A client that waits for each answer. Safe in several threads. `close` it, or use `with`."""
 
     _kind = httpx.Client
@@ -137,7 +137,7 @@ class SidecarClient(_Client[httpx.Client]):
         self.close()
 
 
-class AsyncSidecarClient(_Client[httpx.AsyncClient]):
+class AsyncSidecarClient(_Client[httpx.AsyncClient], Awaits):
     """A client for asyncio. `await aclose()` it, or use `async with`."""
 
     _kind = httpx.AsyncClient

@@ -7,7 +7,7 @@ awaitable of it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 from urllib.parse import quote
 
 import httpx
@@ -17,14 +17,19 @@ import pyarrow as pa
 from .answers import Added, Batch, Classified, Health, Ready, RunMap, decode_map
 from .retries import Call
 
-if TYPE_CHECKING:
-    from .clients import AsyncSidecarClient, SidecarClient
-
 P = ParamSpec("P")
 T = TypeVar("T")
 # A fingerprint: 20 numbers, or a record's JSON object.
 Fingerprint = Sequence[float] | dict[str, Any]
 ARROW = "application/vnd.apache.arrow.stream"
+
+
+class Waits:
+    """A client whose methods wait for the answer."""
+
+
+class Awaits:
+    """A client whose methods give an awaitable of the answer."""
 
 
 class endpoint(Generic[P, T]):  # noqa: N801 - a decorator
@@ -36,9 +41,9 @@ class endpoint(Generic[P, T]):  # noqa: N801 - a decorator
         self.__doc__ = build.__doc__
 
     @overload
-    def __get__(self, client: SidecarClient, owner: object) -> Callable[P, T]: ...
+    def __get__(self, client: Waits, owner: object) -> Callable[P, T]: ...
     @overload
-    def __get__(self, client: AsyncSidecarClient, owner: object) -> Callable[P, Awaitable[T]]: ...
+    def __get__(self, client: Awaits, owner: object) -> Callable[P, Awaitable[T]]: ...
     @overload
     def __get__(self, client: None, owner: object) -> Callable[Concatenate[Any, P], Call[T]]: ...
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -27,6 +27,7 @@ from discovery.runs.parent import index_of
 from pipeline.record import PHASES
 
 from .drift import Rows
+from .phase import Phase
 from .repeating import Repeating
 from .request_table import RequestTable
 
@@ -37,44 +38,9 @@ WAITING = 16_384
 # Spans of one message to the collector.
 EXPORT_TOGETHER = 512
 IDLE_S, SWEEP_S = 10.0, 1.0
+# How long an export that is given up may take to notice.
+GIVE_UP_S = 1.0
 LARGEST = np.iinfo(np.int64).max
-
-
-class Phase(NamedTuple):
-    """A phase of a request that has ended.
-
-    Args:
-        traceparent, response_id, session_id: of its first row, None if they did not come.
-        first_at, last_at: of its rows, microseconds since 1970.
-        zone_rows: rows in each of ZONES. confidence: mean over the rows of the commonest zone.
-        cluster_id: the commonest, -1 for none; cluster_label: None without a cluster.
-        ended_by: "idle", "next phase", "no room", "reload" or "shutdown".
-    """
-
-    request_id: str
-    phase: str
-    traceparent: str | None
-    response_id: str | None
-    session_id: str | None
-    model: str
-    run_id: str
-    first_at: int
-    last_at: int
-    zone_rows: list[int]
-    confidence: float
-    cluster_id: int
-    cluster_label: str | None
-    cluster_rows: int
-    ended_by: str
-
-    @property
-    def rows(self) -> int:
-        return sum(self.zone_rows)
-
-    @property
-    def zone(self) -> str:
-        """The commonest zone of its rows."""
-        return ZONES[self.zone_rows.index(max(self.zone_rows))]
 
 
 class Exporter(Protocol):
@@ -176,6 +142,8 @@ class Spans:
         last.start()
         last.join(max(0.0, deadline - time.monotonic()))
         self._exporter.shutdown()
+        # What was being sent is given up, and counted as failed.
+        last.join(GIVE_UP_S)
         self._done["dropped"] += len(self._waiting)
         self._waiting.clear()
 

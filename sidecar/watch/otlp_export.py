@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from capture_kernels.fingerprint.zones import ZONES
 
-from .otlp import Phase
+from .phase import Phase
 
 SPAN = "attn.classify"
 EVENT = "gen_ai.evaluation.result"
