@@ -232,7 +232,7 @@ class HotRoutes:
         batches = read_batches(
             content, max_rows=options.max_batch, max_bytes=options.max_body_bytes
         )
-        return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return joined(batches)
 
     def _records_of(self, rows: list[Any]) -> tuple[pa.RecordBatch, dict[str, int]]:
         """JSON fingerprints as a batch, and how many cannot be one, by reason."""
@@ -345,20 +345,55 @@ def classify_records(classifier: Classifier, records: list[Vector]) -> list[dict
 
 
 def classify_batch(classifier: Classifier, batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """An answer for each row of a batch of records."""
-    if batch.column("vector").type != record.SCHEMA.field("vector").type:
-        raise Refusal(400, f"'vector' must be {record.SCHEMA.field('vector').type}")
-    vectors = record.vectors(batch)
-    same = equal_rows(batch.column("layout"), int(classifier.layout))
-    same &= equal_rows(batch.column("capture_id"), classifier.capture_id)
-    if same.all() and is_possible(vectors, classifier):
-        found = classifier.manifolds(classifier.classify(vectors))
-        return [{"manifold": manifold} for manifold in found]
-    columns = [batch.column(name).to_pylist() for name in ("layout", "capture_id")]
+    """An answer for each row of a batch of records, which need not be conformed."""
+    lists = batch.column("vector")
+    if is_plain(lists):
+        vectors = record.vectors(batch)
+        same = equal_rows(batch.column("layout"), int(classifier.layout))
+        same &= equal_rows(batch.column("capture_id"), classifier.capture_id)
+        if same.all() and is_possible(vectors, classifier):
+            found = classifier.manifolds(classifier.classify(vectors))
+            return [{"manifold": manifold} for manifold in found]
+    # One of them at least is wrong, or of another type: say of each what it is.
     names = ("vector", "layout", "capture_id")
-    rows = [dict(zip(names, row, strict=True)) for row in zip(vectors, *columns, strict=True)]
-    answers = classifier.answer(rows)
+    columns = lists.to_pylist(), batch.column(names[1]).to_pylist(), texts(batch.column(names[2]))
+    answers = classifier.answer(
+        [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    )
     return [{n: a[n] for n in ("manifold", "error") if n in a} for a in answers]
+
+
+def is_plain(lists: pa.Array) -> bool:
+    """Whether a column of vectors can be viewed as float32[n, 20]."""
+    wanted = lists.type == record.SCHEMA.field("vector").type
+    return bool(wanted and not lists.null_count and not lists.flatten().null_count)
+
+
+def texts(column: pa.Array) -> list[str | None]:
+    """A column of text as Python's, with U+FFFD for each byte that is not UTF-8."""
+    if pa.types.is_dictionary(column.type):
+        known = texts(column.dictionary)
+        return [None if index is None else known[index] for index in column.indices.to_pylist()]
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    large = pa.types.is_large_string(column.type)
+    found = column.view(pa.large_binary() if large else pa.binary()).to_pylist()
+    return [None if text is None else text.decode(errors="replace") for text in found]
+
+
+def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """Batches of one stream as one. Their dictionaries may differ, and have too many entries
+    together for the type of their indices: text takes their place."""
+    if len(batches) == 1:
+        return batches[0]
+    plain = [
+        pa.RecordBatch.from_arrays(
+            [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns],
+            batch.schema.names,
+        )
+        for batch in batches
+    ]
+    return pa.concat_batches(plain)
 
 
 def is_possible(vectors: Floats, classifier: Classifier) -> bool:
