@@ -42,6 +42,8 @@ def serve(options: SidecarOptions) -> None:
         RowsLeftError: the store refused rows until the end.
     """
     sys.setswitchinterval(SWITCH_S)
+    # From the first row that is received a signal means: store what there is, then end.
+    signals = Signals()
     listening = bound(options)
     service = Service(options)
     config = uvicorn.Config(
@@ -49,9 +51,11 @@ def serve(options: SidecarOptions) -> None:
         timeout_keep_alive=KEEP_ALIVE_S, limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=65_536,
     )  # fmt: skip
+    server = Server(config)
+    signals.end(server)
     announce(service, listening)
     try:
-        Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
     finally:
         drained = service.drain(DRAIN_S)
     if not drained:
@@ -62,20 +66,34 @@ def serve(options: SidecarOptions) -> None:
     say(f"stopped; {counts['received']:,} fingerprints received, {counts['stored']:,} stored")
 
 
-class Server(uvicorn.Server):
-    """A server for which SIGTERM and SIGINT are the ordinary end, not an error."""
+class Signals:
+    """SIGTERM and SIGINT as the ordinary end, from now on: of a server, once there is one."""
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        # A second Ctrl+C does not wait for requests that are under way.
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
-        self.should_exit = True
+    def __init__(self) -> None:
+        self._server: uvicorn.Server | None = None
+        self._came = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def end(self, server: uvicorn.Server) -> None:
+        """Have a signal end this server, also one that came before."""
+        self._server = server
+        server.should_exit = self._came
+
+    def _handle(self, sig: int, frame: Any) -> None:
+        self._came = True
+        if self._server:
+            # A second Ctrl+C does not wait for requests that are under way.
+            if self._server.should_exit and sig == signal.SIGINT:
+                self._server.force_exit = True
+            self._server.should_exit = True
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals to `Signals`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, this does not raise the signal again after the end."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle_exit)
         yield
 
 
