@@ -59,9 +59,9 @@ def serve(options: SidecarOptions) -> None:
     finally:
         drained = service.drain(DRAIN_S)
     if not drained:
-        raise RowsLeftError(
-            f"{service.intake.queue.rows:,} rows were not stored: {service.intake.writer.problem}"
-        )
+        left = service.intake.queue.rows + service.lost_at_end
+        why = service.intake.writer.problem or f"the store took longer than {DRAIN_S:g} s"
+        raise RowsLeftError(f"{left:,} rows were received and are not stored: {why}")
     counts = service.intake.counts
     say(f"stopped; {counts['received']:,} fingerprints received, {counts['stored']:,} stored")
 
@@ -122,7 +122,8 @@ def announce(service: Service, listening: socket.socket) -> None:
     if service.hints:
         say(f"publishing hints at {service.hints.address}")
     run = service.serving.current
-    say(f"store {options.db}, " + (f"run {run.run_id}" if run else f"no run: {service.nothing_served}"))
+    served = f"run {run.run_id}" if run else f"no run: {service.nothing_served}"
+    say(f"store {options.db}, {served}")
     if options.is_public and options.api_key_file is None:
         say(
             f"warning: {options.host} can be reached from other machines, and there is no "

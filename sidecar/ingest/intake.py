@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from capture_kernels.errors import RecordError
 from pipeline.store.base import Appended, Store
 
 from .process import Processed, Processor
 from .queue import IngestQueue, Ticket
-from .writer import Writer
+from .writer import DATA_ERRORS, Writer
+
+LOG = logging.getLogger("attn.sidecar")
+
+# What `Intake.counts` has, in rows.
+COUNTS = ("received", "stored", "duplicate", "invalid", "queue_full")
+# Reasons that rows are counted under by name; some quote what was sent, and are without end.
+MOST_REASONS = 200
+OTHER_REASON = "another reason"
 
 # Called after a commit with the lag of its rows: seconds from captured_at to the commit, float[n].
 Lag = Callable[[np.ndarray], None]
@@ -39,7 +50,8 @@ class Intake:
         self._on_lag = on_lag
         self._lock = threading.Lock()
         self._last_commit: float | None = None
-        self.writer = Writer(store, self.queue, self._committed)
+        self._pending = 0
+        self.writer = Writer(store, self.queue, self._committed, self._refused)
 
     def submit(
         self, batch: pa.RecordBatch | pa.Table, source: str, *, wait_for_room_s: float | None = 0.0
@@ -57,22 +69,41 @@ class Intake:
         Raises:
             RecordError: a required column is missing or cannot be cast: no row was taken.
         """
-        processed, rejected = self._processor(batch)
+        try:
+            processed, rejected = self._processor(batch)
+        except DATA_ERRORS as error:
+            # No known batch does this: the next one must be received all the same.
+            LOG.exception("rows that cannot be read")
+            raise RecordError(f"these rows cannot be read ({type(error).__name__})") from None
         ticket = Ticket(processed.batch, rejected, processed.received_at)
         rows = processed.batch.num_rows
         with self._lock:
             self.received[source] += batch.num_rows
             self.counts["received"] += batch.num_rows
-            self.counts["invalid"] += batch.num_rows - rows
-            self.rejected.update(rejected)
+            self._reject(rejected)
+            self._pending += rows
         if not rows:
             ticket.settle()
             return ticket, processed
         if self.queue.put(ticket, wait_for_room_s):
+            # Only now: who is refused sends the same rows again.
+            self._processor.show(processed)
             return ticket, processed
         with self._lock:
             self.counts["queue_full"] += rows
+            self._pending -= rows
         return None, processed
+
+    def accounts(self) -> dict[str, Any]:
+        """`counts` of one moment, with `queued`: rows that are neither stored nor given up. Those
+        that wait for room in the queue are among them."""
+        with self._lock:
+            return {
+                **{name: self.counts[name] for name in COUNTS},
+                "queued": self._pending,
+                "received_by_source": dict(self.received),
+                "rejected": dict(self.rejected),
+            }
 
     def count_rejected(self, rejected: dict[str, int], source: str) -> None:
         """Count rows that could not be made a batch, by reason."""
@@ -80,8 +111,7 @@ class Intake:
         with self._lock:
             self.received[source] += rows
             self.counts["received"] += rows
-            self.counts["invalid"] += rows
-            self.rejected.update(rejected)
+            self._reject(rejected)
 
     def flush(self, timeout: float) -> bool:
         """Write what is queued now; whether it was all written in time."""
@@ -102,13 +132,25 @@ class Intake:
         """When rows were stored last, in seconds since 1970."""
         return self._last_commit
 
+    def _reject(self, rejected: dict[str, int]) -> None:
+        """Count rows that are not records, under the lock."""
+        for reason, rows in rejected.items():
+            self.counts["invalid"] += rows
+            known = reason in self.rejected or len(self.rejected) < MOST_REASONS
+            self.rejected[reason if known else OTHER_REASON] += rows
+
+    def _refused(self, ticket: Ticket, reason: str) -> None:
+        with self._lock:
+            self._reject({reason: ticket.batch.num_rows})
+            self._pending -= ticket.batch.num_rows
+
     def _committed(self, tickets: list[Ticket], appended: Appended, at: float) -> None:
         with self._lock:
             self.counts["stored"] += appended.inserted
             self.counts["duplicate"] += appended.duplicates
             # Checked on arrival already: rows that only the store refuses.
-            self.counts["invalid"] += sum(appended.rejected.values())
-            self.rejected.update(appended.rejected)
+            self._reject(appended.rejected)
+            self._pending -= sum(ticket.batch.num_rows for ticket in tickets)
             self._last_commit = at
         for ticket in tickets:
             captured = ticket.batch.column("captured_at").cast(pa.int64()).to_numpy()

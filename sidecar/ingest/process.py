@@ -55,7 +55,7 @@ class Processor:
     """Checks and classifies batches. Safe to call from several threads at once.
 
     Args:
-        observers: by name; each is called with every processed batch, in the calling thread.
+        observers: by name; each is called with every batch that `show` is given, in its thread.
     """
 
     def __init__(self, serving: Serving, observers: dict[str, Observer]) -> None:
@@ -78,12 +78,10 @@ class Processor:
         if run is not None:
             comparable = comparable_rows(rows, run)
             classified = classify_rows(rows, vectors, comparable, run)
-        processed = Processed(rows, vectors, run, classified, comparable, time.time())
-        if rows.num_rows:
-            self._show(processed)
-        return processed, rejected
+        return Processed(rows, vectors, run, classified, comparable, time.time()), rejected
 
-    def _show(self, processed: Processed) -> None:
+    def show(self, processed: Processed) -> None:
+        """Show a batch to the observers."""
         for name, observer in self.observers.items():
             try:
                 observer(processed)

@@ -60,9 +60,7 @@ class Sessions:
         positions = processed.batch.column("position").to_numpy()[last].tolist()
         with self._lock:
             for code, name in enumerate(names.to_pylist()):
-                live = self._sessions.pop(name, None) or LiveSession(
-                    first_at=processed.received_at
-                )
+                live = self._sessions.pop(name, None) or LiveSession(first_at=processed.received_at)
                 live.fingerprints += int(rows[code])
                 live.last_at = processed.received_at
                 live.zones += zones[code]

@@ -183,6 +183,7 @@ def test_odd_columns_of_arrow_are_answered_row_by_row_or_refused(sidecar, odd, p
 def test_dictionaries_that_differ_from_batch_to_batch_are_no_error(sidecar):
     """Two batches of one stream may replace a dictionary, whose small indices have no room for
     both."""
+
     def batch(name: str) -> pa.RecordBatch:
         words = pa.array([f"{name}{n}" for n in range(100)])
         indices = pa.array(np.arange(100), pa.int8())
@@ -212,7 +213,7 @@ BODIES = [
 def test_what_is_not_a_body_is_one_line(sidecar, path, body, headers):
     found = sidecar.client.post(path, content=body, headers=headers)
     if found.status_code == 202:  # a list of no fingerprints, or of something else
-        assert path == "/fingerprints" and body.endswith(b"]") or body.endswith(b"]}")
+        assert path == "/fingerprints" and body.endswith((b"]", b"]}"))
         assert found.json()["queued"] == 0
         return
     assert found.status_code == 400, found.text
@@ -225,8 +226,9 @@ scalars = (
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 names = st.sampled_from(
@@ -311,6 +313,8 @@ def test_without_a_run_what_to_do_is_said_and_rows_are_stored_all_the_same(tmp_p
         assert "run attn discover" in found.json()["error"]
         ready = sidecar.client.get("/ready")
         assert ready.status_code == 503 and "attn discover" in ready.json()["problems"][0]
-        found = sidecar.client.post("/fingerprints?wait=1", content=arrow(rows_of(7)), headers=ARROW)
+        found = sidecar.client.post(
+            "/fingerprints?wait=1", content=arrow(rows_of(7)), headers=ARROW
+        )
         assert (found.status_code, found.json()["committed"]) == (200, 7)
         assert found.json()["run_id"] is None

@@ -91,8 +91,8 @@ def test_the_command_has_loaded_none_either(runs, tmp_path):
         "try:\n    cli.main(sys.argv[1:])\n"
         "finally:\n    print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     )
-    command = [sys.executable, "-c", program, "sidecar", "--port", "0", "--db", tmp_path / "rows.db",
-               "--zmq-bind", "tcp://127.0.0.1:*", "--discovery-dir", runs]  # fmt: skip
+    command = [sys.executable, "-c", program, "sidecar", "--port", "0", "--discovery-dir", runs,
+               "--zmq-bind", "tcp://127.0.0.1:*", "--db", tmp_path / "rows.db"]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO
     ) as process:
