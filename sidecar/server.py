@@ -44,6 +44,8 @@ def serve(options: SidecarOptions) -> None:
         RowsLeftError: the store refused rows until the end.
     """
     sys.setswitchinterval(SWITCH_S)
+    # From the first row that is received a signal means: store what there is, then end.
+    signals = Signals()
     listening = bound(options)
     service = Service(options)
     broadcast = Broadcast()
@@ -52,39 +54,53 @@ def serve(options: SidecarOptions) -> None:
         access_log=False, lifespan="off", server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )  # fmt: skip
+    server = Server(config)
+    signals.end(server, broadcast)
     announce(service, listening)
     try:
-        Server(config, broadcast).run(sockets=[listening])
+        server.run(sockets=[listening])
     finally:
         drained = service.drain(DRAIN_S)
     if not drained:
-        raise RowsLeftError(
-            f"{service.intake.queue.rows:,} rows were not stored: {service.intake.writer.problem}"
-        )
+        left = service.intake.queue.rows + service.lost_at_end
+        why = service.intake.writer.problem or f"the store took longer than {DRAIN_S:g} s"
+        raise RowsLeftError(f"{left:,} rows were received and are not stored: {why}")
     counts = service.intake.counts
     say(f"stopped; {counts['received']:,} fingerprints received, {counts['stored']:,} stored")
 
 
+class Signals:
+    """SIGTERM and SIGINT as the ordinary end, from now on: of a server, once there is one."""
+
+    def __init__(self) -> None:
+        self._server: uvicorn.Server | None = None
+        self._broadcast: Broadcast | None = None
+        self._came = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def end(self, server: uvicorn.Server, broadcast: Broadcast) -> None:
+        """Have a signal end this server, also one that came before."""
+        self._server, self._broadcast = server, broadcast
+        server.should_exit = self._came
+
+    def _handle(self, sig: int, frame: Any) -> None:
+        self._came = True
+        if self._server:
+            # A second Ctrl+C does not wait for requests that are under way.
+            if self._server.should_exit and sig == signal.SIGINT:
+                self._server.force_exit = True
+            self._server.should_exit = True
+        if self._broadcast:
+            # Streams of events end by themselves only when their clients go.
+            self._broadcast.close()
+
+
 class Server(uvicorn.Server):
-    """A server for which SIGTERM and SIGINT are the ordinary end, not an error."""
-
-    def __init__(self, config: uvicorn.Config, broadcast: Broadcast) -> None:
-        super().__init__(config)
-        self._broadcast = broadcast
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        # A second Ctrl+C does not wait for requests that are under way.
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
-        self.should_exit = True
-        # Streams of events end by themselves only when their clients go.
-        self._broadcast.close()
+    """A server that leaves signals to `Signals`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, this does not raise the signal again after the end."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle_exit)
         yield
 
 
@@ -113,10 +129,8 @@ def announce(service: Service, listening: socket.socket) -> None:
     if service.hints:
         say(f"publishing hints at {service.hints.address}")
     run = service.serving.current
-    say(
-        f"store {options.db}, "
-        + (f"run {run.run_id}" if run else f"no run: {service.nothing_served}")
-    )
+    served = f"run {run.run_id}" if run else f"no run: {service.nothing_served}"
+    say(f"store {options.db}, {served}")
     if options.is_public and options.api_key_file is None:
         say(
             f"warning: {options.host} can be reached from other machines, and there is no "

@@ -47,8 +47,6 @@ RECEIVE_S = 1.0
 COMPACT_EVERY_S = 300.0
 # How long a commit waits for another process before it is tried again, in seconds.
 BUSY_S = 5.0
-# What `Intake.counts` has, in rows.
-COUNTS = ("received", "stored", "duplicate", "invalid", "queue_full")
 
 
 class Service:
@@ -60,7 +58,9 @@ class Service:
 
     def __init__(self, options: SidecarOptions) -> None:
         self.options = options
-        self.started_at = time.time()
+        self.started_at, self._began = time.time(), time.monotonic()
+        # Rows of the stream that were received when the queue took no more.
+        self.lost_at_end = 0
         self._stopping = threading.Event()
         self.store = open_store(options.db, create=True, busy_timeout_s=BUSY_S)
         # What has been opened so far, so that a start that fails closes it again.
@@ -158,13 +158,16 @@ class Service:
         for part in (self.drift, self.nightly, self.spans):
             if part:
                 part.close()
-        self._opened.close()
-        return drained
+        if drained:  # else the writer may be in the store still
+            self._opened.close()
+        return drained and not self.lost_at_end
 
     def _receive(self, batch: pa.RecordBatch) -> None:
-        """Take a batch from the stream. It waits while the queue is full: senders then drop."""
+        """Take a batch of the stream. A full queue makes it wait: senders then drop, and count."""
         try:
-            self.intake.submit(batch, "zmq", wait_for_room_s=None)
+            ticket, processed = self.intake.submit(batch, "zmq", wait_for_room_s=None)
+            if ticket is None:
+                self.lost_at_end += processed.batch.num_rows
         except RecordError as error:
             self.intake.count_rejected({str(error): batch.num_rows}, "zmq")
 
@@ -208,14 +211,9 @@ class Service:
         intake, run = self.intake, self.serving.current
         return {
             "started_at": as_time(self.started_at),
-            "uptime_seconds": round(time.time() - self.started_at, 3),
+            "uptime_seconds": round(time.monotonic() - self._began, 3),
             "run_id": run.run_id if run else None,
-            "fingerprints": {
-                **{name: intake.counts[name] for name in COUNTS},
-                "queued": intake.queue.rows,
-                "received_by_source": dict(intake.received),
-                "rejected": dict(intake.rejected),
-            },
+            "fingerprints": intake.accounts(),
             "stream": {
                 **(self.receiver.counts if self.receiver else {}),
                 **self.senders.counts,

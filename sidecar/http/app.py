@@ -9,7 +9,8 @@ from fastapi import FastAPI
 
 from sidecar.service import Service
 
-from . import discovery, live, runs, status
+from . import live, requests, sessions, status
+from .discovery import routes, runs
 from .errors import add_error_handlers
 from .hot import HotRoutes
 from .hot_docs import HOT_PATHS
@@ -34,7 +35,7 @@ def create_app(service: Service, broadcast: Broadcast) -> App:
     app.state.broadcast = broadcast
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
-    for module in (status, discovery, runs, live):
+    for module in (status, routes, runs, sessions, requests, live):
         app.include_router(module.router)
     add_error_handlers(app)
     document_hot_routes(app)

@@ -165,6 +165,7 @@ class HotRoutes:
     async def _fingerprint(self, scope: Scope, content: bytes) -> tuple[int, Any]:
         batch, rejected = self._records_of([parsed(content, dict)])
         if rejected:
+            self._service.intake.count_rejected(rejected, "http")
             raise Refusal(400, f"not a fingerprint: {next(iter(rejected))}")
         ticket, processed = self._submit(batch)
         if ticket.rejected:
@@ -217,10 +218,11 @@ class HotRoutes:
                 await settled.wait()
         except TimeoutError:
             raise Refusal(
-                503,
-                f"not in the store after {WAIT_S:g} s; the rows are still queued",
+                503, f"not in the store after {WAIT_S:g} s; the rows are still queued",
                 RETRY_AFTER_S,
-            ) from None
+            ) from None  # fmt: skip
+        if ticket.refused:
+            raise Refusal(400, f"not fingerprints: {ticket.error}")
         if ticket.error is not None:
             raise Refusal(
                 503, f"not in the store yet: {ticket.error}; the rows are still queued",

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from capture_kernels.errors import RecordError
 from pipeline.store.base import Appended, Store
 from sidecar.watch.metrics import Metrics
 
 from .process import Processed, Processor
 from .queue import IngestQueue, Ticket
-from .writer import Writer
+from .writer import DATA_ERRORS, Writer
 
-# Reasons that rows are counted under; a reason may quote what was sent, so that there is no end to
-# them.
-MOST_REASONS = 64
-OTHER = "other"
+LOG = logging.getLogger("attn.sidecar")
+
+# What `Intake.counts` has, in rows.
+COUNTS = ("received", "stored", "duplicate", "invalid", "queue_full")
+# Reasons that rows are counted under by name; some quote what was sent, and are without end.
+MOST_REASONS = 200
+OTHER_REASON = "another reason"
 
 
 class Intake:
@@ -39,7 +45,8 @@ class Intake:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._last_commit: float | None = None
-        self.writer = Writer(store, self.queue, self._committed)
+        self._pending = 0
+        self.writer = Writer(store, self.queue, self._committed, self._refused)
 
     def submit(
         self, batch: pa.RecordBatch | pa.Table, source: str, *, wait_for_room_s: float | None = 0.0
@@ -57,19 +64,38 @@ class Intake:
         Raises:
             RecordError: a required column is missing or cannot be cast: no row was taken.
         """
-        processed, rejected = self._processor(batch)
+        try:
+            processed, rejected = self._processor(batch)
+        except DATA_ERRORS as error:
+            # No known batch does this: the next one must be received all the same.
+            LOG.exception("rows that cannot be read")
+            raise RecordError(f"these rows cannot be read ({type(error).__name__})") from None
         ticket = Ticket(processed.batch, rejected, processed.received_at)
         rows = processed.batch.num_rows
-        self._count_received(batch.num_rows, rejected, source)
+        self._count_received(batch.num_rows, rejected, source, pending=rows)
         if not rows:
             ticket.settle()
             return ticket, processed
         if self.queue.put(ticket, wait_for_room_s):
+            # Only now: who is refused sends the same rows again.
+            self._processor.show(processed)
             return ticket, processed
         with self._lock:
             self.counts["queue_full"] += rows
+            self._pending -= rows
         self._metrics.rows("queue_full", rows)
         return None, processed
+
+    def accounts(self) -> dict[str, Any]:
+        """`counts` of one moment, with `queued`: rows that are neither stored nor given up. Those
+        that wait for room in the queue are among them."""
+        with self._lock:
+            return {
+                **{name: self.counts[name] for name in COUNTS},
+                "queued": self._pending,
+                "received_by_source": dict(self.received),
+                "rejected": dict(self.rejected),
+            }
 
     def count_rejected(self, rejected: dict[str, int], source: str) -> None:
         """Count rows that could not be made a batch, by reason."""
@@ -94,29 +120,38 @@ class Intake:
         """When rows were stored last, in seconds since 1970."""
         return self._last_commit
 
-    def _count_received(self, rows: int, rejected: dict[str, int], source: str) -> None:
+    def _count_received(
+        self, rows: int, rejected: dict[str, int], source: str, pending: int = 0
+    ) -> None:
         self._metrics.received(source, rows)
         with self._lock:
             self.received[source] += rows
             self.counts["received"] += rows
-        self._count_rejected(rejected)
+            self._pending += pending
+            self._reject(rejected)
 
-    def _count_rejected(self, rejected: dict[str, int]) -> None:
+    def _reject(self, rejected: dict[str, int]) -> None:
+        """Count rows that are not records, under the lock."""
         for given, rows in rejected.items():
-            with self._lock:
-                is_known = given in self.rejected or len(self.rejected) < MOST_REASONS
-                reason = given if is_known else OTHER
-                self.counts["invalid"] += rows
-                self.rejected[reason] += rows
+            known = given in self.rejected or len(self.rejected) < MOST_REASONS
+            reason = given if known else OTHER_REASON
+            self.counts["invalid"] += rows
+            self.rejected[reason] += rows
             self._metrics.rows("rejected", rows, reason)
+
+    def _refused(self, ticket: Ticket, reason: str) -> None:
+        with self._lock:
+            self._reject({reason: ticket.batch.num_rows})
+            self._pending -= ticket.batch.num_rows
 
     def _committed(self, tickets: list[Ticket], appended: Appended, at: float) -> None:
         with self._lock:
             self.counts["stored"] += appended.inserted
             self.counts["duplicate"] += appended.duplicates
+            # Checked on arrival already: rows that only the store refuses.
+            self._reject(appended.rejected)
+            self._pending -= sum(ticket.batch.num_rows for ticket in tickets)
             self._last_commit = at
-        # Checked on arrival already: rows that only the store refuses.
-        self._count_rejected(appended.rejected)
         self._metrics.rows("stored", appended.inserted)
         self._metrics.rows("duplicate", appended.duplicates)
         for ticket in tickets:

@@ -21,7 +21,8 @@ class Ticket:
         received_at: seconds since 1970.
 
     Attributes:
-        committed: whether the rows are in the store. error: why they were not yet, at the last try.
+        committed: whether the rows are in the store. error: why they were not at the last try.
+        refused: whether they never will be. done: whether they have left the queue.
     """
 
     batch: pa.RecordBatch
@@ -31,15 +32,18 @@ class Ticket:
     queued_at: float = field(default_factory=time.monotonic)
     committed: bool = False
     error: str | None = None
+    refused: bool = False
+    done: bool = False
     _settled: threading.Event = field(default_factory=threading.Event)
     _callbacks: list[Callable[[], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def settle(self, error: str | None = None) -> None:
-        """The rows were committed, or could not be (they stay queued, and are tried again)."""
+    def settle(self, error: str | None = None, *, refused: bool = False) -> None:
+        """The rows were committed, or could not be: unless they are refused for ever they stay
+        queued, and are tried again."""
         with self._lock:
             self.committed = error is None
-            self.error = error
+            self.error, self.refused = error, refused
             self._settled.set()
             callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
@@ -71,7 +75,7 @@ class IngestQueue:
         self._tickets: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._flush = False
+        self._flush_to: Ticket | None = None
 
     def put(self, ticket: Ticket, timeout: float | None) -> bool:
         """Add a ticket; False if there was no room for its rows within `timeout` seconds (None: any
@@ -99,13 +103,12 @@ class IngestQueue:
             while True:
                 if self._tickets:
                     left = self._tickets[0].queued_at + wait_s - time.monotonic()
-                    if self.rows >= enough or left <= 0 or self._flush or self._closed:
+                    if self.rows >= enough or left <= 0 or self._flush_to or self._closed:
                         break
                     self._changed.wait(left)
                 elif self._closed:
                     return []
                 else:
-                    self._flush = False
                     self._changed.wait()
             taken: list[Ticket] = []
             rows = 0
@@ -117,11 +120,14 @@ class IngestQueue:
             return taken
 
     def done(self, tickets: list[Ticket]) -> None:
-        """Remove the first tickets, which `take` gave and which are in the store now."""
+        """Remove the first tickets, which `take` gave: they are in the store now, or never will."""
         with self._changed:
             for ticket in tickets:
                 assert self._tickets.popleft() is ticket
                 self.rows -= ticket.batch.num_rows
+                ticket.done = True
+                if ticket is self._flush_to:
+                    self._flush_to = None
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
@@ -129,10 +135,9 @@ class IngestQueue:
         with self._changed:
             if not self._tickets:
                 return True
-            self._flush = True
-            last = self._tickets[-1]
+            last = self._flush_to = self._tickets[-1]
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: last.committed, timeout)
+            return self._changed.wait_for(lambda: last.done, timeout)
 
     def close(self) -> None:
         """Take no more tickets; those that are queued can still be taken."""

@@ -27,6 +27,9 @@ POLL_MS = 100
 # After a stop, as long as messages that have arrived come at least this often.
 LAST_MS = 50
 
+# Between two lines of the log about malformed messages.
+SILENCE_S = 1.0
+
 Accept = Callable[[pa.RecordBatch], None]
 
 
@@ -59,6 +62,7 @@ class Receiver:
         max_bytes: int,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self._unsaid, self._silent_until = 0, 0.0
         self._accept, self._senders = accept, senders
         self._max_rows, self._max_bytes = max_rows, max_bytes
         self._context = zmq.Context()
@@ -109,16 +113,23 @@ class Receiver:
         if frame.more:  # a message of the stream has one part
             while frame.more:
                 frame = self._socket.recv(copy=False)
-            self.counts["malformed"] += 1
+            self._malformed("it has several parts")
             return
         try:
             message = decode(frame.buffer, max_rows=self._max_rows, max_bytes=self._max_bytes)
         except RecordError as error:
-            self.counts["malformed"] += 1
-            LOG.warning("malformed message", extra={"reason": str(error)})
+            self._malformed(str(error))
             return
         self._senders.note(message)
         self._accept(message.batch)
+
+    def _malformed(self, reason: str) -> None:
+        """Count a message that is none, and say so, not more than once a second."""
+        self.counts["malformed"] += 1
+        self._unsaid += 1
+        if time.monotonic() >= self._silent_until:
+            LOG.warning("malformed message", extra={"reason": reason, "messages": self._unsaid})
+            self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
 
     def _close(self) -> None:
         if self._authenticator:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -74,8 +75,8 @@ class Sidecar:
 
     def _wait(self) -> None:
         assert self._announced.wait(PATIENCE_S), self.said
-        assert (found := re.search(r"serving on (\S+)", self.said)), self.said
-        self.url = found[1]
+        self.url = self._address("serving on")
+        assert self.url, self.said
         self.stream = self._address("receiving fingerprints at")
         self.hints = self._address("publishing hints at")
         until(lambda: self.is_healthy(), "no answer of /health")
@@ -112,6 +113,8 @@ class Sidecar:
         """What became of the fingerprints, once none is queued."""
         answer = self.client.post("/storage/flush")
         assert answer.status_code == 200, answer.text
+        # A batch that still waits for room in the queue comes after it.
+        until(lambda: self.fingerprints()["queued"] == 0, "rows stay in the queue")
         return self.fingerprints()
 
     def kill(self) -> None:
@@ -213,3 +216,12 @@ class Pusher:
 
     def close(self) -> None:
         self._socket.close()
+
+
+@contextmanager
+def holding(db: Path) -> Iterator[None]:
+    """Hold the write lock of a SQLite store, as another process that writes for long does."""
+    with closing(sqlite3.connect(db, timeout=PATIENCE_S, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
