@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import pyarrow as pa
 
-from capture_kernels.arrays import Floats, Mask
+from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.vector import Layout
+from pipeline.store.columns import matching_rows
 
 # Without a served run, another group is taken up once this many rows came and none was of the
 # present one: two models that take turns must not clear what is known of either.
@@ -60,12 +60,12 @@ class GroupChoice:
         if not batch.num_rows:
             return vectors
         self.group = self._served_group() or self.group or last_group(batch)
-        own = rows_in(batch, self.group)
+        own = matching_rows(batch, **self.group._asdict())
         if not own.any() and self._served_group() is None:
             self._since += batch.num_rows
             if self._since >= ROWS_BEFORE_SWITCH:
                 self.group = last_group(batch)
-                own = rows_in(batch, self.group)
+                own = matching_rows(batch, **self.group._asdict())
         if own.any():
             self._since = 0
         if own.all():
@@ -80,16 +80,3 @@ def last_group(batch: pa.RecordBatch) -> Group:
         batch.column(name)[batch.num_rows - 1].as_py() for name in Group._fields
     )
     return Group(model, layout, capture_id)
-
-
-def rows_in(batch: pa.RecordBatch, group: Group) -> Mask:
-    """Which rows are of the group: bool[n]."""
-    inside: Mask = batch.column("layout").to_numpy() == group.layout
-    for name in ("model", "capture_id"):
-        column = batch.column(name)
-        wanted = getattr(group, name)
-        codes = [code for code, v in enumerate(column.dictionary.to_pylist()) if v == wanted]
-        # Nearly every batch is of one model and capture.
-        if len(codes) < len(column.dictionary):
-            inside = inside & np.isin(column.indices.to_numpy(), codes)
-    return inside

@@ -24,9 +24,10 @@ from capture_kernels.errors import AttnError, RecordError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout, broken_invariants
 from discovery.artifacts.classifier import ANSWER_VERSION, Classifier
 from pipeline import record
+from pipeline.store.columns import matching_rows
 from pipeline.store.sources import batch_of, record_values
 from pipeline.stream.wire import read_batches
-from sidecar.ingest.process import Processed, equal_rows
+from sidecar.ingest.process import Processed
 from sidecar.ingest.queue import Ticket
 from sidecar.service import Service
 
@@ -354,8 +355,7 @@ def classify_batch(classifier: Classifier, batch: pa.RecordBatch) -> list[dict[s
     lists = batch.column("vector")
     if is_plain(lists):
         vectors = record.vectors(batch)
-        same = equal_rows(batch.column("layout"), int(classifier.layout))
-        same &= equal_rows(batch.column("capture_id"), classifier.capture_id)
+        same = matching_rows(batch, layout=int(classifier.layout), capture_id=classifier.capture_id)
         if same.all() and is_possible(vectors, classifier):
             found = classifier.manifolds(classifier.classify(vectors))
             return [{"manifold": manifold} for manifold in found]

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from capture_kernels.arrays import Floats, Mask
 from capture_kernels.fingerprint.vector import Layout
 from discovery.artifacts.classifier import Classified
 from discovery.artifacts.schema import NOISE
 from pipeline import record
+from pipeline.store.columns import matching_rows
 from sidecar.serving import ServedRun, Serving
 from sidecar.watch.metrics import Metrics
 
@@ -98,33 +98,10 @@ class Processor:
 
 def comparable_rows(rows: pa.RecordBatch, run: ServedRun) -> Mask:
     """Which of n records have the run's model, layout and capture_id: bool[n]."""
-    wanted: dict[str, str | int] = {
-        "model": run.model,
-        "capture_id": run.classifier.capture_id,
-        "layout": int(run.classifier.layout),
-    }
-    found = np.ones(rows.num_rows, bool)
-    for name, value in wanted.items():
-        found &= equal_rows(rows.column(name), value)
-    return found
-
-
-def equal_rows(column: pa.Array, value: str | int) -> Mask:
-    """Which of n values equal one: bool[n]; one that is missing does not. Of a dictionary each
-    entry is compared once."""
-    if pa.types.is_dictionary(column.type):
-        hits = equal_rows(column.dictionary, value)
-        if not column.null_count:
-            return np.asarray(hits[column.indices.to_numpy(zero_copy_only=False)])
-        found = np.append(hits, False)
-        return np.asarray(found[pc.fill_null(column.indices.cast(pa.int64()), len(hits))])
-    if pa.types.is_null(column.type):
-        return np.zeros(len(column), bool)
-    # Arrow takes 60 us to find the type of a Python value.
-    equal = pc.equal(column, pa.scalar(value, column.type))
-    if equal.null_count:
-        equal = pc.fill_null(equal, False)
-    return np.asarray(equal.to_numpy(zero_copy_only=False))
+    classifier = run.classifier
+    return matching_rows(
+        rows, model=run.model, capture_id=classifier.capture_id, layout=int(classifier.layout)
+    )
 
 
 def classify_rows(

@@ -20,6 +20,7 @@ from pipeline.store.open import open_store
 from sidecar.ingest.intake import Intake
 from sidecar.ingest.process import Processor
 from sidecar.serving import Serving
+from sidecar.watch.metrics import Metrics
 
 VECTOR = vectors_of(1)[0].tolist()
 STORES = ["fingerprints.db", "fingerprints"]
@@ -390,8 +391,8 @@ def test_after_a_flush_rows_are_gathered_again(monkeypatch):
 def intake_of(store: Any, *observers: Any) -> Intake:
     """An intake of room for 100 rows without a run."""
     named = {str(n): observer for n, observer in enumerate(observers)}
-    processor = Processor(Serving(Path("none"), lambda run: None), named)
-    return Intake(processor, store, capacity=100)
+    processor = Processor(Serving(Path("none"), lambda run: None), named, Metrics())
+    return Intake(processor, store, 100, Metrics())
 
 
 def test_vectors_of_layout_2_are_stored_beside_the_others(sidecar):

@@ -20,6 +20,7 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from sidecar.http.app import create_app
+from sidecar.http.live import Broadcast
 from sidecar.options import SidecarOptions
 import sidecar.server
 from sidecar.service import Service
@@ -29,7 +30,7 @@ service = Service(SidecarOptions(
     port=0, db=folder / "rows.db", discovery_dir=runs, zmq_bind="tcp://127.0.0.1:*",
     hints_bind="tcp://127.0.0.1:*",
 ))
-app = create_app(service)
+app = create_app(service, Broadcast())
 
 
 async def request(method, path, body=b""):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from pages import GUIDE, code_in, table
 from shared import REPO
-from sidecar.clusters.traits import BY_TRAIT, BY_ZONE, cluster_traits, explain, sampling_hint
 
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES
@@ -16,6 +15,7 @@ from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.read import open_artifacts
 from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
+from sidecar.traits import BY_TRAIT, BY_ZONE, cluster_traits, explain, sampling_hint
 
 RUN = REPO / "tests/golden/run_v1"
 
