@@ -47,8 +47,8 @@ from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
 from discovery.stages.registry import STAGES
 from pipeline.durable import Facts, facts_of
-from pipeline.store.base import as_utc
 from pipeline.store.open import open_store
+from pipeline.store.times import as_utc
 from pipeline.token_text import open_tokens, tokenizer_file
 
 

@@ -9,6 +9,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Ints
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZoneRules
+from pipeline import record
 from pipeline.record import one_chunk
 
 
@@ -82,3 +85,13 @@ def integers(column: pa.Array | pa.ChunkedArray) -> Ints:
     """An integer column without nulls as int64[n]."""
     values: Ints = one_chunk(column).cast(pa.int64()).to_numpy(zero_copy_only=False)
     return values
+
+
+def zones_of(rows: pa.RecordBatch | pa.Table) -> Ints:
+    """The number of each row's zone by the standard thresholds, from `vector` and `layout`: [n]."""
+    vectors, layouts = record.vectors(rows), integers(rows.column("layout"))
+    zones = np.empty(len(layouts), np.int64)
+    for layout in np.unique(layouts):
+        chosen = slice(None) if (layouts == layout).all() else layouts == layout
+        zones[chosen] = ZoneRules().classify(vectors[chosen], Layout(layout)).zone
+    return zones

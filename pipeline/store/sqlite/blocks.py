@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from capture_kernels.arrays import Ints
 from pipeline import record
-from pipeline.store.base import MICROS
 from pipeline.store.columns import is_text, readable
+from pipeline.store.times import MICROS
 
 from . import rows as rows_
 from .file import Database

@@ -75,6 +75,16 @@ def pack(refs: Ints, positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
     return refs << REQUEST_SHIFT | low_position << LAYER_BITS | low_layer
 
 
+def positions_of(keys: Ints, page: Ints) -> Ints:
+    """The positions of rows with these keys, whose requests have these pages: int64[n]."""
+    return keys >> LAYER_BITS & (1 << POSITION_BITS) - 1 | (page & 0xFF) << POSITION_BITS
+
+
+def layers_of(keys: Ints, page: Ints) -> Ints:
+    """As `positions_of`, the layers."""
+    return (keys & (1 << LAYER_BITS) - 1 | page >> 8 << LAYER_BITS) - 1
+
+
 def blobs(batch: pa.RecordBatch) -> pa.Array:
     """The vectors of a batch as 80-byte blobs, without a copy on a little-endian machine."""
     rows = np.ascontiguousarray(record.vectors(batch), dtype="<f4")
@@ -208,10 +218,8 @@ def _from_keys(keys: Ints, look_up: Callable[[str, Ints], pa.RecordBatch]) -> di
     requests = look_up("requests", refs[starts][runs.first])
     code = np.repeat(runs.code, np.diff(starts, append=len(refs)))
     page = integers(pc.fill_null(requests.column("page"), 0))[code]
-    low_position = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
-    low_layer = keys & (1 << LAYER_BITS) - 1
     return {
         "request_id": requests.column("request_id").take(pa.array(code)),
-        "position": pa.array((low_position | (page & 0xFF) << POSITION_BITS).astype(np.int32)),
-        "layer": pa.array(((low_layer | page >> 8 << LAYER_BITS) - 1).astype(np.int16)),
+        "position": pa.array(positions_of(keys, page).astype(np.int32)),
+        "layer": pa.array(layers_of(keys, page).astype(np.int16)),
     }
