@@ -47,6 +47,9 @@ STORED_TYPES: Mapping[str, str] = {
     "top_experts": "BLOB",
     "trace": "INTEGER",
 }
+# Columns that no row is without, unless pages are damaged: -1 stands for null there, which is no
+# request, capture, session or phase.
+_NEVER_NULL = frozenset({"key", "capture", "session", "phase"})
 _ARROW_TYPES = {
     "INTEGER": (pa.int64(),),
     "REAL": (pa.float64(), pa.int64()),
@@ -56,10 +59,19 @@ _ARROW_TYPES = {
 
 def as_expected(table: pa.Table) -> bool:
     """Whether all columns of rows of `fingerprints` have their `STORED_TYPES`."""
-    return all(
-        column.type in _ARROW_TYPES[STORED_TYPES[name]] or column.null_count == len(column)
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    )
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if name in _NEVER_NULL and column.null_count:
+            return False
+        right = column.type in _ARROW_TYPES[STORED_TYPES[name]]
+        if not right and column.null_count < len(column):
+            return False
+    return True
+
+
+def as_stored_type(name: str) -> str:
+    """SQL for a column of `fingerprints` that has its type of `STORED_TYPES` in every row."""
+    cast = f"CAST({name} AS {STORED_TYPES[name]})"
+    return f"{f'coalesce({cast}, -1)' if name in _NEVER_NULL else cast} AS {name}"
 
 
 def pages(positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
