@@ -48,8 +48,8 @@ from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
 from discovery.stages.registry import STAGES
-from pipeline.store.base import as_utc
 from pipeline.store.open import open_store
+from pipeline.store.times import as_utc
 from pipeline.token_text import open_tokens, own_tokenizer, tokenizer_facts
 
 

@@ -26,8 +26,9 @@ from discovery.runs.state import survey
 from pipeline.hashing import Hashes
 from pipeline.record import impossible_rows
 from pipeline.record import vectors as batch_vectors
-from pipeline.store.base import Group, Selection, Store, to_micros
+from pipeline.store.base import Group, Selection, Store
 from pipeline.store.open import open_store
+from pipeline.store.times import to_micros
 
 from .context import RunContext
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import MAXYEAR, MINYEAR, UTC, datetime, timedelta
+from datetime import MAXYEAR, MINYEAR, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint.vector import DIMENSIONS
 from pipeline import record
+
+from .lookups import RequestRows, check_cursor
+from .runs import run_values
+from .times import MICROS, from_micros, to_micros
 
 BATCH_ROWS = 65_536
 # How long to wait for another process that is writing.
 BUSY_TIMEOUT_S = 30.0
-# The first and the last time that a record's captured_at can hold, in microseconds since 1970.
-MICROS = -(2**63), 2**63 - 1
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -230,6 +228,63 @@ class Store(AbstractContextManager["Store"], ABC):
     @abstractmethod
     def counts(self) -> Counts: ...
 
+    def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Sessions, newest first; a session with several groups of rows once for each.
+
+        Of each session_id, model, capture_id, layout, requests, fingerprints, first_at, last_at,
+        zones (rows of each zone by the standard thresholds), and a cursor. SQLite: of all rows ever
+        appended, through an index. Parquet: of the rows that are there. It reads session and time
+        of the newest files until there are enough sessions, and then, of the files that hold these,
+        the row groups with their rows; a later page costs more than the first.
+
+        Args:
+            limit: how many, 1 to `BATCH_ROWS`.
+            after: the cursor of the last one of the page before.
+
+        Raises:
+            StoreError: also for a cursor that is none.
+        """
+        self._check_page(0, limit)
+        if after is None:
+            return self._sessions(limit, MICROS[1], MICROS[1])
+        at, mark, tie = after.partition(":")
+        try:
+            return self._sessions(limit, *check_cursor(int(at), int(tie if mark else "")))
+        except ValueError:
+            raise StoreError(f"{after[:60]!r} is not the cursor of a session") from None
+
+    @abstractmethod
+    def _sessions(self, limit: int, last_at: int, tie: int) -> list[dict[str, Any]]:
+        """The sessions before (last_at, tie), in descending order of the two."""
+
+    @abstractmethod
+    def session(self, session_id: str) -> list[dict[str, Any]]:
+        """What `sessions` says of one session, once for each of its groups; empty if there is none.
+
+        SQLite: by index. Parquet: reads the files whose footers name the session.
+        """
+
+    def request(self, request_id: str, offset: int = 0, limit: int = 1_000) -> RequestRows:
+        """Some rows of a request, and how many it has.
+
+        SQLite: reads the keys of the request in the index, and the chosen rows. Parquet: reads the
+        request_id column of the files whose footers name the request, and the row groups with the
+        chosen rows.
+
+        Args:
+            offset: how many rows to leave out at the start.
+            limit: how many to return, 1 to `BATCH_ROWS`.
+        """
+        self._check_page(offset, limit)
+        return self._request(request_id, offset, limit)
+
+    @abstractmethod
+    def _request(self, request_id: str, offset: int, limit: int) -> RequestRows: ...
+
+    def _check_page(self, offset: int, limit: int) -> None:
+        if offset < 0 or not 1 <= limit <= BATCH_ROWS:
+            raise StoreError(f"a page has an offset from 0, and 1 to {BATCH_ROWS:,} entries")
+
     def prune(self, before: datetime) -> int:
         """Delete the rows that `Selection(end=before)` selects; returns how many. Others get their
         turn while it runs."""
@@ -302,98 +357,3 @@ class Store(AbstractContextManager["Store"], ABC):
     def _check_writable(self) -> None:
         if self.read_only:
             raise StoreError(f"{self.path} was opened read-only: open it for writing")
-
-
-def as_utc(time: datetime) -> datetime:
-    """`time`, in UTC if it has no zone."""
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
-
-
-def to_micros(time: datetime) -> int:
-    """Microseconds since 1970, UTC, exact; a time without a zone is taken as UTC."""
-    return (as_utc(time) - _EPOCH) // timedelta(microseconds=1)
-
-
-# The first and the last time that a `datetime` can hold.
-TIMES = to_micros(datetime.min), to_micros(datetime.max)
-
-
-def from_micros(micros: int) -> datetime:
-    """The UTC time `micros` microseconds after 1970, clipped to the years 1 to 9999."""
-    return _EPOCH + timedelta(microseconds=min(max(micros, TIMES[0]), TIMES[1]))
-
-
-def check_parent(path: Path) -> None:
-    """StoreError if the folder that a store is to be in does not exist."""
-    if not path.parent.is_dir():
-        raise StoreError(f"the folder {path.parent} does not exist: make it, or give another path")
-
-
-def rows_gone(path: Path) -> StoreError:
-    return StoreError(f"rows were deleted from {path} while they were read: read them again")
-
-
-def store_gone(path: Path) -> StoreError:
-    return StoreError(
-        f"{path} was deleted or replaced while it was open, and its rows are gone: see what is "
-        "there now, and open it again"
-    )
-
-
-@contextmanager
-def os_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses at `path` into a StoreError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise StoreError(
-            f"cannot use {path} ({reason}): check that it is there, its permissions and its disk"
-        ) from None
-
-
-def locked_error(path: Path) -> StoreError:
-    return StoreError(f"{path} is locked by another process: wait until it is done, or stop it")
-
-
-RUN_FIELDS = ("run_id", "created_at", "status", "engine", "model", "layout", "capture_id", "rows",
-              "clusters", "noise_share", "output", "manifest")  # fmt: skip
-CLUSTER_FIELDS = ("cluster_id", "label", "zone", "size", "share", "persistence", "centroid")
-
-
-def run_values(
-    run: dict[str, Any], clusters: list[dict[str, Any]]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A run and its clusters as plain column values, each with all of its columns.
-
-    Times become ISO 8601, `manifest` and a cluster's other keys (`details`) JSON, and a centroid
-    80 bytes (float32[20], little-endian).
-
-    Raises:
-        StoreError: run_id, created_at or a cluster_id is missing, or a centroid is not 20 numbers.
-    """
-    for name in ("run_id", "created_at"):
-        if not run.get(name):
-            raise StoreError(f"a discovery run cannot be recorded without its {name}")
-    recorded = {name: run.get(name) for name in RUN_FIELDS}
-    for name in ("created_at", "output"):
-        if (time := recorded[name]) is not None:
-            recorded[name] = time.isoformat() if isinstance(time, datetime) else str(time)
-    if not isinstance(recorded["manifest"], str):
-        recorded["manifest"] = json.dumps(run.get("manifest") or run, sort_keys=True, default=str)
-    cluster_values = []
-    for cluster in clusters:
-        if cluster.get("cluster_id") is None:
-            raise StoreError(f"a cluster of run {run['run_id']} has no cluster_id")
-        values = {"run_id": run["run_id"]} | {name: cluster.get(name) for name in CLUSTER_FIELDS}
-        if (centroid := values["centroid"]) is not None:
-            blob = (
-                centroid if isinstance(centroid, bytes) else np.asarray(centroid, "<f4").tobytes()
-            )
-            if len(blob) != 4 * DIMENSIONS:
-                raise StoreError(f"a centroid has {DIMENSIONS} numbers, got {len(blob) / 4:g}")
-            values["centroid"] = blob
-        others = {k: v for k, v in cluster.items() if k not in (*CLUSTER_FIELDS, "run_id")}
-        values["details"] = json.dumps(others, sort_keys=True) if others else None
-        cluster_values.append(values)
-    return recorded, cluster_values

@@ -10,6 +10,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Ints, Mask
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZoneRules
+from pipeline import record
 from pipeline.record import is_ascii, one_chunk
 
 
@@ -108,3 +111,13 @@ def equal_rows(column: pa.Array, value: str | int) -> Mask:
     if equal.null_count:
         equal = pc.fill_null(equal, False)
     return np.asarray(equal.to_numpy(zero_copy_only=False))
+
+
+def zones_of(rows: pa.RecordBatch | pa.Table) -> Ints:
+    """The number of each row's zone by the standard thresholds, from `vector` and `layout`: [n]."""
+    vectors, layouts = record.vectors(rows), integers(rows.column("layout"))
+    zones = np.empty(len(layouts), np.int64)
+    for layout in np.unique(layouts):
+        chosen = slice(None) if (layouts == layout).all() else layouts == layout
+        zones[chosen] = ZoneRules().classify(vectors[chosen], Layout(layout)).zone
+    return zones

@@ -17,8 +17,9 @@ from rich.text import Text
 from capture_kernels.errors import AttnError, OptionError
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.progress import ProgressDisplay, shown_progress
-from pipeline.store.base import Selection, as_utc
+from pipeline.store.base import Selection
 from pipeline.store.open import open_store
+from pipeline.store.times import as_utc
 
 from .sources import STANDARD, file_format
 from .transfer import Imported, ImportTarget, export_file, import_file

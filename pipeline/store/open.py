@@ -7,7 +7,8 @@ from pathlib import Path
 
 from capture_kernels.errors import StoreError
 
-from .base import BUSY_TIMEOUT_S, Store, os_errors
+from .base import BUSY_TIMEOUT_S, Store
+from .refusals import os_errors
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 # `Path` joins the slashes of a URL: s3://bucket/key becomes s3:/bucket/key.

@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from capture_kernels.errors import OptionError, RecordError, StoreError
 from pipeline import record
 
-from .base import BATCH_ROWS, as_utc
+from .base import BATCH_ROWS
+from .times import as_utc
 
 # Lines in one batch; a line takes about a hundred times the memory of its record.
 BATCH_LINES = 8_192

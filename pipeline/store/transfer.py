@@ -20,8 +20,9 @@ from capture_kernels.errors import OptionError, RecordError, WriteError
 from pipeline import record
 from pipeline.durable import write_atomically
 
-from .base import EVERYTHING, Appended, Selection, Store, check_parent
+from .base import EVERYTHING, Appended, Selection, Store
 from .open import open_store
+from .refusals import check_parent
 from .sources import STANDARD, Chunk, file_format, read_chunks
 
 Progress = Callable[[int], None]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from capture_kernels.errors import RecordError, StoreError
 from pipeline import record
-from pipeline.store.base import Selection, from_micros, to_micros
+from pipeline.store.base import Selection
 from pipeline.store.open import open_store
+from pipeline.store.times import from_micros, to_micros
 
 KEYS = list(record.KEY)
 # When the first of `records` was captured.

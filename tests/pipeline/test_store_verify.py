@@ -131,6 +131,17 @@ EDITS = {
     ),
     "a traceparent that is none": ("UPDATE traces SET traceparent = 'mine' WHERE trace_ref = 1",),
     "a time that is text": ("UPDATE fingerprints SET captured_at = 'today' WHERE seq = 77",),
+    **{
+        f"a {name} that is null": (
+            "PRAGMA writable_schema = ON",
+            f"UPDATE sqlite_master SET sql = replace(sql, '{name} INTEGER NOT NULL',"
+            f" '{name} INTEGER') WHERE name = 'fingerprints'",
+            "COMMIT",
+            "PRAGMA writable_schema = RESET",
+            f"UPDATE fingerprints SET {name} = NULL WHERE seq = 77",
+        )
+        for name in ("key", "capture", "phase")
+    },
     "a row that no block counts": (
         "INSERT INTO fingerprints SELECT 900000, key + 512 * 90, vector, capture, captured_at,"
         " session, phase, prompt_len, token_id, sink_mass, router_entropy, top_experts, trace FROM"

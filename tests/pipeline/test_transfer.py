@@ -208,6 +208,14 @@ lines = st.fixed_dictionaries(
         "sink_mass": st.none() | shares,
         "router_entropy": st.none() | st.floats(0, width=32, allow_infinity=False),
         "top_experts": st.none() | st.lists(st.integers(-(2**15), 2**15 - 1), max_size=3),
+        "response_id": st.none() | texts,
+        "traceparent": st.none()
+        | st.builds(
+            "00-{:032x}-{:016x}-{:02x}".format,
+            st.integers(1, 2**128 - 1),
+            st.integers(1, 2**64 - 1),
+            st.integers(0, 255),
+        ),
         "vector": st.integers(0, 2**32 - 1),  # the seed of one that its layout may have
     }
 )

@@ -109,9 +109,7 @@ class DataFile:
         try:
             with pq.ParquetFile(source or path, metadata=self.metadata) as opened:
                 # One thread: a scan reads several row groups at once instead.
-                # A file of version 1 has no columns of version 2; a leaf has its column's name.
-                written = self.metadata.schema.names if new & set(columns) else ()
-                lacking = [name for name in columns if name in new and name not in written]
+                lacking = self._lacking(row_group, new & set(columns))
                 asked = [name for name in columns if name not in lacking] or ["position"]
                 table = opened.read_row_group(row_group, columns=asked, use_threads=False)
                 for name in lacking:
@@ -122,6 +120,21 @@ class DataFile:
             return table.select(list(columns)).cast(pa.schema(fields))
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise damaged(path, error, MOVES_IT) from None
+
+    def _lacking(self, row_group: int, names: set[str]) -> list[str]:
+        """Which of these text columns a row group does not have, as a file of version 1, or has
+        only nulls in."""
+        if not names:
+            return []
+        written, group = self.metadata.schema.names, self.metadata.row_group(row_group)
+
+        def is_empty(name: str) -> bool:
+            if name not in written:
+                return True
+            found = group.column(written.index(name)).statistics
+            return found is not None and found.null_count == group.num_rows
+
+        return [name for name in names if is_empty(name)]
 
     def rows_of(self, after: int, upto: int) -> slice:
         """The rows of the appends `after` < number <= `upto`."""

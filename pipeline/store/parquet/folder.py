@@ -17,7 +17,7 @@ from typing import Any
 
 from capture_kernels.errors import StoreError, WriteError
 from pipeline.durable import sync, write_atomically
-from pipeline.store.base import check_parent, locked_error, os_errors, store_gone
+from pipeline.store.refusals import check_parent, locked_error, os_errors, store_gone
 
 from .files import DataFile, Stamp, read_file, sequences_in_name, stamp, write_error
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,20 +20,13 @@ import pyarrow as pa
 from capture_kernels.arrays import Ints, Mask
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import (
-    EVERYTHING,
-    MICROS,
-    TIMES,
-    Counts,
-    Selection,
-    Store,
-    Verified,
-    from_micros,
-    rows_gone,
-)
+from pipeline.store.base import EVERYTHING, Counts, Selection, Store, Verified
 from pipeline.store.columns import integers, is_text, readable
+from pipeline.store.lookups import RequestRows
+from pipeline.store.refusals import rows_gone
+from pipeline.store.times import MICROS, TIMES, from_micros
 
-from . import compaction, verify
+from . import compaction, lookups, verify
 from .duplicates import duplicate_rows, first_rows
 from .files import DAY_US, DataFile, damaged, file_name, write_file
 from .folder import APPEND_LOCK, FILES_LOCK, RUNS, Folder
@@ -41,6 +34,9 @@ from .summary import Summary, merge, summarize
 
 # Row groups read at once by a scan; Arrow reads without the interpreter lock.
 READERS = min(max(os.cpu_count() or 1, 2), 8)
+# How often files may change under a lookup. A compaction replaces a day's files once.
+LOOKUPS = 10
+Looked = TypeVar("Looked")
 
 
 class ParquetStore(Store):
@@ -258,6 +254,29 @@ class ParquetStore(Store):
         requests, sessions = len(summary.requests), len(summary.sessions)
         totals = state["duplicates"], state["rejected"]
         return Counts(summary.rows, requests, sessions, first, last, *totals)
+
+    def _sessions(self, limit: int, last_at: int, tie: int) -> list[dict[str, Any]]:
+        return self._looked_up(
+            lambda files, repeated: lookups.sessions(files, repeated, limit, last_at, tie)
+        )
+
+    def session(self, session_id: str) -> list[dict[str, Any]]:
+        """See `Store.session`."""
+        return self._looked_up(lambda files, repeated: lookups.session(files, repeated, session_id))
+
+    def _request(self, request_id: str, offset: int, limit: int) -> RequestRows:
+        return self._looked_up(
+            lambda files, repeated: lookups.request(files, repeated, request_id, offset, limit)
+        )
+
+    def _looked_up(
+        self, look_up: Callable[[list[DataFile], dict[str, Ints]], Looked | None]
+    ) -> Looked:
+        """What is found in the files of now, listed again if they change meanwhile."""
+        for _ in range(LOOKUPS):
+            if (found := look_up(*self._listed())) is not None:
+                return found
+        raise rows_gone(self.path)
 
     def verify(self, progress: Callable[[int], None] = lambda rows: None) -> Verified:
         """See `Store.verify`."""

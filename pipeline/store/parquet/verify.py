@@ -14,7 +14,8 @@ import pyarrow as pa
 from capture_kernels.arrays import Mask
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import Verified, os_errors
+from pipeline.store.base import Verified
+from pipeline.store.refusals import os_errors
 from pipeline.store.verify import bad_rows, save_rejected
 
 from .compaction import leftovers, rewrite

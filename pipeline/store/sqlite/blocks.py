@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from capture_kernels.arrays import Ints
 from pipeline import record
-from pipeline.store.base import MICROS
 from pipeline.store.columns import is_text, readable
+from pipeline.store.times import MICROS
 
 from . import rows as rows_
 from .file import Database
@@ -72,8 +72,8 @@ def read_rows(
         stored = stored or {"key": None}
     table = db.table(f"SELECT {', '.join(stored)} {rows}", parameters, size)
     if not rows_.as_expected(table):
-        casts = (f"CAST({name} AS {rows_.STORED_TYPES[name]}) AS {name}" for name in stored)
-        table = db.table(f"SELECT {', '.join(casts)} {rows}", parameters, size)
+        casts = ", ".join(map(rows_.as_stored_type, stored))
+        table = db.table(f"SELECT {casts} {rows}", parameters, size)
     if not table.num_rows:
         return None
 

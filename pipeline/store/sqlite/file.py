@@ -24,15 +24,9 @@ from adbc_driver_sqlite import dbapi
 
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import (
-    BATCH_ROWS,
-    BUSY_TIMEOUT_S,
-    check_parent,
-    locked_error,
-    os_errors,
-    store_gone,
-)
+from pipeline.store.base import BATCH_ROWS, BUSY_TIMEOUT_S
 from pipeline.store.columns import readable
+from pipeline.store.refusals import check_parent, locked_error, os_errors, store_gone
 
 from .migrations import MIGRATIONS, OLDEST_READABLE
 

@@ -11,10 +11,9 @@ import pyarrow.compute as pc
 
 from capture_kernels.arrays import Ints, Mask
 from capture_kernels.errors import StoreError
-from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from capture_kernels.fingerprint.zones import ZONES
 from pipeline import record
-from pipeline.store.columns import Distinct, distinct, encoded, extremes, integers
+from pipeline.store.columns import Distinct, distinct, encoded, extremes, integers, zones_of
 
 from . import rows as rows_
 from .file import Database
@@ -79,7 +78,7 @@ def insert(db: Database, rows: pa.RecordBatch) -> int:
         arrays["trace"] = traces
     with ThreadPoolExecutor(1) as helper:
         # Zones take a fifth of the insert's time; both release the interpreter lock.
-        zones = helper.submit(_zones, rows)
+        zones = helper.submit(zones_of, rows)
         db.insert("fingerprints", pa.record_batch(arrays))
     _add_to_blocks(db, seq, captures, times)
     _add_to_sessions(db, zones.result(), keys, sessions, session_refs, times, newest)
@@ -175,15 +174,6 @@ def _add_to_blocks(db: Database, seq: Ints, captures: Ints, times: Ints) -> None
         "last_at": high,
     }
     db.run(_ADD_TO_BLOCK, pa.record_batch(columns))
-
-
-def _zones(rows: pa.RecordBatch) -> Ints:
-    vectors, layouts = record.vectors(rows), rows.column("layout").to_numpy()
-    zones = np.empty(len(layouts), np.int64)
-    for layout in np.unique(layouts):
-        chosen = slice(None) if (layouts == layout).all() else layouts == layout
-        zones[chosen] = ZoneRules().classify(vectors[chosen], Layout(layout)).zone
-    return zones
 
 
 def _add_to_sessions(

@@ -47,6 +47,9 @@ STORED_TYPES: Mapping[str, str] = {
     "top_experts": "BLOB",
     "trace": "INTEGER",
 }
+# Columns that no row is without, unless pages are damaged: -1 stands for null there, which is no
+# request, capture, session or phase.
+_NEVER_NULL = frozenset({"key", "capture", "session", "phase"})
 _ARROW_TYPES = {
     "INTEGER": (pa.int64(),),
     "REAL": (pa.float64(), pa.int64()),
@@ -56,10 +59,19 @@ _ARROW_TYPES = {
 
 def as_expected(table: pa.Table) -> bool:
     """Whether all columns of rows of `fingerprints` have their `STORED_TYPES`."""
-    return all(
-        column.type in _ARROW_TYPES[STORED_TYPES[name]] or column.null_count == len(column)
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    )
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if name in _NEVER_NULL and column.null_count:
+            return False
+        right = column.type in _ARROW_TYPES[STORED_TYPES[name]]
+        if not right and column.null_count < len(column):
+            return False
+    return True
+
+
+def as_stored_type(name: str) -> str:
+    """SQL for a column of `fingerprints` that has its type of `STORED_TYPES` in every row."""
+    cast = f"CAST({name} AS {STORED_TYPES[name]})"
+    return f"{f'coalesce({cast}, -1)' if name in _NEVER_NULL else cast} AS {name}"
 
 
 def pages(positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
@@ -73,6 +85,16 @@ def pack(refs: Ints, positions: NDArray[Any], layers: NDArray[Any]) -> Ints:
     low_position = positions.astype(np.int64) & (1 << POSITION_BITS) - 1
     low_layer = layers.astype(np.int64) + 1 & (1 << LAYER_BITS) - 1
     return refs << REQUEST_SHIFT | low_position << LAYER_BITS | low_layer
+
+
+def positions_of(keys: Ints, page: Ints) -> Ints:
+    """The positions of rows with these keys, whose requests have these pages: int64[n]."""
+    return keys >> LAYER_BITS & (1 << POSITION_BITS) - 1 | (page & 0xFF) << POSITION_BITS
+
+
+def layers_of(keys: Ints, page: Ints) -> Ints:
+    """As `positions_of`, the layers."""
+    return (keys & (1 << LAYER_BITS) - 1 | page >> 8 << LAYER_BITS) - 1
 
 
 def blobs(batch: pa.RecordBatch) -> pa.Array:
@@ -217,10 +239,8 @@ def _from_keys(keys: Ints, look_up: Callable[[str, Ints], pa.RecordBatch]) -> di
     requests = look_up("requests", refs[starts][runs.first])
     code = np.repeat(runs.code, np.diff(starts, append=len(refs)))
     page = integers(pc.fill_null(requests.column("page"), 0))[code]
-    low_position = keys >> LAYER_BITS & (1 << POSITION_BITS) - 1
-    low_layer = keys & (1 << LAYER_BITS) - 1
     return {
         "request_id": requests.column("request_id").take(pa.array(code)),
-        "position": pa.array((low_position | (page & 0xFF) << POSITION_BITS).astype(np.int32)),
-        "layer": pa.array(((low_layer | page >> 8 << LAYER_BITS) - 1).astype(np.int16)),
+        "position": pa.array(positions_of(keys, page).astype(np.int32)),
+        "layer": pa.array(layers_of(keys, page).astype(np.int16)),
     }

@@ -12,19 +12,14 @@ from typing import Any
 import pyarrow as pa
 
 from capture_kernels.errors import StoreError
-from pipeline.store.base import (
-    MICROS,
-    RUN_FIELDS,
-    Counts,
-    Selection,
-    Store,
-    Verified,
-    from_micros,
-    rows_gone,
-)
+from pipeline.store.base import Counts, Selection, Store, Verified
+from pipeline.store.lookups import RequestRows
+from pipeline.store.refusals import rows_gone
+from pipeline.store.runs import RUN_FIELDS
+from pipeline.store.times import MICROS, from_micros
 
+from . import lookups, verify
 from . import rows as rows_
-from . import verify
 from .blocks import TIME, delete_from_block, read_block, rows_in_block
 from .file import Database, open_database
 from .insert import BLOCK_BITS, insert
@@ -225,6 +220,20 @@ class SqliteStore(Store):
             if name.startswith("rejected: ")
         }
         return Counts(rows, requests, sessions, first, last, totals.get("duplicates", 0), rejected)
+
+    def _sessions(self, limit: int, last_at: int, tie: int) -> list[dict[str, Any]]:
+        with closing(self._db.again()) as db:
+            return lookups.sessions(db, limit, last_at, tie)
+
+    def session(self, session_id: str) -> list[dict[str, Any]]:
+        """See `Store.session`."""
+        with closing(self._db.again()) as db:
+            return lookups.session(db, session_id)
+
+    def _request(self, request_id: str, offset: int, limit: int) -> RequestRows:
+        # A connection of its own: no append waits for a reader, and no reader for an append.
+        with closing(self._db.again()) as db, db.transaction(write=False):
+            return lookups.request(db, request_id, offset, limit)
 
     def verify(self, progress: Callable[[int], None] = lambda rows: None) -> Verified:
         """See `Store.verify`."""

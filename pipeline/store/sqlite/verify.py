@@ -12,8 +12,9 @@ import pyarrow as pa
 from capture_kernels.arrays import Ints
 from capture_kernels.errors import StoreError
 from pipeline import record
-from pipeline.store.base import MICROS, Verified
+from pipeline.store.base import Verified
 from pipeline.store.columns import integers
+from pipeline.store.times import MICROS
 from pipeline.store.verify import bad_rows, save_rejected
 
 from .blocks import TIME, delete_from_block, read_block
