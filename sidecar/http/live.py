@@ -135,7 +135,7 @@ class Broadcast:
             self._counts[:] = 0
             self._comparable = self._clustered = 0
         mix = {
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "at": datetime.now(UTC),
             "seconds": round(seconds, 3),
             "rows": sum(counts),
             "comparable": comparable,
@@ -214,12 +214,12 @@ EXAMPLE = """retry: 2000
 
 event: record
 data: {"request_id":"r-1","session_id":null,"position":41,"layer":-1,"captured_at":\
-"2026-01-10T04:02:11+00:00","model":"m","phase":"output","token_id":5,"step":12,\
+"2026-01-10T04:02:11Z","model":"m","phase":"output","token_id":5,"step":12,\
 "comparable":true,"run_id":"2026-01-10T04-02-11","cluster_id":3,"cluster_label":"induction",\
 "probability":0.98,"x":1.5,"y":-0.25,"zone":"semantic_bridge","confidence":0.61}
 
 event: zones
-data: {"at":"2026-01-10T04:02:12.000+00:00","seconds":1.0,"rows":8192,"comparable":8192,\
+data: {"at":"2026-01-10T04:02:12.000000Z","seconds":1.0,"rows":8192,"comparable":8192,\
 "clustered":7500,"zones":{"syntax_floor":4000,"semantic_bridge":2100,"long_range":900,\
 "structure_ripple":192,"diffuse":1000}}
 """

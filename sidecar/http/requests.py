@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from discovery.artifacts.classifier import ANSWER_VERSION
 from discovery.artifacts.schema import NOISE
 from pipeline import record
 from pipeline.record import PHASES
+from pipeline.store.base import from_micros
 
 from .errors import Json, documented
 from .live import standard_zones, step_of
@@ -198,9 +199,8 @@ class Read:
             "summarised_rows": len(self._zones),
             "layers": layers.tolist(),
             "path_layer": path_layer,
-            **{
-                name: _iso(at) for name, at in (("first_at", times.min()), ("last_at", times.max()))
-            },
+            "first_at": _time(times.min()),
+            "last_at": _time(times.max()),
             "zones": shares(self._zones),
             **self._path(path_layer),
             "phases": {
@@ -264,7 +264,6 @@ class Read:
         hidden = {"request_id"} if vectors else {"request_id", "vector"}
         found = self._table.drop_columns(sorted(hidden)).to_pylist()
         for row, one in enumerate(found):
-            one["captured_at"] = one["captured_at"].isoformat()
             one["step"] = step_of(one["position"], one["prompt_len"])
             one["zone"] = ZONES[self._zones[row]]
             one["cluster_id"] = int(self._cluster[row]) if self._comparable[row] else None
@@ -280,6 +279,5 @@ def shares(zones: NDArray[np.int8]) -> dict[str, float]:
     return dict(zip(ZONES, np.round(counts, 6).tolist(), strict=True))
 
 
-def _iso(at: np.datetime64) -> str:
-    micros = int(at.astype("datetime64[us]").astype(np.int64))
-    return datetime.fromtimestamp(micros / 1e6, UTC).isoformat()
+def _time(at: np.datetime64) -> datetime:
+    return from_micros(int(at.astype("datetime64[us]").astype(np.int64)))

@@ -129,7 +129,7 @@ def test_a_request_shows_its_path_through_the_zones(store):
     assert found["transitions"] == counts.tolist()
     assert found["zones"] == pytest.approx({z: zones.count(z) / 200 for z in ZONES}, abs=1e-6)
     assert (found["layers"], found["path_layer"], found["layout"]) == ([-1], -1, "log16")
-    assert found["first_at"] == "2026-01-09T06:00:01+00:00"
+    assert found["first_at"] == "2026-01-09T06:00:01Z"
     assert found["summarised_rows"] == 200
 
 

@@ -94,14 +94,14 @@ def _status(service: Any) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "serving": None if run is None else {
-            "run_id": run.run_id, "loaded_at": run.loaded_at.isoformat(),
+            "run_id": run.run_id, "loaded_at": run.loaded_at,
             **{name: run.manifest[name] for name in ("model", "layout", "capture_id")},
             **{name: run.manifest["counts"][name] for name in ("rows", "clusters")},
         },
         "problem": service.serving.problem,
         "latest": latest,
         "refused": None if refused is None else {
-            "run_id": refused.run_id, "reason": refused.reason, "at": refused.at.isoformat(),
+            "run_id": refused.run_id, "reason": refused.reason, "at": refused.at,
         },
         "running": progress_of(output, holder) if holder else None,
         "runs": summaries(output, found[::-1][:RECENT], latest, run and run.run_id),

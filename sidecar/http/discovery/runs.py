@@ -210,7 +210,7 @@ class Lineage(BaseModel):
     events: list[dict[str, Any]] = Field(description="what became of clusters, oldest first")
     parent_clusters: list[dict[str, Any]]
     links: list[dict[str, Any]]
-    says: list[str]
+    says: str = Field(description="all of this in words")
 
 
 @router.get(
@@ -236,7 +236,8 @@ def _lineage(service: Any, run_id: str) -> dict[str, Any]:
         "run_id": artifacts.run_id, "schema_version": SCHEMA_VERSION,
         "parent_run": artifacts.manifest["parent_run"], "runs": ancestry.runs,
         "gone": ancestry.gone, "events": ancestry.events,
-        **{name: own.get(name, []) for name in ("parent_clusters", "links", "says")},
+        **{name: own.get(name, []) for name in ("parent_clusters", "links")},
+        "says": own.get("says", ""),
     }  # fmt: skip
 
 
