@@ -288,6 +288,16 @@ def test_live_events_go_on_after_a_lost_connection(
         call(lambda c: c.live())
 
 
+def test_a_stream_that_is_lost_again_and_again_is_followed_for_longer_than_the_deadline(
+    call: Callable[..., Any], server: FailingServer
+) -> None:
+    stream = {"content-type": "text/event-stream"}
+    lost = Reply(200, None, stream, events([1]), lost=True, pause_s=0.25)
+    server.script("/live", *[lost] * 6, Reply(200, None, stream, events([2])))
+    found = call(lambda c: c.live(), retries=api.Retries(deadline_s=1.0, first_s=0.01))
+    assert [event.data for event in found] == [1] * 6 + [2]
+
+
 @pytest.mark.parametrize("url", ["localhost:9009", "ftp://localhost", "http://", ""])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(OptionError, match="URL"):
