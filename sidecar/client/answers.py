@@ -22,11 +22,13 @@ class Health(Answer, frozen=True):
 
 
 class Ready(Answer, frozen=True):
-    """ready: whether artifacts are loaded and the store can be written; a sidecar that is not
-    answers 503, which `ready()` gives as well. detail: what is missing, or 'drifting'."""
+    """ready: whether artifacts are loaded and the store takes rows; problems: what is wrong if not;
+    drift: a state, as 'drifting'; run_id: of the served run."""
 
     ready: bool
-    detail: str | None = None
+    problems: list[str] = []
+    drift: str | None = None
+    run_id: str | None = None
 
 
 class Manifold(Answer, frozen=True):
@@ -60,13 +62,15 @@ class Batch(Answer, frozen=True):
 
 
 class Added(Answer, frozen=True):
-    """What became of the rows of an insert. Without `wait`, they are queued: only `queued` is
-    known. An insert that was tried again counts its own rows as duplicates."""
+    """What became of the rows of an insert: how many are queued or, with `wait`, committed (rows
+    that were there before are among them), and how many are not records, by reason; and of a single
+    one how the run classifies it."""
 
     queued: int = 0
-    stored: int = 0
-    duplicates: int = 0
+    committed: int = 0
     rejected: dict[str, int] = {}
+    run_id: str | None = None
+    manifold: Manifold | None = None
 
 
 class LiveEvent(Answer, frozen=True):
@@ -78,8 +82,9 @@ class LiveEvent(Answer, frozen=True):
 
 
 class RunMap(NamedTuple):
-    """The map of a run, a row for each fingerprint: coordinates float32[n], cluster uint16[n]
-    (`NO_CLUSTER` for none) and zone uint8[n], an index of ZONES."""
+    """The map of a run, a row for each fingerprint: coordinates float32[n], cluster uint16[n], an
+    index of `cluster_ids` of the map's description (`NO_CLUSTER` for none), and zone uint8[n], an
+    index of its `zones`."""
 
     x: NDArray[np.float32]
     y: NDArray[np.float32]

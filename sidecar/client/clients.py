@@ -62,10 +62,14 @@ class _Client(Endpoints, Generic[Http]):
     def _attempts(self, call: Call[Any]) -> Attempts:
         return Attempts(call, self._retries, self._timeout_s)
 
-    def _stream(self, path: str) -> tuple[Call[None], dict[str, Any]]:
-        """The call that opens a stream of events, and how httpx takes it."""
-        timeout = httpx.Timeout(self._timeout_s, read=STREAM_TIMEOUT_S)
-        return Call("GET", path, nothing), {"method": "GET", "url": path, "timeout": timeout}
+    def _stream(self, path: str, last_id: str) -> dict[str, Any]:
+        """How httpx opens a stream of events, after the event that came last."""
+        return {
+            "method": "GET",
+            "url": path,
+            "timeout": httpx.Timeout(self._timeout_s, read=STREAM_TIMEOUT_S),
+            "headers": {"Last-Event-ID": last_id} if last_id else {},
+        }
 
     def _event(self, sent: ServerSentEvent) -> LiveEvent:
         try:
@@ -102,19 +106,20 @@ class SidecarClient(_Client[httpx.Client], Waits):
         return self._events("/live")
 
     def discovery_live(self) -> Iterator[LiveEvent]:
-        """Events of the discovery job that is running, as `live` gives its own."""
+        """Events of the discovery job that is running. A lost connection goes on where it was."""
         return self._events("/discovery/live")
 
     def _events(self, path: str) -> Iterator[LiveEvent]:
-        call, settings = self._stream(path)
+        call, last_id = Call("GET", path, nothing), ""
         attempts = self._attempts(call)
         while True:
             outcome: Outcome
             try:
-                with connect_sse(self._http, **settings) as source:
+                with connect_sse(self._http, **self._stream(path, last_id)) as source:
                     outcome = source.response
                     if outcome.is_success:
                         for sent in source.iter_sse():
+                            last_id = sent.id
                             yield self._event(sent)
                             attempts = self._attempts(call)
                         return
@@ -164,15 +169,16 @@ class AsyncSidecarClient(_Client[httpx.AsyncClient], Awaits):
         return self._events("/discovery/live")
 
     async def _events(self, path: str) -> AsyncIterator[LiveEvent]:
-        call, settings = self._stream(path)
+        call, last_id = Call("GET", path, nothing), ""
         attempts = self._attempts(call)
         while True:
             outcome: Outcome
             try:
-                async with aconnect_sse(self._http, **settings) as source:
+                async with aconnect_sse(self._http, **self._stream(path, last_id)) as source:
                     outcome = source.response
                     if outcome.is_success:
                         async for sent in source.aiter_sse():
+                            last_id = sent.id
                             yield self._event(sent)
                             attempts = self._attempts(call)
                         return

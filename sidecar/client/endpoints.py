@@ -7,6 +7,7 @@ awaitable of it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 from urllib.parse import quote
 
@@ -96,6 +97,15 @@ def arrow_stream(rows: pa.Table | pa.RecordBatch) -> bytes:
     return bytes(sink.getvalue())
 
 
+def quoted(name: str) -> str:
+    """A name as one part of a path."""
+    return quote(name, safe="")
+
+
+def run_path(run_id: str) -> str:
+    return f"/discovery/runs/{quoted(run_id)}"
+
+
 def record(fingerprint: Fingerprint) -> dict[str, Any]:
     return fingerprint if isinstance(fingerprint, dict) else {"vector": list(fingerprint)}
 
@@ -110,9 +120,8 @@ class Endpoints:
 
     @endpoint
     def ready(self) -> Call[Ready]:
-        """Whether artifacts are loaded and the store can be written. A sidecar that is not ready
-        raises SidecarBusyError with what is missing."""
-        return get("/ready", to(Ready))
+        """Whether artifacts are loaded and the store takes rows, and what is wrong if not."""
+        return replace(get("/ready", to(Ready)), also=frozenset({503}))
 
     @endpoint
     def version(self) -> Call[dict[str, Any]]:
@@ -171,23 +180,29 @@ class Endpoints:
 
     @endpoint
     def sessions(
-        self, *, limit: int | None = None, offset: int | None = None
+        self, *, limit: int | None = None, after: str | None = None
     ) -> Call[dict[str, Any]]:
-        """The sessions, newest first."""
-        return get("/sessions", OBJECT, limit=limit, offset=offset)
+        """The sessions, newest first, page by page: `after` is `next` of the page before."""
+        return get("/sessions", OBJECT, limit=limit, after=after)
 
     @endpoint
     def session(self, session_id: str) -> Call[dict[str, Any]]:
         """A session, restored from the store if it is an earlier one."""
-        return get(f"/sessions/{quote(session_id, safe='')}", OBJECT)
+        return get(f"/sessions/{quoted(session_id)}", OBJECT)
 
     @endpoint
     def request(
-        self, request_id: str, *, limit: int | None = None, offset: int | None = None
+        self,
+        request_id: str,
+        *,
+        offset: int | None = None,
+        limit: int | None = None,
+        vectors: bool = False,
     ) -> Call[dict[str, Any]]:
         """A request: its zones over the steps, transitions, and rows page by page."""
-        path = f"/requests/{quote(request_id, safe='')}"
-        return get(path, OBJECT, limit=limit, offset=offset)
+        path = f"/requests/{quoted(request_id)}"
+        shown = 1 if vectors else None
+        return get(path, OBJECT, offset=offset, limit=limit, vectors=shown)
 
     @endpoint
     def discovery_status(self) -> Call[dict[str, Any]]:
@@ -195,22 +210,34 @@ class Endpoints:
         return get("/discovery/status", OBJECT)
 
     @endpoint
-    def runs(self) -> Call[dict[str, Any]]:
-        """The runs in the output folder."""
-        return get("/discovery/runs", OBJECT)
+    def runs(self, *, limit: int | None = None, before: str | None = None) -> Call[dict[str, Any]]:
+        """The runs, newest first, page by page: `before` is `next` of the page before."""
+        return get("/discovery/runs", OBJECT, limit=limit, before=before)
 
     @endpoint
-    def run(
-        self, run_id: str, part: Literal["manifest", "clusters", "lineage"] = "manifest"
-    ) -> Call[Any]:
-        """The manifest, the clusters or the lineage of a run, or of `latest`."""
-        return get(f"/discovery/runs/{quote(run_id, safe='')}/{part}", to(Any))
+    def run(self, run_id: str) -> Call[dict[str, Any]]:
+        """The manifest of a run, or of `latest`."""
+        return get(run_path(run_id), OBJECT)
+
+    @endpoint
+    def run_clusters(self, run_id: str) -> Call[dict[str, Any]]:
+        """The clusters of a run."""
+        return get(f"{run_path(run_id)}/clusters", OBJECT)
+
+    @endpoint
+    def run_lineage(self, run_id: str) -> Call[dict[str, Any]]:
+        """Where the clusters of a run come from."""
+        return get(f"{run_path(run_id)}/lineage", OBJECT)
 
     @endpoint
     def map(self, run_id: str) -> Call[RunMap]:
         """The map of a run as arrays."""
-        path = f"/discovery/runs/{quote(run_id, safe='')}/map"
-        return get(path, lambda answer: decode_map(answer.content))
+        return get(f"{run_path(run_id)}/map", lambda answer: decode_map(answer.content))
+
+    @endpoint
+    def map_about(self, run_id: str) -> Call[dict[str, Any]]:
+        """The description of a map: `cluster_ids` and `zones` by the numbers in it, its ranges."""
+        return get(f"{run_path(run_id)}/map/meta", OBJECT)
 
     @endpoint
     def control(self, command: Literal["pause", "resume", "stop"]) -> Call[dict[str, Any]]:

@@ -35,6 +35,7 @@ class Call(Generic[T]):
     Args:
         decode: what the answer means. Its errors (msgspec's, ValueError) are a wrong answer.
         safe: doing it twice does no harm, so that it may be tried again.
+        also: statuses that are no success and may be an answer all the same.
     """
 
     method: str
@@ -44,6 +45,17 @@ class Call(Generic[T]):
     params: dict[str, Any] = field(default_factory=dict)
     content: bytes | None = None
     content_type: str = "application/json"
+    also: frozenset[int] = frozenset()
+
+    def is_answered(self, answer: httpx.Response) -> bool:
+        """Whether an answer is what was asked for, and not an error."""
+        if answer.is_success or answer.status_code not in self.also:
+            return bool(answer.is_success)
+        try:
+            self.decode(answer)
+        except (msgspec.DecodeError, ValueError):
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class Attempts:
         """Seconds until the next attempt; None if there is none, and `outcome` is the result."""
         least = 0.0
         if isinstance(outcome, httpx.Response):
-            if outcome.status_code not in LATER:
+            if outcome.status_code not in LATER or self._call.is_answered(outcome):
                 return None
             least = retry_after(outcome)
         elif not isinstance(outcome, httpx.TransportError):
@@ -137,7 +149,7 @@ def result(call: Call[T], outcome: Outcome, url: str) -> T:
         ) from outcome
     if isinstance(outcome, httpx.RequestError):
         raise WrongAnswerError(f"{url}{call.path} is not a sidecar's ({reason_of(outcome)})")
-    if not outcome.is_success:
+    if not call.is_answered(outcome):
         raise error_of(outcome, url)
     try:
         return call.decode(outcome)

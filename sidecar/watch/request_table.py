@@ -60,12 +60,11 @@ class RequestTable:
         """
         rows = np.fromiter((self._rows.get(key, -1) for key in keys), np.int64, len(keys))
         new = rows < 0
-        # Nor does a key leave that is in this very batch.
-        self.seen[rows[~new]] = now
         if (missing := int(new.sum()) - len(self._free)) > 0:
             others = len(self) - int((~new).sum())
             count = min(max(missing, self.capacity // LEAVE_TOGETHER), others)
             idle = np.where(np.isfinite(self.seen), self.seen, np.inf)
+            # No key leaves that is asked for here.
             idle[rows[~new]] = np.inf
             gone = np.sort(np.argpartition(idle, count - 1)[:count])
             self.evicted += count

@@ -52,7 +52,18 @@ SAFE: dict[str, tuple[Callable[[Any], Any], str, Reply]] = {
     "request": (lambda c: c.request("a"), "/requests/a", Reply(200, {"request_id": "a"})),
     "discovery_status": (lambda c: c.discovery_status(), "/discovery/status", Reply(200, {})),
     "runs": (lambda c: c.runs(), "/discovery/runs", Reply(200, {"runs": []})),
-    "run": (lambda c: c.run("latest"), "/discovery/runs/latest/manifest", Reply(200, {})),
+    "run": (lambda c: c.run("latest"), "/discovery/runs/latest", Reply(200, {})),
+    "run_clusters": (
+        lambda c: c.run_clusters("latest"),
+        "/discovery/runs/latest/clusters",
+        Reply(200, {}),
+    ),
+    "run_lineage": (
+        lambda c: c.run_lineage("latest"),
+        "/discovery/runs/latest/lineage",
+        Reply(200, {}),
+    ),
+    "map_about": (lambda c: c.map_about("x"), "/discovery/runs/x/map/meta", Reply(200, {})),
     "map": (lambda c: c.map("latest"), "/discovery/runs/latest/map", Reply(200, raw=b"")),
 }  # fmt: skip
 UNSAFE: dict[str, tuple[Callable[[Any], Any], str, Reply]] = {
@@ -241,9 +252,9 @@ def test_rows_go_as_an_arrow_stream_that_gives_the_same_rows(
     call: Callable[..., Any], server: FailingServer
 ) -> None:
     batch = planted_batch(planted(500, 0)[0], START)
-    server.script("/fingerprints", Reply(200, {"stored": 500, "rejected": {"phase": 1}}))
+    server.script("/fingerprints", Reply(200, {"committed": 500, "rejected": {"phase": 1}}))
     added = call(lambda c: c.add_many(pa.Table.from_batches([batch]), wait=True))
-    assert (added.stored, added.rejected) == (500, {"phase": 1})
+    assert (added.committed, added.rejected) == (500, {"phase": 1})
     asked = server.asked[-1]
     assert asked.query == "wait=1"
     assert asked.headers["content-type"] == "application/vnd.apache.arrow.stream"
@@ -260,6 +271,33 @@ def test_a_map_comes_as_arrays(call: Callable[..., Any], server: FailingServer) 
     server.script(path, Reply(raw=b"12345"))
     with pytest.raises(api.WrongAnswerError, match="no whole number of rows"):
         call(lambda c: c.map("latest"))
+
+
+def test_a_sidecar_that_is_not_ready_says_why_at_once(
+    call: Callable[..., Any], server: FailingServer
+) -> None:
+    problems = ["no run is served"]
+    server.script("/ready", Reply(503, {"ready": False, "problems": problems}))
+    found = call(lambda c: c.ready())
+    assert not found.ready and found.problems == problems
+    assert len(server.asked) == 1
+
+
+def test_events_with_ids_go_on_where_they_were(
+    call: Callable[..., Any], server: FailingServer
+) -> None:
+    stream = {"content-type": "text/event-stream"}
+    server.script(
+        "/discovery/live",
+        Reply(200, None, stream, b"id: run:7\nevent: progress\ndata: {}\n\n", lost=True),
+        Reply(200, None, stream, b"id: run:8\nevent: progress\ndata: {}\n\n"),
+    )
+    found = call(lambda c: c.discovery_live())
+    assert [(event.id, event.event) for event in found] == [
+        ("run:7", "progress"),
+        ("run:8", "progress"),
+    ]
+    assert [asked.headers.get("last-event-id") for asked in server.asked] == [None, "run:7"]
 
 
 def test_live_events_go_on_after_a_lost_connection(
@@ -286,6 +324,16 @@ def test_live_events_go_on_after_a_lost_connection(
     server.script("/live", Reply(200, None, stream, b"data: {\n\n"))
     with pytest.raises(api.WrongAnswerError, match="not JSON"):
         call(lambda c: c.live())
+
+
+def test_a_stream_that_is_lost_again_and_again_is_followed_for_longer_than_the_deadline(
+    call: Callable[..., Any], server: FailingServer
+) -> None:
+    stream = {"content-type": "text/event-stream"}
+    lost = Reply(200, None, stream, events([1]), lost=True, pause_s=0.25)
+    server.script("/live", *[lost] * 6, Reply(200, None, stream, events([2])))
+    found = call(lambda c: c.live(), retries=api.Retries(deadline_s=1.0, first_s=0.01))
+    assert [event.data for event in found] == [1] * 6 + [2]
 
 
 @pytest.mark.parametrize("url", ["localhost:9009", "ftp://localhost", "http://", ""])

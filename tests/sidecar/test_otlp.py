@@ -126,8 +126,10 @@ def test_a_phase_ends_when_its_rows_stop_and_not_before(
         spans(processed(rows(["r"] * 10, ["output"] * 10, start=10 * second)))
         clock.now += 1
         spans._work()
+    clock.now += 0.8 * otlp.IDLE_S
+    spans._work()
     assert collector.spans == []
-    clock.now += otlp.IDLE_S
+    clock.now += 0.2 * otlp.IDLE_S
     spans._work()
     (span,) = collector.spans
     assert attributes(span)["attn.rows"] == 300
