@@ -83,8 +83,8 @@ class GateRules:
     """The limit of each check: the most for shares of bad rows and drift, the least for the others.
 
     A limit of 0 for a least, or of 1 (drift: 100) for a most, leaves the check out.
-    `neighbor_recall` is the limit at 1,000 fitted rows, see `recall_limit`; `volume` is a share of
-    the rows of the smallest of the last runs.
+    `neighbor_recall` is the limit at 1,000 distinct fitted rows, see `recall_limit`; `volume` is a
+    share of the rows of the smallest of the last runs.
 
     Raises:
         OptionError: a limit out of its range.
@@ -150,7 +150,7 @@ class Measures:
     Args:
         identity: what was captured, in words: model, layout and capture_id.
         rows: in the window, before any were left out.
-        fit_rows: that the map was fitted on.
+        map_rows: distinct rows that the map was fitted on.
         inconsistent_rows: share of the rows that `consistency.inconsistent` finds.
         noise_share: share of the rows that are in no cluster.
         classifier_agreement: on `held_out_rows` rows of a cluster, of requests not used in
@@ -172,7 +172,7 @@ class Measures:
 
     identity: str
     rows: int
-    fit_rows: int
+    map_rows: int
     clusters: int
     inconsistent_rows: float
     trustworthiness: float
@@ -213,7 +213,7 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
     if all of the interval lies past the limit.
     """
     limits = {"clusters": 1.0, **asdict(rules)}
-    limits["neighbor_recall"] = recall_limit(rules.neighbor_recall, measures.fit_rows)
+    limits["neighbor_recall"] = recall_limit(rules.neighbor_recall, measures.map_rows)
     checks = [_check(name, measures, limits[name]) for name in QUESTIONS]
     checks += [_identity(measures), _parent(measures)]
     return {
@@ -224,9 +224,9 @@ def judge(measures: Measures, rules: GateRules) -> dict[str, Any]:
     }
 
 
-def recall_limit(limit: float, fit_rows: int) -> float:
-    """The least neighbour recall of a map of `fit_rows` rows, if that of 1,000 rows is `limit`."""
-    rows = max(fit_rows, RECALL_LEAST_ROWS)
+def recall_limit(limit: float, map_rows: int) -> float:
+    """The least neighbour recall of a map of `map_rows` rows, if that of 1,000 rows is `limit`."""
+    rows = max(map_rows, RECALL_LEAST_ROWS)
     few = (RECALL_ROWS / min(rows, RECALL_MANY_ROWS)) ** RECALL_ROOT
     many = (RECALL_MANY_ROWS / max(rows, RECALL_MANY_ROWS)) ** RECALL_ROOT_OF_MANY
     return float(min(1.0, limit * few * many))

@@ -8,7 +8,7 @@ import numpy as np
 
 from capture_kernels.arrays import Floats, Ints, Mask, array_module, block_rows, on_host
 from discovery.engines.protocol import Engine
-from pipeline.hashing import Hashes
+from pipeline.hashing import Hashes, mix64
 
 # Distances computed at a time: float64, and as many again that they are computed from.
 BLOCK_DISTANCES, DEVICE_BLOCK_DISTANCES = 1 << 17, 1 << 26
@@ -40,6 +40,15 @@ def effective_rows(right: Mask, requests: Hashes) -> float:
     residual = np.bincount(index, right - share)
     variance = (residual**2).sum() * clusters / (clusters - 1) / n**2
     return float(min(n, share * (1 - share) / variance)) if variance else float(n)
+
+
+def distinct_rows(vectors: Floats) -> Ints:
+    """The first row of each distinct vector of float32[n, d], ascending: int64[m]."""
+    bits = (vectors.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    hashes = np.zeros(len(vectors), np.uint64)
+    for column in bits.T:
+        hashes = mix64(hashes ^ column)
+    return np.sort(np.unique(hashes, return_index=True)[1])
 
 
 def map_quality(

@@ -9,6 +9,7 @@ const MEANINGS = {
   classifier_noise_recognised: "The share of noise rows that the classifier recognises as noise.",
   classifier_held_out_rows: "Rows held out of the training to measure the classifier on: whole requests.",
   classifier_effective_rows: "How many independent rows would tell as much: rows of a request are alike.",
+  distinct_rows: "Fitted rows of which no two are equal: equal ones are neighbours on any map.",
   sampled_rows: "Rows that trustworthiness and neighbour recall were measured on.",
 };
 const MOST_DRIFTS = 12;

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from capture_kernels.arrays import Ints
+from capture_kernels.arrays import Floats, Ints
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
-from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.metrics import MapQuality, distinct_rows, map_quality
 from discovery.artifacts.schema import IDENTITY, NOISE, identity_in_words
+from discovery.engines.protocol import Engine
 from discovery.gate import QUESTIONS, Measures, judge
 from discovery.runs.parent import Parent, damaged_in_words
 
@@ -20,6 +21,8 @@ from .lineage import saved_shares
 
 SAMPLE_ROWS = 2_000
 NEIGHBORS = 15
+# With fewer distinct rows there is no third neighbour to be wrong: then all rows count.
+LEAST_DISTINCT = 4
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
@@ -30,8 +33,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
     projected = context.saved("neighbors", "fit.npz")["projected"]
     points = context.saved("umap", "map.npz")["points"]
-    k = min(NEIGHBORS, (len(points) - 1) // 3)
-    found = map_quality(context.engine, projected, points, k, SAMPLE_ROWS, context.options.seed)
+    found, distinct = quality_of_map(context.engine, projected, points, context.options.seed)
     held = {name: array.item() for name, array in context.saved("cluster", "agreement.npz").items()}
     persistence = context.saved("cluster", "fit.npz")["persistence"]
     # The rows that extract left out contradict themselves as well.
@@ -40,7 +42,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     summary: dict[str, Any] = {
         "trustworthiness": round(found.trustworthiness, 6),
         "neighbor_recall": round(found.recall, 6),
-        "sampled_rows": min(SAMPLE_ROWS, len(points)),
+        "distinct_rows": distinct,
+        "sampled_rows": min(SAMPLE_ROWS, distinct),
         "noise_share": context.summaries["cluster"]["noise_share"],
         "mean_persistence": float(persistence.mean()) if len(persistence) else None,
         "classifier_agreement": held["agreement"] if held["rows"] else None,
@@ -62,6 +65,20 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         says += f", agreement with {context.follows['parent']} {summary['agreement']:.2f}"
     says += "".join(f"; FAILED: {reason}" for reason in summary["gate"]["reasons"])
     return summary, says
+
+
+def quality_of_map(
+    engine: Engine, projected: Floats, points: Floats, seed: int
+) -> tuple[MapQuality, int]:
+    """The figures of a map float32[n, 2] of `projected` float32[n, d], and how many rows they are
+    of: equal rows count as one. They are neighbours on any map, and 1% of them were enough to raise
+    the neighbour recall of the shipped sample by 0.007.
+    """
+    rows = distinct_rows(projected)
+    if len(rows) < LEAST_DISTINCT:
+        rows = np.arange(len(projected))
+    k = min(NEIGHBORS, (len(rows) - 1) // 3)
+    return map_quality(engine, projected[rows], points[rows], k, SAMPLE_ROWS, seed), len(rows)
 
 
 def against_parent(context: RunContext, parent: Parent) -> dict[str, Any]:
@@ -100,7 +117,7 @@ def measures(context: RunContext, summary: dict[str, Any]) -> Measures:
     return Measures(
         identity=identity_in_words(identity),
         rows=context.summaries["extract"]["rows_in_window"],
-        fit_rows=context.summaries["neighbors"]["fit_rows"],
+        map_rows=summary["distinct_rows"],
         clusters=context.summaries["cluster"]["clusters"],
         held_out_rows=summary["classifier_held_out_rows"],
         effective_rows=summary["classifier_effective_rows"],

@@ -20,7 +20,7 @@ def moved(psi: float, low: float, high: float) -> dict[str, Any]:
 GOOD = Measures(
     identity="planted-model (log16, capture planted00000)",
     rows=6_000,
-    fit_rows=6_000,
+    map_rows=6_000,
     clusters=12,
     inconsistent_rows=0.0,
     trustworthiness=0.99,

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.manifold import trustworthiness
 
-from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.metrics import distinct_rows, map_quality
 from discovery.algorithms.voting import Votes, vote
 from discovery.engines.cpu import CpuEngine, by_size
 from discovery.stages.neighbors import self_first
+from discovery.stages.quality import quality_of_map
 
 
 def one_vote(distances: list[float], labels: list[int]) -> Votes:
@@ -140,3 +141,29 @@ def test_clusters_are_numbered_by_falling_size_and_noise_stays_noise():
     assert found.persistence.tolist() == [0.3, 0.2, 0.1]
     nothing = by_size(np.full(4, -1, np.int64), np.zeros(4), np.array([]))
     assert nothing.labels.tolist() == [-1] * 4
+
+
+def test_equal_rows_count_as_one_however_many_there_are():
+    rng = np.random.default_rng(5)
+    space = rng.normal(size=(600, 4)).astype(np.float32)
+    points = (space[:, :2] + rng.normal(0, 0.5, (600, 2))).astype(np.float32)
+    expected = quality_of_map(CpuEngine(), space, points, 0)
+    assert expected[1] == 600
+    for copies in (6, 300):
+        # All in one point, as a map has them: each has the others for its nearest.
+        more = [np.vstack([a, np.repeat(a[:1], copies, axis=0)]) for a in (space, points)]
+        assert quality_of_map(CpuEngine(), *more, 0) == expected
+
+
+@pytest.mark.parametrize("distinct", [1, 3, 4, 40])
+def test_a_map_of_few_distinct_rows_has_figures_too(distinct):
+    space = np.arange(distinct, dtype=np.float32).repeat(50)[:, None]
+    found, rows = quality_of_map(CpuEngine(), space, np.hstack([space, space]), 0)
+    assert rows == (distinct if distinct >= 4 else len(space))
+    assert 0 <= found.recall <= 1 and found.trustworthiness <= 1
+
+
+def test_zero_is_zero_whatever_its_sign():
+    rows = np.array([[0.0, 1.0], [-0.0, 1.0], [0.0, -1.0], [0.0, 1.0]], np.float32)
+    assert distinct_rows(rows).tolist() == [0, 2]
+    assert distinct_rows(np.empty((0, 3), np.float32)).tolist() == []

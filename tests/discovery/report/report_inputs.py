@@ -109,7 +109,7 @@ def first_run(folder: Path, rows: int = 600, count: int = 5, layout: str = "log1
         "run_id": RUN,
         "created_at": "2026-01-10T04:02:11+00:00",
         "layout": layout,
-        "capture_id": "0ee5e517b008",
+        "capture_id": "a10c7a1ed959",
         "model": "examples/demo_model",
         "engine": "cpu",
         "versions": {"numpy": "2"},
