@@ -19,6 +19,7 @@ from benchmarks.common import WrongAnswerError
 from benchmarks.interruptions import ATTN, Night, published
 from capture_kernels.errors import AttnError
 from discovery.artifacts.read import open_artifacts
+from discovery.events.schema import STAGE_NAMES
 from discovery.runs.state import survey
 from pipeline import record
 from pipeline.store.base import Appended
@@ -54,8 +55,9 @@ class Case(Protocol):
     def begun(self) -> Callable[[], bool]:
         """Called before a try; gives what says whether the command has begun to write."""
 
-    def check_killed(self, ended: Ended) -> None:
-        """Raise WrongAnswerError unless all that was acknowledged is there after a kill."""
+    def check_killed(self, ended: Ended) -> str:
+        """Raise WrongAnswerError unless all that was acknowledged is there after a kill; how much
+        of the work is done, in a word or two."""
 
     def check_finished(self, ended: Ended) -> None:
         """Raise WrongAnswerError unless all is as if nothing had been killed; `ended` is the try
@@ -105,6 +107,11 @@ class Truth:
             must(len(numbers) == len(set(numbers.tolist())), "a row is there twice")
             must(store.counts().rows == len(numbers), "the store counts other rows than it has")
         return numbers
+
+
+def how_much(done: int, of: int) -> str:
+    """How much of the work is done."""
+    return "nothing" if done == 0 else "all" if done == of else "part"
 
 
 def as_on_disk(folder: Path) -> dict[str, tuple[int, int]]:
@@ -167,12 +174,13 @@ class Importing(InFolder):
         store = str(self.folder / self._db)
         return [*ATTN, "db", "import", str(self._file), "--db", store, "--json"]
 
-    def check_killed(self, ended: Ended) -> None:
+    def check_killed(self, ended: Ended) -> str:
         there = self._truth.stored(self.folder / self._db)
         must(bool(np.isin(np.arange(self._before), there).all()), "rows of before are lost")
         if ended.out.endswith("\n"):  # said to be stored
             must(len(there) == self._truth.rows, "rows are lost that were said to be stored")
         self._left = self._truth.rows - len(there)
+        return how_much(len(there) - self._before, self._truth.rows - self._before)
 
     def check_finished(self, ended: Ended) -> None:
         must(len(self._truth.stored(self.folder / self._db)) == self._truth.rows, "rows are lost")
@@ -216,11 +224,12 @@ class Exporting(InFolder):
         must(bool((numbers == np.arange(len(numbers))).all()), "an export lacks rows")
         return len(numbers)
 
-    def check_killed(self, ended: Ended) -> None:
+    def check_killed(self, ended: Ended) -> str:
         whole = {self._truth.rows}
         if not ended.out.endswith("\n"):  # not said to be written
             whole.add(1_000 if self._over else -1)
         must((rows := self._rows()) in whole, f"half an export is there: {rows} rows")
+        return how_much(int(rows == self._truth.rows), 1)
 
     def check_finished(self, ended: Ended) -> None:
         must(self._rows() == self._truth.rows, "an export is not whole")
@@ -244,6 +253,7 @@ class Pruning(InFolder):
                 # Every batch begins with rows of the one before it.
                 store.append(truth.batch(max(0, start - step // 4), min(truth.rows, start + step)))
             self._order = truth.numbers(store.scan())
+        self._files = len(list(self.template.rglob("part-*")))
 
     def command(self) -> list[str]:
         limit = f"{START + timedelta(seconds=self._cut):%Y-%m-%dT%H:%M:%S}"
@@ -259,8 +269,14 @@ class Pruning(InFolder):
             must(len(there) == len(stay), "rows are there that were said to be deleted")
         return there
 
-    def check_killed(self, ended: Ended) -> None:
-        self._stay(ended)
+    def check_killed(self, ended: Ended) -> str:
+        there = self._stay(ended)
+        if self._cut:
+            return how_much(self._truth.rows - len(there), self._cut)
+        # A compaction: by how many files there are.
+        files = len(list(self.folder.rglob("part-*")))
+        fewest = len(list(self.folder.rglob("day=*")))
+        return how_much(self._files - files, self._files - fewest)
 
     def check_finished(self, ended: Ended) -> None:
         must(len(self._stay(ended)) == self._truth.rows - self._cut, "rows to delete are there")
@@ -326,7 +342,7 @@ class Discovering:
 
         return has_begun
 
-    def check_killed(self, ended: Ended) -> None:
+    def check_killed(self, ended: Ended) -> str:
         must(self._count_rows(self._db) == self._rows, "a run lost rows of its store")
         try:
             served = open_artifacts(self._output)
@@ -339,6 +355,11 @@ class Discovering:
             must(published(self._folder) == self._expected, "half a run is published")
         if ended.out.strip():
             must(served.run_id == self._night.run_id, "a run that was said to be served is not")
+        finished = (self._folder / ".checkpoint").glob("*/stage.json")
+        if not (names := {path.parent.name for path in finished}):
+            return "over" if served.run_id == self._night.run_id else "no stage"
+        last = max(names, key=STAGE_NAMES.index)
+        return f"after {last}" + (", served" if served.run_id == self._night.run_id else "")
 
     def check_finished(self, ended: Ended) -> None:
         self.check_killed(ended)

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +159,8 @@ def killed(case: Case, wanted: int, rng: np.random.Generator) -> dict[str, Any]:
     case.fresh()
     alone = tried(case, None)
     case.check_finished(alone.ended)
-    kills, late, last, moments = 0, 0, [], []
+    kills, late, last = 0, 0, []
+    moments, left = [], Counter[str]()
     while kills < wanted:
         case.fresh()
         for _ in range(min(MOST_KILLS, wanted - kills)):
@@ -170,7 +172,7 @@ def killed(case: Case, wanted: int, rng: np.random.Generator) -> dict[str, Any]:
                     break
                 kills += 1
                 moments.append(round(after, 3))
-                case.check_killed(ended)
+                left[case.check_killed(ended)] += 1
             except WrongAnswerError as error:
                 raise WrongAnswerError(f"{case.name}, killed {after:.3f} s in: {error}") from None
         else:
@@ -186,6 +188,7 @@ def killed(case: Case, wanted: int, rng: np.random.Generator) -> dict[str, Any]:
         "seconds_alone": round(alone.seconds, 3),
         "seconds_to_finish": round(float(np.mean(last)), 3) if last else None,
         "moments": moments,
+        "done_when_killed": dict(left),
     }
 
 
@@ -212,7 +215,8 @@ def measure(
         told = found[case.name] = killed(case, wanted[case.name], rng)
         print(
             f"  {case.name}: {told['kills']} kills in the {told['seconds_writing']:.2f} s that it "
-            f"writes, {told['too_late']} came too late",
+            f"writes, {told['too_late']} came too late; done by then: "
+            + ", ".join(f"{times} {what}" for what, times in told["done_when_killed"].items()),
             flush=True,
         )
     return {"seed": seed, "rows": rows, "night_rows": night_rows, "cases": found,

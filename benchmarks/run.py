@@ -28,7 +28,8 @@ from discovery.engines.rapids import why_not
 HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
 ON_CPU = {
-    name: [name] for name in ("store", "capture", "zones", "discovery", "behaviours", "classifier")
+    name: [name]
+    for name in ("store", "records", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
@@ -109,6 +110,16 @@ def of_store(found: dict[str, Any]) -> Iterator[Figure]:
         told = f" ({rate / peer:.1f}x a text key)" if peer else ""
         yield f"{name}, rows/s, SQLite", f"{rate:,.0f}{told}"
         yield f"{name}, rows/s, Parquet", f"{rates['parquet'][name]:,.0f}"
+
+
+def of_records(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, rates in found["rows_per_second"].items():
+        for what in ("impossible_rows", "conform"):
+            ratio = rates[what] / rates["plain loop"]
+            yield (
+                f"{what}, {name}, one core",
+                f"{rates[what]:,.0f} rows/s ({ratio:.0f}x a plain loop)",
+            )
 
 
 def of_capture(found: dict[str, Any]) -> Iterator[Figure]:
@@ -199,8 +210,12 @@ def of_kills(found: dict[str, Any]) -> Iterator[Figure]:
     )
     for name, case in found["cases"].items():
         finish = case["seconds_to_finish"]
-        told = "" if finish is None else f", {finish:.1f} s to finish what was killed"
-        yield f"{name}: {case['kills']} kills", f"{case['seconds_alone']:.1f} s left alone{told}"
+        took = "" if finish is None else f", {finish:.1f} s to finish what was killed"
+        done = ", ".join(f"{times} {what}" for what, times in case["done_when_killed"].items())
+        yield (
+            f"{name}: {case['kills']} kills, by what was done",
+            f"{done}; {case['seconds_alone']:.1f} s left alone{took}",
+        )
 
 
 def of_memory(found: dict[str, Any]) -> Iterator[Figure]:
@@ -320,6 +335,7 @@ def of_kernel_layers(found: dict[str, Any]) -> Iterator[Figure]:
 
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "store": of_store,
+    "records": of_records,
     "capture": of_capture,
     "zones": of_zones,
     "discovery": of_discovery,
