@@ -70,8 +70,8 @@ def sidecar(
 ) -> None:
     """Classify fingerprints live, store them, and serve the latest discovery run.
 
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM, everything stored; 1 rows could not be stored before
-    the end; 2 invalid options, or an address or store that cannot be used.
+    Exit codes: 0 stopped by Ctrl+C or SIGTERM, everything stored; 2 invalid options, or an address
+    or store that cannot be used; 3 rows could not be stored before the end.
     """
     from .logs import log_to_stderr
     from .server import serve

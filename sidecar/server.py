@@ -33,7 +33,7 @@ SHUTDOWN_S = 2
 class RowsLeftError(AttnError):
     """Rows were received that could not be stored before the end."""
 
-    exit_code = 1
+    exit_code = 3
 
 
 def serve(options: SidecarOptions) -> None:
