@@ -20,6 +20,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fastapi import FastAPI
 from http_server import EventReader, serving
@@ -370,17 +372,11 @@ def test_any_range_header_is_a_range_or_everything_or_refused(header, size):
 
 def many_rows(output: Path, run_id: str, rows: int) -> None:
     """A run whose map has so many rows."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    folder = copied(output, run_id)
-    table = open_artifacts(folder).table("embedding")
-    more = pa.concat_tables([table] * (rows // table.num_rows + 1)).slice(0, rows)
-    pq.write_table(more, folder / "embedding.parquet")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (facts,) = facts_of([folder / "embedding.parquet"])
-    manifest["files"]["embedding.parquet"] = facts
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    def repeated(table: pa.Table) -> pa.Table:
+        return pa.concat_tables([table] * (rows // table.num_rows + 1)).slice(0, rows)
+
+    published_with(copied(output, run_id), "embedding", repeated)
 
 
 def test_a_large_map_is_streamed_and_kept_for_the_next_one(output):
@@ -407,18 +403,38 @@ def test_maps_that_were_not_asked_for_lately_are_given_up(output):
     assert kept.get(opened[0]) is not first and len(first.content) == 11 * 1_500
 
 
-def test_a_run_whose_tables_do_not_fit_together_has_no_map(output):
-    many_rows(output, "2026-01-12T00-00-00", 10)
-    folder = output / "2026-01-12T00-00-00"
-    import pyarrow.parquet as pq
-
-    clusters = pq.read_table(folder / "clusters.parquet").slice(0, 1)
-    pq.write_table(clusters, folder / "clusters.parquet")
+def published_with(folder: Path, name: str, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Change a table of a run, as if it had been published so."""
+    path = folder / f"{name}.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["clusters.parquet"] = facts_of([folder / "clusters.parquet"])[0]
+    (manifest["files"][path.name],) = facts_of([path])
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="clusters that"):
-        maps.make_map(open_artifacts(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("clusters", lambda table: table.slice(0, 1)),
+        ("clusters", lambda table: table.slice(0, 0)),
+        ("clusters", lambda table: table.drop_columns(["cluster_id"])),
+        ("embedding", lambda table: table.drop_columns(["x"])),
+        ("embedding", lambda table: table.set_column(0, "zone", pa.array(["x"] * len(table)))),
+        ("embedding", lambda table: table.set_column(5, "x", pa.array(["x"] * len(table)))),
+    ],
+)
+def test_a_run_whose_tables_do_not_fit_together_has_no_map(output, name, change):
+    published_with(output / RUN_ID, name, change)
+    with pytest.raises(ArtifactError, match="run attn discover again"):
+        maps.make_map(open_artifacts(output))
+
+
+def test_a_run_without_rows_has_an_empty_map(output):
+    published_with(output / RUN_ID, "embedding", lambda table: table.slice(0, 0))
+    with client_of(output) as client:
+        assert client.get("/runs/latest/map").content == b""
+        assert client.get("/runs/latest/map/meta").json()["x_range"] is None
+        assert error_of(client.get("/runs/latest/map", headers={"Range": "bytes=0-"}), 416)
 
 
 def test_a_full_disk_is_one_line(output, monkeypatch):

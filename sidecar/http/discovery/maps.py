@@ -13,14 +13,16 @@ import re
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from capture_kernels.arrays import Int32s
 from capture_kernels.errors import ArtifactError, WriteError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.artifacts.read import Artifacts
@@ -33,6 +35,8 @@ TYPES = {"x": "float32", "y": "float32", "cluster": "uint16", "zone": "uint8"}
 # Bytes of all maps that are kept; a map of a million rows has 11 MB.
 MOST_KEPT_BYTES = 1 << 29
 CHUNK_BYTES = 1 << 18
+# Rows that are converted at a time.
+CHUNK_ROWS = 1 << 16
 EMBEDDING = "embedding.parquet"
 
 
@@ -110,27 +114,41 @@ def make_map(artifacts: Artifacts) -> Map:
         ArtifactError: a file of the run is missing, damaged, or not what it should be.
         WriteError: there is no room for it.
     """
+    try:
+        return _made(artifacts)
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        # Its hashes are right, and its tables are not those of a run.
+        raise ArtifactError(
+            f"{artifacts.folder} has no map ({error}): run attn discover again"
+        ) from None
+
+
+def _made(artifacts: Artifacts) -> Map:
     ids = artifacts.table("clusters", ["cluster_id"]).column("cluster_id").to_numpy()
     table = artifacts.table("embedding", ["x", "y", "cluster_id", "zone"])
     if len(ids) >= NOISE_INDEX:
         raise ArtifactError(f"run {artifacts.run_id} has {len(ids):,} clusters: too many for a map")
-    x, y = (table.column(name).to_numpy() for name in ("x", "y"))
-    columns = {
-        "x": x, "y": y, "zone": _zones(table.column("zone")),
-        "cluster": _indices(table.column("cluster_id").to_numpy(), ids, artifacts),
-    }  # fmt: skip
+    # A chunk at a time: what NumPy computes meanwhile holds up every other thread.
+    chunks = table.to_batches(CHUNK_ROWS)
     about: dict[str, Any] = {
         "run_id": artifacts.run_id, "version": MAP_VERSION, "rows": table.num_rows, "bytes": 0,
         "etag": etag_of(artifacts, tuple(TYPES)), "columns": {}, "noise": NOISE_INDEX,
-        "cluster_ids": ids.tolist(), "zones": list(ZONES), "x_range": _range(x),
-        "y_range": _range(y),
+        "cluster_ids": ids.tolist(), "zones": list(ZONES),
+        **{f"{axis}_range": _range([one.column(axis) for one in chunks]) for axis in ("x", "y")},
     }  # fmt: skip
+    converted: dict[str, Callable[[pa.RecordBatch], NDArray[Any]]] = {
+        "x": lambda chunk: chunk.column("x").to_numpy(),
+        "y": lambda chunk: chunk.column("y").to_numpy(),
+        "cluster": lambda chunk: _indices(chunk.column("cluster_id").to_numpy(), ids, artifacts),
+        "zone": lambda chunk: _zones(chunk.column("zone")),
+    }
     try:
         with tempfile.TemporaryFile(prefix="attn-map-") as file:
             for name, kind in TYPES.items():
                 about["columns"][name] = {"type": kind, "offset": file.tell()}
                 stored = np.dtype(kind).newbyteorder("<")
-                file.write(np.ascontiguousarray(columns[name], stored).data)
+                for chunk in chunks:
+                    file.write(np.ascontiguousarray(converted[name](chunk), stored).data)
             file.flush()
             about["bytes"] = file.tell()
             empty = not table.num_rows
@@ -140,34 +158,40 @@ def make_map(artifacts: Artifacts) -> Map:
     return Map(table.num_rows, content, about)
 
 
-def _zones(column: pa.ChunkedArray) -> Any:
+def _zones(column: pa.Array) -> NDArray[Any]:
+    """The index in `ZONES` of each zone of a dictionary column: [n]."""
     found = pc.index_in(column.cast(pa.string()), value_set=pa.array(ZONES))
     if found.null_count:
-        raise ArtifactError(
-            "embedding.parquet is damaged (an unknown zone): run attn discover again"
-        )
-    return found.to_numpy()
+        raise ArtifactError("embedding.parquet has an unknown zone: run attn discover again")
+    indices: NDArray[Any] = found.to_numpy()
+    return indices
 
 
-def _indices(clusters: Any, ids: Any, artifacts: Artifacts) -> Any:
+def _indices(clusters: Int32s, ids: Int32s, artifacts: Artifacts) -> NDArray[np.uint16]:
     """The index in `ids` of each cluster, NOISE_INDEX for noise: uint16[n]."""
     order = np.argsort(ids)
     found = np.full(len(clusters), NOISE_INDEX, np.uint16)
     member = clusters != NOISE
+    if not member.any():
+        return found
     at = np.searchsorted(ids, clusters[member], sorter=order).clip(max=max(len(ids) - 1, 0))
-    if member.any() and not (len(ids) and (ids[order[at]] == clusters[member]).all()):
+    if not len(ids) or not (ids[order[at]] == clusters[member]).all():
         raise ArtifactError(
             f"run {artifacts.run_id} is damaged (embedding.parquet has clusters that "
             "clusters.parquet has not): run attn discover again"
         )
-    if member.any():
-        found[member] = order[at]
+    found[member] = order[at]
     return found
 
 
-def _range(values: Any) -> list[float] | None:
-    finite = values[np.isfinite(values)]
-    return [float(finite.min()), float(finite.max())] if len(finite) else None
+def _range(chunks: list[pa.Array]) -> list[float] | None:
+    """The least and the largest finite number."""
+    ends = []
+    for chunk in chunks:
+        values = chunk.to_numpy()
+        finite = values[np.isfinite(values)]
+        ends += [float(finite.min()), float(finite.max())] if len(finite) else []
+    return [min(ends), max(ends)] if ends else None
 
 
 def chosen_columns(given: str | None) -> tuple[str, ...]:
