@@ -310,6 +310,10 @@ class OnlineClusters:
         ids = seen.ids[near.row].astype(np.int32)
         return Prediction(ids, near.distance, near.distance < seen.reach[near.row])
 
+    def trigger(self) -> dict[str, Any]:
+        """What POST /recluster answers: {"started": False, "reason": why not}."""
+        return {"started": False, "reason": "online clusters are updated with every batch"}
+
     def status(self) -> dict[str, Any]:
         """The parameters, the state and what has happened to clusters, for /stats."""
         seen = self._publish_due()
