@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,7 +37,7 @@ def test_rows_that_are_absorbed_count_like_rows_that_were_there(
     bounds = np.cumsum([0, *parts])
     clusters = MicroClusters()
     clusters.add(rows[: parts[0]], now=0.0)
-    for start, end in zip(bounds[1:-1], bounds[2:], strict=True):
+    for start, end in pairwise(bounds[1:]):
         part = rows[start:end]
         nearest = np.zeros(len(part), np.int64)
         clusters.absorb(part, nearest, distances(part, clusters, 0), now=1.0)
