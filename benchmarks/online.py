@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,6 +218,7 @@ def peers(rows: int, seeds: Iterable[int]) -> dict[str, Any]:
         return {"left_out": "river is not installed"}
     chosen, reported = ([first_rows(seed, rows) for seed in some] for some in (CHOSEN, seeds))
     found: dict[str, Any] = {
+        "river": version("river"),
         "rows": rows,
         "ours": float(np.mean([ours_on(*data) for data in reported])),
     }
