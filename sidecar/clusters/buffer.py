@@ -17,11 +17,11 @@ from .live import GetServed, group_of
 
 class Recent(NamedTuple):
     """The rows of a moment: vectors float32[n, 20], oldest first; their group, None before the
-    first row; seen, rows of the group that ever came."""
+    first row; version, which changes when rows come."""
 
     vectors: Floats
     group: Group | None
-    seen: int
+    version: int
 
 
 class RecentRows:
@@ -43,15 +43,21 @@ class RecentRows:
         self._choice = GroupChoice(lambda: group_of(served()))
         self._lock = threading.Lock()
         self._group: Group | None = None
-        self._seen = 0
+        self._seen = 0  # of the group
+        self._version = 0
 
     def __len__(self) -> int:
         return min(self._seen, len(self._ring))
 
     @property
-    def seen(self) -> int:
-        """Rows of the group that ever came."""
-        return self._seen
+    def size(self) -> int:
+        """Rows that there is room for."""
+        return len(self._ring)
+
+    @property
+    def version(self) -> int:
+        """A number that changes when rows come."""
+        return self._version
 
     @property
     def other_rows(self) -> int:
@@ -70,6 +76,7 @@ class RecentRows:
             self._ring[first : first + len(head)] = head
             self._ring[: len(last) - len(head)] = last[len(head) :]
             self._seen += len(rows)
+            self._version += len(rows) > 0
 
     def snapshot(self) -> Recent:
         """A copy of the rows."""
@@ -79,4 +86,4 @@ class RecentRows:
                 vectors = self._ring[: self._seen].copy()
             else:
                 vectors = np.concatenate([self._ring[at:], self._ring[:at]])
-            return Recent(vectors, self._group, self._seen)
+            return Recent(vectors, self._group, self._version)

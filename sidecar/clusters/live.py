@@ -66,9 +66,9 @@ class LiveCluster(msgspec.Struct, frozen=True):
 
 
 class Prediction(NamedTuple):
-    """Of n vectors the nearest live cluster: cluster_id int32[n] (-1 where there are no clusters),
-    its distance float32[n] (infinite there) and whether that is within the cluster's reach,
-    bool[n]."""
+    """Of n vectors the nearest live cluster: cluster_id int32[n] (-1 without clusters, or where
+    noise is nearest), its distance float32[n] (infinite without clusters), and whether the vector
+    is in the cluster, bool[n]: a nearest one that is too far away is named, but not within."""
 
     cluster_id: Int32s
     distance: Floats

@@ -24,7 +24,7 @@ from capture_kernels.fingerprint.vector import DIMENSIONS
 from discovery.artifacts.prototypes import CALLING_THREAD_PRODUCT, nearest_prototype
 
 from .groups import Group, GroupChoice, Processed
-from .live import GetServed, Known, LiveCluster, Prediction, group_of, in_words
+from .live import GetServed, Known, LiveCluster, Prediction, Served, group_of, in_words
 from .micro import ROOTS, MicroClusters, with_roots
 
 # Rows are worked through so many at a time, whatever the size of the batches they come in; rows
@@ -116,7 +116,9 @@ class OnlineClusters:
         self._lock = threading.Lock()
         self._pending = np.empty((BLOCK_ROWS, DIMENSIONS), np.float32)
         self._started = clock()
-        self._snapshot, self._words = NOTHING, (0, -np.inf, list[LiveCluster]())
+        self._snapshot = NOTHING
+        # Version, clock and served run that the last answer was made of.
+        self._words: tuple[int, float, Served | None, list[LiveCluster]] = (0, -np.inf, None, [])
         self._counts = dict.fromkeys(("born", "merged", "faded", "replaced", "refused"), 0)
         self._reset(None, 0)
 
@@ -291,14 +293,18 @@ class OnlineClusters:
 
     def clusters(self) -> list[LiveCluster]:
         """The clusters of the moment, heaviest first; at most a second old."""
-        seen, clock = self._publish_due(), self._clock()
-        version, made_at, words = self._words
+        seen, clock, served = self._publish_due(), self._clock(), self._served()
+        version, made_at, made_beside, words = self._words
         same = version == seen.version or clock - made_at < WORDS_KEPT
-        if same and {cluster.cluster_id for cluster in words} == set(seen.ids.tolist()):
+        if (
+            same
+            and made_beside is served
+            and {cluster.cluster_id for cluster in words} == set(seen.ids.tolist())
+        ):
             return words
         known = sorted(seen.known, key=lambda cluster: (-cluster.size, cluster.cluster_id))
-        words = in_words(known, seen.usual, seen.group, self._served()) if seen.group else []
-        self._words = seen.version, clock, words
+        words = in_words(known, seen.usual, seen.group, served) if seen.group else []
+        self._words = seen.version, clock, served, words
         return words
 
     def predict(self, vectors: Floats) -> Prediction:
@@ -309,6 +315,10 @@ class OnlineClusters:
         near = nearest_prototype(with_roots(vectors)[:, ROOTS], seen.centres)
         ids = seen.ids[near.row].astype(np.int32)
         return Prediction(ids, near.distance, near.distance < seen.reach[near.row])
+
+    def trigger(self) -> dict[str, Any]:
+        """What POST /recluster answers: {"started": False, "reason": why not}."""
+        return {"started": False, "reason": "online clusters are updated with every batch"}
 
     def status(self) -> dict[str, Any]:
         """The parameters, the state and what has happened to clusters, for /stats."""

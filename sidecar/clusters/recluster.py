@@ -68,7 +68,7 @@ class Reclusterer:
         wall: seconds since 1970.
 
     Raises:
-        OptionError: an interval or a size that cannot be used.
+        OptionError: an interval or a size that cannot be used, or a buffer without room for it.
     """
 
     def __init__(
@@ -91,6 +91,11 @@ class Reclusterer:
         self._served, self._engine, self._seed = served, engine, seed
         self._timeout, self._wall = timeout, wall
         self.needed_rows = max(LEAST_ROWS, ROOM * (min_cluster_size or LEAST_CLUSTER))
+        if recent.size < self.needed_rows:
+            raise OptionError(
+                f"--buffer-size {recent.size} has no room for the {self.needed_rows:,} rows that "
+                "re-clustering needs: raise it, or lower --min-cluster-size"
+            )
         self._last = Answer(None, None, [], np.zeros(DIMENSIONS, np.float32))
         self._words: tuple[Any, list[LiveCluster]] = (None, [])
         self._next_id = 0
@@ -100,7 +105,7 @@ class Reclusterer:
         self._wake, self._closed = threading.Event(), threading.Event()
         self._running = threading.Event()
         self._thread: threading.Thread | None = None
-        self._clustered_rows = -1  # rows seen at the last round
+        self._clustered = -1  # version of the rows of the last round
         self._facts: dict[str, Any] = {
             "rounds": 0, "failures": 0, "last_error": None, "finished_at": None, "seconds": None,
             "engine": None, "rows": 0, "noise_share": None,
@@ -146,7 +151,7 @@ class Reclusterer:
             if self._closed.is_set():
                 break
             # Nothing new: the answer would be the same.
-            if asked or self._recent.seen != self._clustered_rows:
+            if asked or self._recent.version != self._clustered:
                 self._round()
         self._end_child()
 
@@ -157,7 +162,7 @@ class Reclusterer:
         self._running.set()
         try:
             self._take(recent, self._ask(self._task(recent)))
-            self._clustered_rows = recent.seen
+            self._clustered = recent.version
             self._facts["rounds"] += 1
             self._facts["last_error"] = None
         except RoundError as error:

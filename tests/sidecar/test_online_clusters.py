@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,10 +13,20 @@ from hypothesis import strategies as st
 from live_rows import rows, stream
 from numpy.typing import NDArray
 from planted import BEHAVIOURS, planted
+from shared import REPO
 from sklearn.metrics import adjusted_rand_score
 
 from capture_kernels.errors import OptionError
+from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.read import open_artifacts
 from sidecar.clusters.online import OnlineClusters
+
+
+class Run(NamedTuple):
+    """A served run."""
+
+    classifier: Classifier
+    manifest: dict[str, Any]
 
 
 class Clock:
@@ -269,6 +280,28 @@ def test_readers_are_answered_while_rows_come() -> None:
     for reader in readers:
         reader.join(30)
     assert not problems and clusters.status()["rows"] == 10 * len(vectors)
+
+
+def test_another_served_run_is_seen_at_once() -> None:
+    artifacts = open_artifacts(REPO / "tests/golden/run_v1")
+    run = Run(Classifier(artifacts), artifacts.manifest)
+    served: list[Run] = [run]
+    clock = Clock()
+    clusters = online(clock, served=lambda: served[0])
+    identity = {name: run.manifest[name] for name in ("model", "capture_id")}
+    clusters(rows(planted(4_096, 0)[0], **identity))
+    before = clusters.clusters()
+    assert before and all(cluster.nearest_cluster for cluster in before)
+    for cluster in before:
+        assert cluster.nearest_cluster is not None
+        assert cluster.nearest_cluster.label in run.classifier.labels.values()
+    # Rows of another group are none of this run's, and the next run has another zone table.
+    clusters(rows(planted(4_096, 1)[0]))
+    assert clusters.clusters() == before and clusters.status()["other_rows"] == 4_096
+    rules = run.manifest["zone_rules"] | {"entropy": 0.01, "long_mass": 0.99, "ripple": 0.99}
+    served[0] = run._replace(manifest=run.manifest | {"zone_rules": rules})
+    assert [c.cluster_id for c in clusters.clusters()] == [c.cluster_id for c in before]
+    assert [c.zone for c in clusters.clusters()] != [c.zone for c in before]
 
 
 def test_without_clusters_nothing_is_near() -> None:

@@ -89,7 +89,8 @@ def test_with_too_few_rows_nothing_is_clustered_and_it_says_so() -> None:
         wait_for(lambda: reclusterer.status()["rounds"] == 1)
         assert reclusterer.status()["rows"] == 640 and reclusterer.clusters()
         time.sleep(0.5)
-        assert reclusterer.status()["rounds"] == 1
+        status = reclusterer.status()
+        assert (status["rounds"], status["state"]) == (1, "idle")
     finally:
         reclusterer.close()
 
@@ -258,3 +259,8 @@ def test_ids_follow_the_rules_of_lineage() -> None:
 def test_options_that_cannot_be_used_are_refused(option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"--.*{option.split('_')[-1]} must be"):
         Reclusterer(RecentRows(), **{option: value})
+
+
+def test_a_buffer_that_cannot_hold_the_rows_that_are_needed_is_refused() -> None:
+    with pytest.raises(OptionError, match="--buffer-size 150 has no room for the 160 rows"):
+        Reclusterer(RecentRows(150), min_cluster_size=80)
