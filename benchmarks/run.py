@@ -33,6 +33,7 @@ ON_CPU = {
 }
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
+ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -333,7 +334,33 @@ def of_kernel_layers(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"4 layers, B={case['shape']['batch']}, {case['variant']}, us a step", us
 
 
+def of_sidecar(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, load in found.get("classify", {}).items():
+        ms = load["milliseconds"]
+        reloads = f", {load['reloads']} reloads" if "reloads" in load else ""
+        yield (
+            f"/classify, {name}: fingerprints/s; ms at 50% and 99%",
+            f"{load['fingerprints_per_second']:,.0f}; {ms['p50']:.2f} and {ms['p99']:.2f}{reloads}",
+        )
+    if "times_the_peer" in found:
+        yield "single requests/s to the peer's", f"{found['times_the_peer']:.1f}x"
+        yield "fingerprints/s in batches to the peer's", f"{found['batches_times_the_peer']:.0f}x"
+    for kind, way in found.get("ingest", {}).items():
+        yield (
+            f"ZMQ to {kind}, rows/s stored of those offered",
+            f"{way['stored_per_second']:,.0f} of {way['offered_per_second']:,.0f}, every row there",
+        )
+    if soak := found.get("soak"):
+        yield (
+            f"soak of {soak['minutes']:g} minutes: resident memory, slope",
+            f"{soak['resident_mb']:.0f} MB, {soak['mb_per_minute']:+.2f} MB a minute",
+        )
+    for name, met in found["targets"].items():
+        yield name, "met" if met else "missed"
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
+    "sidecar": of_sidecar,
     "store": of_store,
     "records": of_records,
     "capture": of_capture,

@@ -314,6 +314,7 @@ def ingest(folder: Path, output: Path, records: pa.RecordBatch, kind: str, rate:
     took = time.perf_counter() - began
     found = {
         "rows": messages.rows,
+        "offered_per_second": rate,
         "sent_per_second": messages.rows / sending,
         "stored_per_second": messages.rows / took,
         "seconds_behind": took - sending,
@@ -417,6 +418,10 @@ def run(arguments: argparse.Namespace) -> None:
                 / figures["peer"]["fingerprints_per_second"]
             )
             figures["times_the_peer"] = ratio
+            figures["batches_times_the_peer"] = (
+                found["json"]["fingerprints_per_second"]
+                / figures["peer"]["fingerprints_per_second"]
+            )
             print(f"{ratio:.1f} times the peer's requests a second")
             figures["ingest"] = {
                 kind: ingest(folder, output, records, kind, rate, seconds)
