@@ -171,7 +171,10 @@ class Sender:
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued for at most `linger_s` seconds; what then stays behind is dropped and
-        counted. Later batches are dropped too. May be called again."""
+        counted. Later batches are dropped too. May be called again.
+
+        A message that ZMQ is just writing when the time is over counts as dropped, and may arrive.
+        """
         if self._pid != os.getpid():
             return  # socket and thread are those of the process that made this sender
         with self._changed:
