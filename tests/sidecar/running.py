@@ -32,16 +32,15 @@ class Sidecar:
         folder: holds its store, `fingerprints.db` unless an option says otherwise.
         runs: its --discovery-dir; by default one that does not exist.
         options: further options of the command.
-        most_bytes: of a file that it may write, as on a full disk.
+        limits: most_bytes and most_files of `AttnProcess`.
 
     Attributes:
         url, stream, hints: the addresses that it announced. said: its stderr so far.
     """
 
     def __init__(
-        self, folder: Path, *options: str | Path, runs: Path | None = None,
-        most_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+        self, folder: Path, *options: str | Path, runs: Path | None = None, **limits: int
+    ) -> None:
         self.db = folder / "fingerprints.db"
         given = [*map(str, options)]
         if "--db" in given:
@@ -52,7 +51,7 @@ class Sidecar:
             given += ["--zmq-bind", "tcp://127.0.0.1:*"]
         self.process = AttnProcess(
             "sidecar", "--port", "0", "--discovery-dir", runs or folder / "runs", *given,
-            most_bytes=most_bytes,
+            **limits,
         )  # fmt: skip
         self.said = ""
         self._announced = threading.Event()
@@ -213,6 +212,10 @@ class Pusher:
 
     def send_bytes(self, data: bytes) -> None:
         self._socket.send(data)
+
+    def set_patience(self, seconds: float) -> None:
+        """How long a send may take, if nobody receives."""
+        self._socket.setsockopt(zmq.SNDTIMEO, int(1_000 * seconds))
 
     def close(self) -> None:
         self._socket.close()

@@ -279,4 +279,4 @@ def test_a_part_of_the_service_that_fails_on_a_new_run_stops_no_reload(tmp_path,
         assert serving.reload() == "loaded"
     assert seen == [run_id_of(0), run_id_of(1)]
     assert serving.current is not None and serving.current.run_id == run_id_of(1)
-    assert caplog.text.count("a metric of it") == 2
+    assert caplog.text.count("ValueError: a metric of it") == 2
