@@ -32,6 +32,7 @@ ON_CPU = {
 }
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {"nights": ["nights"], "interruptions": ["interruptions"]}
+ON_CPU["sidecar-fuzz"] = ["sidecar_fuzz"]
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -286,6 +287,17 @@ def of_kernel_layers(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"4 layers, B={case['shape']['batch']}, {case['variant']}, us a step", us
 
 
+def of_sidecar_fuzz(found: dict[str, Any]) -> Iterator[Figure]:
+    counts, memory = found["fingerprints"], found["resident_mib"]
+    yield (
+        f"{found['messages']:,} mutated messages (seed {found['seed']})",
+        f"each answered or counted: {found['malformed']:,} of the stream malformed, "
+        f"{counts['stored']:,} rows stored, {counts['duplicate']:,} duplicates, "
+        f"{counts['invalid']:,} invalid",
+    )
+    yield "resident memory, MiB", f"{memory['first']:.0f} at first, {memory['last']:.0f} at the end"
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "store": of_store,
     "capture": of_capture,
@@ -301,6 +313,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_kernels": of_gpu_kernels,
     "kernel_layers": of_kernel_layers,
     "gpu_kills": of_gpu_kills,
+    "sidecar_fuzz": of_sidecar_fuzz,
 }
 
 
