@@ -136,8 +136,11 @@ class HotRoutes:
         live = self._service.live_clusters
         body = decode(content)
         many = body.records is not UNSET
-        vectors = [one.vector for one in body.records] if many else [body.vector]
-        if not many and body.vector is UNSET:
+        if body.records is not UNSET:
+            vectors = [one.vector for one in body.records]
+        elif body.vector is not UNSET:
+            vectors = [body.vector]
+        else:
             raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
         self._check_rows(len(vectors))
         matrix = matrix_of(vectors)
@@ -247,7 +250,8 @@ class HotRoutes:
             given |= {"model": run.model, "capture_id": classifier.capture_id}
             given["layout"] = int(classifier.layout)
         given["captured_at"] = datetime.now(UTC).isoformat()
-        values, rejected = [], {}
+        values = []
+        rejected: dict[str, int] = {}
         for row in rows:
             try:
                 values.append(record_values(with_defaults(row, given)))

@@ -94,7 +94,7 @@ class Processor:
 
 def comparable_rows(rows: pa.RecordBatch, run: ServedRun) -> Mask:
     """Which of n records have the run's model, layout and capture_id: bool[n]."""
-    wanted = {
+    wanted: dict[str, str | int] = {
         "model": run.model,
         "capture_id": run.classifier.capture_id,
         "layout": int(run.classifier.layout),

@@ -35,7 +35,7 @@ class Ticket:
     refused: bool = False
     done: bool = False
     _settled: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, error: str | None = None, *, refused: bool = False) -> None:
@@ -53,7 +53,7 @@ class Ticket:
         """Block until the first try; whether there was one in time."""
         return self._settled.wait(timeout)
 
-    def when_settled(self, call: Callable[[], None]) -> None:
+    def when_settled(self, call: Callable[[], object]) -> None:
         """Call this after the first try, in the writer's thread, or at once if it has been."""
         with self._lock:
             if not self._settled.is_set():
@@ -110,7 +110,8 @@ class IngestQueue:
                     return []
                 else:
                     self._changed.wait()
-            taken, rows = [], 0
+            taken: list[Ticket] = []
+            rows = 0
             for ticket in self._tickets:
                 rows += ticket.batch.num_rows
                 if taken and rows > most:

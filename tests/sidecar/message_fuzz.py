@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -95,7 +96,7 @@ class Fuzzer:
         self, address: tuple[str, int], stream: str, batch: pa.RecordBatch, seed: int
     ) -> None:
         self._address, self._seed = address, seed
-        self._push = zmq.Context.instance().socket(zmq.PUSH)
+        self._push: Any = zmq.Context.instance().socket(zmq.PUSH)
         self._push.setsockopt(zmq.LINGER, 0)
         self._push.setsockopt(zmq.SNDTIMEO, int(1_000 * PATIENCE_S))
         self._push.connect(stream)
@@ -165,11 +166,8 @@ class Fuzzer:
                 taken = answer["queued"] + sum(answer.get("rejected", {}).values())
                 self.wanted["http"] += taken
                 if kind == ARROW:
-                    sent = read(
-                        lambda data=data: wire.read_batches(
-                            data, max_rows=MAX_ROWS, max_bytes=MAX_BYTES
-                        )
-                    )
+                    limits = {"max_rows": MAX_ROWS, "max_bytes": MAX_BYTES}
+                    sent = read(partial(wire.read_batches, data, **limits))
                     assert sent is not None and taken == sum(b.num_rows for b in sent), where
 
     def check(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,11 +18,15 @@ import httpx
 import pyarrow as pa
 import zmq
 from processes import AttnProcess
+from served_runs import rows_of
 
+from pipeline.store.open import open_store
 from pipeline.stream import wire
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
 PATIENCE_S = 60.0
+# Of one request of `Load`.
+ROWS = 250
 COUNTED = ("stored", "duplicate", "invalid", "queue_full", "queued")
 
 
@@ -228,3 +233,53 @@ def holding(db: Path) -> Iterator[None]:
         other.execute("BEGIN IMMEDIATE")
         yield
         other.execute("ROLLBACK")
+
+
+def stored_requests(path: Path) -> Counter[str]:
+    """Rows by the first part of their request id."""
+    with open_store(path, read_only=True) as store:
+        return Counter(
+            name.split("-")[0]
+            for batch in store.scan(columns=["request_id"])
+            for name in batch.column("request_id").to_pylist()
+        )
+
+
+class Load:
+    """Threads that post batches until they are stopped or the service ends.
+
+    Attributes:
+        answered: batches, by name, with the status that they were answered with.
+    """
+
+    def __init__(self, sidecar: Sidecar, threads: int, *, wait: bool, prefix: str = "t") -> None:
+        self.answered: dict[str, int] = {}
+        self._sidecar, self._wait, self._stop = sidecar, wait, threading.Event()
+        self._prefix = prefix
+        self._threads = [threading.Thread(target=self._post, args=(n,)) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _post(self, thread: int) -> None:
+        with httpx.Client(base_url=self._sidecar.url, timeout=PATIENCE_S) as client:
+            number = 0
+            while not self._stop.is_set():
+                name = f"{self._prefix}{thread}n{number}"
+                number += 1
+                try:
+                    found = client.post(
+                        "/fingerprints", params={"wait": int(self._wait)}, headers=ARROW,
+                        content=arrow(rows_of(ROWS, name)),
+                    )  # fmt: skip
+                except httpx.TransportError:
+                    return
+                self.answered[name] = found.status_code
+
+    def with_status(self, status: int) -> set[str]:
+        return {name for name, found in self.answered.items() if found == status}
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()

@@ -33,7 +33,7 @@ def served(sidecar: Sidecar) -> str | None:
 
 def test_no_request_fails_while_runs_change_and_each_is_answered_by_the_run_it_names(tmp_path):
     """The runs differ in their labels and zones, so that an answer of two runs would show."""
-    rounds = 6
+    rounds = 4
     publish(tmp_path)
     wanted = {}
     with running(tmp_path, runs=tmp_path) as sidecar:
