@@ -34,6 +34,7 @@ ON_CPU = {
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
+ON_CPU["sidecar-fuzz"] = ["sidecar_fuzz"]
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -359,6 +360,17 @@ def of_sidecar(found: dict[str, Any]) -> Iterator[Figure]:
         yield name, "met" if met else "missed"
 
 
+def of_sidecar_fuzz(found: dict[str, Any]) -> Iterator[Figure]:
+    counts, memory = found["fingerprints"], found["resident_mib"]
+    yield (
+        f"{found['messages']:,} mutated messages (seed {found['seed']})",
+        f"each answered or counted: {found['malformed']:,} of the stream malformed, "
+        f"{counts['stored']:,} rows stored, {counts['duplicate']:,} duplicates, "
+        f"{counts['invalid']:,} invalid",
+    )
+    yield "resident memory, MiB", f"{memory['first']:.0f} at first, {memory['last']:.0f} at the end"
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar": of_sidecar,
     "store": of_store,
@@ -378,6 +390,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_kernels": of_gpu_kernels,
     "kernel_layers": of_kernel_layers,
     "gpu_kills": of_gpu_kills,
+    "sidecar_fuzz": of_sidecar_fuzz,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ LOG = logging.getLogger("attn.sidecar")
 SWITCH_S = 0.0005
 # Connections at once, and seconds that an idle one is kept.
 MOST_CONNECTIONS, KEEP_ALIVE_S = 4_096, 75
+# Files that are open beside connections: of the store, the stream and the runs.
+OTHER_FILES = 512
 # Seconds that requests under way may take at the end.
 SHUTDOWN_S = 2
 
@@ -46,6 +49,7 @@ def serve(options: SidecarOptions) -> None:
     sys.setswitchinterval(SWITCH_S)
     # From the first row that is received a signal means: store what there is, then end.
     signals = Signals()
+    allow_files(MOST_CONNECTIONS + OTHER_FILES)
     listening = bound(options)
     service = Service(options)
     broadcast = Broadcast()
@@ -102,6 +106,15 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def allow_files(most: int) -> None:
+    """Allow this process so many open files, or as many as the system lets it: a connection is one,
+    and a shell's limit of 1,024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bound(options: SidecarOptions) -> socket.socket:

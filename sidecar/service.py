@@ -29,7 +29,7 @@ from .ingest.hints import Hints
 from .ingest.intake import Intake
 from .ingest.process import Observer, Processor
 from .ingest.receive import Receiver
-from .ingest.senders import Senders
+from .ingest.senders import Sender, Senders
 from .ingest.sessions import Sessions
 from .options import SidecarOptions
 from .serving import ServedRun, Serving
@@ -247,12 +247,12 @@ class Service:
         db = self.options.db
         return db.with_name(f"{db.name}.senders.json")
 
-    def _senders_before(self) -> Any:
+    def _senders_before(self) -> dict[str, Sender]:
         try:
-            known = msgspec.json.decode(self._senders_file.read_bytes())
+            known = msgspec.json.decode(self._senders_file.read_bytes(), type=dict[str, Sender])
             self._senders_file.unlink()
         except (OSError, msgspec.MsgspecError):
-            return None
+            return {}
         return known
 
     def _remember(self, senders: Senders) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.vector import DIMENSIONS, broken_invariants
@@ -79,15 +78,21 @@ def load_run(output: Path) -> ServedRun:
     Raises:
         ArtifactError: there is none, or a file of it is missing, damaged or not of its layout.
     """
-    artifacts = open_artifacts(output)
-    artifacts.verify()
+    folder = output
     try:
+        artifacts = open_artifacts(output)
+        folder = artifacts.folder
+        artifacts.verify()
         return _loaded(artifacts)
-    except (ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as error:
-        # Its hashes are right, and its tables are not those of a run.
+    except ArtifactError:
+        raise
+    except Exception as error:
+        # Whatever it holds (right hashes and the tables of something else, links that lead
+        # nowhere), the run that is served goes on.
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ArtifactError(
-            f"{artifacts.folder} cannot be used ({error}): run attn discover again"
-        ) from None
+            f"{folder} cannot be used ({reason}): run attn discover again"
+        ) from error
 
 
 def _loaded(artifacts: Artifacts) -> ServedRun:
@@ -153,14 +158,18 @@ class Serving:
             try:
                 run = load_run(self.output)
             except ArtifactError as error:
-                run_id = latest_id(self.output)
+                run_id = identity[0]  # that of now may be another one
                 if self.refused is None or self.refused.reason != str(error):
                     LOG.warning("run refused", extra={"run_id": run_id, "reason": str(error)})
                 self.refused = Refused(run_id, str(error), datetime.now(UTC))
                 return self._count("refused")
             self.current, self._loaded, self.refused = run, identity, None
             LOG.info("serving run", extra={"run_id": run.run_id})
-            self._on_change(run)
+            try:
+                self._on_change(run)
+            except Exception:
+                # It is served all the same, and the next one must be noticed.
+                LOG.exception("a new run was not shown to all parts of the service")
             return self._count("loaded")
 
     def follow(self, every_s: float) -> None:

@@ -42,12 +42,13 @@ class AttnProcess:
         lost: standard streams by number that cannot be written, each "gone" (a pipe that nobody
             reads), "full" or "closed".
         most_bytes: of a file that it may write, as on a full disk.
+        most_files: that it may have open, unless it asks for more.
     """
 
     def __init__(
         self, *arguments: str | Path, stdin: str = "", kill_at: str | None = None,
         hold_at: str | None = None, new_session: bool = False, lost: dict[int, str] | None = None,
-        most_bytes: int | None = None,
+        most_bytes: int | None = None, most_files: int | None = None,
     ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
         self._files = Path(self._folder.name)
@@ -57,7 +58,7 @@ class AttnProcess:
         self._process = SERVER.Process(
             target=_command,
             args=(list(map(str, arguments)), self._files, writer, str(Path.cwd()), environment,
-                  kill_at, hold_at, new_session, lost or {}, most_bytes),
+                  kill_at, hold_at, new_session, lost or {}, most_bytes, most_files),
         )  # fmt: skip
         self._process.start()
         writer.close()
@@ -110,7 +111,7 @@ class AttnProcess:
 def _command(
     arguments: list[str], files: Path, stderr: Connection, folder: str, environment: dict[str, str],
     kill_at: str | None, hold_at: str | None, new_session: bool, lost: dict[int, str],
-    most_bytes: int | None,
+    most_bytes: int | None, most_files: int | None,
 ) -> None:  # fmt: skip
     """The process: `attn` with these files as its standard streams."""
     if new_session:
@@ -129,6 +130,9 @@ def _command(
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    if most_files is not None:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, allowed))
     for number, how in lost.items():
         reader, gone = os.pipe()
         os.close(reader)

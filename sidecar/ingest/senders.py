@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
 from pipeline.stream.wire import Message
 from sidecar.watch.metrics import Metrics
 
@@ -44,13 +42,11 @@ class Senders:
             senders that were forgotten.
     """
 
-    def __init__(self, metrics: Metrics, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, metrics: Metrics, known: Mapping[str, Sender] | None = None) -> None:
         self._metrics = metrics
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self._senders: OrderedDict[str, Sender] = OrderedDict()
+        self._senders: OrderedDict[str, Sender] = OrderedDict(known or {})
         self._lock = threading.Lock()
-        for sender_id, facts in (known or {}).items():
-            self._senders[sender_id] = msgspec.convert(facts, Sender)
 
     def note(self, message: Message) -> None:
         """Take note of a message that arrived."""
@@ -61,7 +57,11 @@ class Senders:
                 known = Sender(
                     message.started, message.seq, message.rows_before, message.dropped_total
                 )
-            elif message.started > known.started or (message.started < 0 and message.seq == 0):
+            elif message.started > known.started or (
+                # Of a sender that does not say when it started, or whose clock was set back: what
+                # comes late of an earlier life is hardly its first message.
+                message.seq == 0 and (message.started < 0 or message.started < known.started)
+            ):
                 self.counts["restarts"] += 1
                 self._metrics.sender_restarted()
                 known = Sender(message.started, 0, 0, 0)
@@ -88,6 +88,6 @@ class Senders:
             self._metrics.rows("lost_by_sender", rows, how)
 
     def state(self) -> dict[str, Any]:
-        """What `known` takes: JSON values by sender."""
+        """What `known` was or became, as JSON values."""
         with self._lock:
             return {sender_id: asdict(sender) for sender_id, sender in self._senders.items()}

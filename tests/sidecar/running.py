@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,11 +18,15 @@ import httpx
 import pyarrow as pa
 import zmq
 from processes import AttnProcess
+from served_runs import rows_of
 
+from pipeline.store.open import open_store
 from pipeline.stream import wire
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
 PATIENCE_S = 60.0
+# Of one request of `Load`.
+ROWS = 250
 COUNTED = ("stored", "duplicate", "invalid", "queue_full", "queued")
 
 
@@ -32,16 +37,15 @@ class Sidecar:
         folder: holds its store, `fingerprints.db` unless an option says otherwise.
         runs: its --discovery-dir; by default one that does not exist.
         options: further options of the command.
-        most_bytes: of a file that it may write, as on a full disk.
+        limits: most_bytes and most_files of `AttnProcess`.
 
     Attributes:
         url, stream, hints: the addresses that it announced. said: its stderr so far.
     """
 
     def __init__(
-        self, folder: Path, *options: str | Path, runs: Path | None = None,
-        most_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+        self, folder: Path, *options: str | Path, runs: Path | None = None, **limits: int
+    ) -> None:
         self.db = folder / "fingerprints.db"
         given = [*map(str, options)]
         if "--db" in given:
@@ -52,7 +56,7 @@ class Sidecar:
             given += ["--zmq-bind", "tcp://127.0.0.1:*"]
         self.process = AttnProcess(
             "sidecar", "--port", "0", "--discovery-dir", runs or folder / "runs", *given,
-            most_bytes=most_bytes,
+            **limits,
         )  # fmt: skip
         self.said = ""
         self._announced = threading.Event()
@@ -214,6 +218,10 @@ class Pusher:
     def send_bytes(self, data: bytes) -> None:
         self._socket.send(data)
 
+    def set_patience(self, seconds: float) -> None:
+        """How long a send may take, if nobody receives."""
+        self._socket.setsockopt(zmq.SNDTIMEO, int(1_000 * seconds))
+
     def close(self) -> None:
         self._socket.close()
 
@@ -225,3 +233,53 @@ def holding(db: Path) -> Iterator[None]:
         other.execute("BEGIN IMMEDIATE")
         yield
         other.execute("ROLLBACK")
+
+
+def stored_requests(path: Path) -> Counter[str]:
+    """Rows by the first part of their request id."""
+    with open_store(path, read_only=True) as store:
+        return Counter(
+            name.split("-")[0]
+            for batch in store.scan(columns=["request_id"])
+            for name in batch.column("request_id").to_pylist()
+        )
+
+
+class Load:
+    """Threads that post batches until they are stopped or the service ends.
+
+    Attributes:
+        answered: batches, by name, with the status that they were answered with.
+    """
+
+    def __init__(self, sidecar: Sidecar, threads: int, *, wait: bool, prefix: str = "t") -> None:
+        self.answered: dict[str, int] = {}
+        self._sidecar, self._wait, self._stop = sidecar, wait, threading.Event()
+        self._prefix = prefix
+        self._threads = [threading.Thread(target=self._post, args=(n,)) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _post(self, thread: int) -> None:
+        with httpx.Client(base_url=self._sidecar.url, timeout=PATIENCE_S) as client:
+            number = 0
+            while not self._stop.is_set():
+                name = f"{self._prefix}{thread}n{number}"
+                number += 1
+                try:
+                    found = client.post(
+                        "/fingerprints", params={"wait": int(self._wait)}, headers=ARROW,
+                        content=arrow(rows_of(ROWS, name)),
+                    )  # fmt: skip
+                except httpx.TransportError:
+                    return
+                self.answered[name] = found.status_code
+
+    def with_status(self, status: int) -> set[str]:
+        return {name for name, found in self.answered.items() if found == status}
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()

@@ -1,0 +1,28 @@
+"""Mutated messages: each is refused with a reason, or its rows are accounted for."""
+
+from __future__ import annotations
+
+import random
+
+from message_fuzz import Fuzzer
+from running import running
+from served_runs import rows_of
+
+from pipeline.store.open import open_store
+
+
+def test_5000_mutated_messages_are_answered_and_no_row_is_lost_in_silence(tmp_path, runs):
+    """`benchmarks/sidecar_fuzz.py` sends 100,000."""
+    seed = random.SystemRandom().randrange(2**32)
+    with running(tmp_path, runs=runs) as sidecar:
+        fuzzer = Fuzzer(sidecar.host_port, sidecar.stream, rows_of(10, "fuzz"), seed)
+        fuzzer.send(5_000)
+        counts = fuzzer.check()["fingerprints"]
+        fuzzer.close()
+        # What was meant to be damaged was, and what was not got through.
+        assert fuzzer.wanted["malformed"] > 500, fuzzer.wanted
+        assert counts["stored"] > 20 and counts["invalid"] > 100, counts
+        assert sidecar.client.get("/ready").status_code == 200
+    with open_store(sidecar.db) as store:
+        assert store.verify().is_good, seed
+        assert store.counts().rows == counts["stored"], seed
