@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Ints
@@ -52,6 +53,7 @@ class Exporter(Protocol):
 
 
 # Columns whose value in a phase's first row goes into its span, where a batch has them.
+KNOWN_PHASES = pa.array(PHASES)
 FIRST = ("traceparent", "response_id", "session_id", "model")
 
 
@@ -244,8 +246,9 @@ class Spans:
 def phase_index(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """The phase of each row, as an index of PHASES: int64[n]."""
     column = batch.column("phase")
-    known = np.array([PHASES.index(name) for name in column.dictionary.to_pylist()] or [0])
-    return known[column.indices.to_numpy()]
+    # A dictionary may have more than phases: entries of rows that were rejected.
+    known = pc.fill_null(pc.index_in(column.dictionary, value_set=KNOWN_PHASES), 0)
+    return known.take(column.indices).cast(pa.int64()).to_numpy()
 
 
 def open_exporter(endpoint: str) -> Exporter:

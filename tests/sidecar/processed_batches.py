@@ -42,7 +42,10 @@ def classifier() -> Classifier:
 
 @cache
 def sample() -> pa.RecordBatch:
-    return conform(pq.read_table(SAMPLE).combine_chunks()).batch
+    """The sample as rows of the golden run's capture: the vectors are of one model."""
+    batch = conform(pq.read_table(SAMPLE).combine_chunks()).batch
+    capture = pa.array([classifier().capture_id] * batch.num_rows)
+    return with_column(batch, "capture_id", capture.dictionary_encode())
 
 
 def processed(batch: pa.RecordBatch, **changed: Any) -> Processed:

@@ -105,8 +105,8 @@ def test_a_sender_that_restarts_is_counted_as_restarted_and_not_as_lost(tmp_path
             until(lambda sent=sent: sidecar.fingerprints()["received"] == sent, "rows are missing")
             sender.close()
         stream = sidecar.get("/stats")["stream"]
-        assert stream == {"messages": 15, "restarts": 2, "lost_in_transit": 0,
-                          "dropped_by_sender": 0}  # fmt: skip
+        counted = {name: count for name, count in stream.items() if count}
+        assert counted == {"messages": 15, "restarts": 2}
         assert sidecar.flush()["stored"] == 1_500
 
 

@@ -112,7 +112,7 @@ def test_rows_that_could_not_be_stored_before_the_end_are_said_in_a_line(tmp_pat
             until(lambda: sidecar.fingerprints()["queued"] == 421, "rows are missing")
             done = sidecar.stop()
             sender.close()
-        assert done.returncode == 1
+        assert done.returncode == 3
         assert "Traceback" not in done.stderr
         last = done.stderr.splitlines()[-1]
         assert last.startswith("error: 421 rows were received and are not stored: ")
@@ -186,6 +186,6 @@ def test_a_store_that_was_deleted_under_the_service_is_said_and_its_rows_kept(tm
         assert "was deleted or replaced" in sidecar.get("/ready")["problems"][0]
         assert sidecar.fingerprints()["queued"] == 10
         done = sidecar.stop()
-        assert done.returncode == 1 and "10 rows were received and are not stored" in done.stderr
+        assert done.returncode == 3 and "10 rows were received and are not stored" in done.stderr
     finally:
         sidecar.close()
