@@ -89,6 +89,8 @@ def vectors(batch: pa.RecordBatch | pa.Table) -> Floats:
 def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """A column as one array; a copy only if it has several chunks."""
     if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks == 1:  # `concat_arrays` would copy it
+            return column.chunk(0)
         return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     return column
 
