@@ -20,6 +20,7 @@ from capture_kernels.fingerprint.vector import Layout
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import identity_of
+from discovery.events.schema import Progress, StageFinished
 from discovery.job import discover
 from discovery.options import DiscoverOptions
 from discovery.runs.parent import before_this_run, open_parent
@@ -90,7 +91,8 @@ def following_a_parent(output: Path) -> Door:
 
 
 class Checkpoints:
-    """A run, and copies of its folder from when each of its stages had finished."""
+    """A run, and copies of its folder from when each of its stages had finished, or was in its
+    middle."""
 
     def __init__(self, folder: Path) -> None:
         self.db, self.output = folder / "fingerprints.db", folder / "output"
@@ -102,7 +104,8 @@ class Checkpoints:
         self.copies: list[Path] = []
 
         def copy(event: object) -> None:
-            if type(event).__name__ == "StageFinished":
+            middle = isinstance(event, Progress) and event.done < event.total
+            if middle or isinstance(event, StageFinished):
                 made = folder / f"after-{len(self.copies)}"
                 shutil.copytree(self.output, made, symlinks=True)
                 self.copies.append(made)
@@ -125,8 +128,6 @@ def resuming(folder: Path) -> Door:
         shutil.rmtree(made.output)
         shutil.copytree(copy, made.output, symlinks=True)
         checkpoint = made.output / made.run_id / ".checkpoint"
-        # All stages of a copy are finished. A file of a stage that is not has no hash yet that it
-        # could be compared with: add copies from its middle here when it has.
         names = [str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()]
         damage(checkpoint, sorted(names), rng)
         try:
