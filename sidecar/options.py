@@ -48,6 +48,8 @@ class SidecarOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise OptionError(f"--port must be between 0 and 65535, got {self.port}")
+        if not self.host:
+            raise OptionError("--host must be an address: 127.0.0.1 for this machine alone")
         least = {
             "online_max_clusters": 2, "buffer_size": 100, "max_batch": 1, "queue_rows": 1,
             "min_cluster_size": 2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
@@ -210,13 +211,25 @@ class HotRoutes:
     ) -> tuple[int, Any]:
         """202 for rows that are queued, 200 for rows that are in the store (?wait=1)."""
         rows = ticket.batch.num_rows
-        if parse_qs(scope["query_string"]).get(b"wait", [b"0"])[-1] not in (b"1", b"true"):
+        # As text: of bytes `parse_qs` raises what is not ASCII.
+        asked = parse_qs(scope["query_string"].decode("latin-1")).get("wait", ["0"])[-1]
+        if asked not in ("1", "true"):
             return 202, {"queued": rows, **answer}
         loop, settled = asyncio.get_running_loop(), asyncio.Event()
-        ticket.when_settled(lambda: loop.call_soon_threadsafe(settled.set))
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+                loop.call_soon_threadsafe(settled.set)
+
+        ticket.when_settled(wake)
         try:
             async with asyncio.timeout(WAIT_S):
                 await settled.wait()
+        except asyncio.CancelledError:
+            raise Refusal(
+                503, "the service is stopping: the rows are queued, and not stored yet",
+                RETRY_AFTER_S,
+            ) from None  # fmt: skip
         except TimeoutError:
             raise Refusal(
                 503, f"not in the store after {WAIT_S:g} s; the rows are still queued",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
+
+LOG = logging.getLogger("attn.sidecar")
 
 
 @dataclass(eq=False)
@@ -47,7 +50,11 @@ class Ticket:
             self._settled.set()
             callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
-            call()
+            try:
+                call()
+            except Exception:
+                # It is the writer's thread, which has other rows to write.
+                LOG.exception("who waited for rows was not told of them")
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the first try; whether there was one in time."""
@@ -130,14 +137,20 @@ class IngestQueue:
                     self._flush_to = None
             self._changed.notify_all()
 
-    def flush(self, timeout: float) -> bool:
-        """Have all that is queued now written without waiting for more; whether it was in time."""
+    def hurry(self) -> Ticket | None:
+        """Have all that is queued now written without waiting for more; the last of it."""
         with self._changed:
             if not self._tickets:
-                return True
-            last = self._flush_to = self._tickets[-1]
+                return None
+            self._flush_to = self._tickets[-1]
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: last.done, timeout)
+            return self._flush_to
+
+    def flush(self, timeout: float) -> bool:
+        """`hurry`, and wait until all that was queued has left; whether it was in time."""
+        last = self.hurry()
+        with self._changed:
+            return last is None or self._changed.wait_for(lambda: last.done, timeout)
 
     def close(self) -> None:
         """Take no more tickets; those that are queued can still be taken."""

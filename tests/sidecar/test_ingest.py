@@ -179,6 +179,18 @@ def test_the_same_rows_again_are_duplicates(sidecar):
     assert after["stored"] == before["stored"]
 
 
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [("", 202), ("wait=1", 200), ("wait=true", 200), ("wait=0", 202), ("wait=%ff&a=%00", 202),
+     ("wait=0&wait=1", 200), ("wait", 202), ("%ff=%ff&wait=1;x", 202)],
+)  # fmt: skip
+def test_whoever_asks_for_it_waits_for_the_store(sidecar, query, status):
+    found = sidecar.client.post(
+        f"/fingerprints?{query}", content=arrow(rows_of(3, f"q{query}")), headers=ARROW
+    )
+    assert found.status_code == status, found.text
+
+
 def test_rows_of_the_stream_are_counted_and_stored(sidecar):
     before = sidecar.flush()
     sender = Pusher(sidecar.stream)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from running import PATIENCE_S
 from served_runs import rows_of
 
-from capture_kernels.errors import StoreError
+from capture_kernels.errors import RecordError, StoreError
 from pipeline.store.base import Appended
 from sidecar.ingest.intake import Intake
-from sidecar.ingest.process import Processor
+from sidecar.ingest.process import Processed, Processor
 from sidecar.serving import Serving
 from sidecar.watch.metrics import Metrics
 
@@ -114,6 +115,61 @@ def test_after_a_flush_rows_are_gathered_again(monkeypatch):
     assert intake.queue.rows == 30
     assert intake.close(PATIENCE_S)
     assert sizes == [10, 30]
+
+
+class OpenStore:
+    """Takes everything."""
+
+    def append(self, rows: pa.Table) -> Appended:
+        return Appended(rows.num_rows, 0, {})
+
+
+def test_an_observer_that_fails_is_counted_and_the_rows_are_stored_all_the_same(caplog):
+    seen = []
+
+    def failing(processed: Processed) -> None:
+        raise ValueError("a bug of mine")
+
+    intake = intake_of(OpenStore(), failing, lambda processed: seen.append(processed))
+    for name in ("first", "second"):
+        ticket, _ = intake.submit(rows_of(10, name), "zmq")
+        assert ticket.wait(PATIENCE_S) and ticket.committed
+    assert len(seen) == 2
+    assert intake._processor.observer_errors == Counter({"0": 2})
+    assert caplog.text.count("ValueError: a bug of mine") == 2
+    assert intake.close(PATIENCE_S)
+
+
+def test_whatever_is_wrong_with_rows_is_a_record_error(monkeypatch):
+    """No known batch does this, and one that is unknown must not end the receiver's thread."""
+    intake = intake_of(OpenStore())
+    with monkeypatch.context() as patch:
+        for error in (ValueError("x"), pa.ArrowInvalid("x"), IndexError("x"), OverflowError("x")):
+
+            def conform(batch: pa.RecordBatch, error: Exception = error) -> None:
+                raise error
+
+            patch.setattr("pipeline.record.conform", conform)
+            with pytest.raises(RecordError, match="these rows cannot be read"):
+                intake.submit(rows_of(10), "zmq")
+    ticket, _ = intake.submit(rows_of(10), "zmq")
+    assert intake.close(PATIENCE_S) and ticket.committed
+    assert intake.counts == Counter({"received": 10, "stored": 10})
+
+
+def test_who_waits_for_rows_and_is_gone_keeps_no_others_from_the_store(caplog):
+    """As a client whose event loop has ended."""
+    intake = intake_of(OpenStore())
+    ticket, _ = intake.submit(rows_of(10, "first"), "http")
+
+    def gone() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    ticket.when_settled(gone)
+    later, _ = intake.submit(rows_of(10, "second"), "http")
+    assert intake.close(PATIENCE_S)
+    assert ticket.committed and later.committed
+    assert "Event loop is closed" in caplog.text
 
 
 def intake_of(store: Any, *observers: Any) -> Intake:
