@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from capture_kernels.arrays import Doubles, Floats, array_module, block_rows
+from capture_kernels.arrays import Doubles, Floats, array_module, block_rows, on_host
 from capture_kernels.errors import OptionError
 from capture_kernels.limits import read_limits
 
@@ -76,7 +76,7 @@ def ripple(vectors: Floats, layout: Layout) -> Floats:
     peak = masses.max(axis=1, keepdims=True)
     amplitudes = xp.sqrt(masses / xp.where(peak > 0, peak, 1))
     shares = xp.zeros(len(masses), np.float32)
-    for bins_reached in xp.flatnonzero(xp.bincount(reach, minlength=1)).tolist():
+    for bins_reached in np.flatnonzero(on_host(xp.bincount(reach, minlength=1))).tolist():
         rows = xp.flatnonzero(reach == bins_reached)
         # In float64, rounded once: the order of a product's sums depends on the other rows.
         energy = xp.square((amplitudes[rows] @ bases[bins_reached]).astype(np.float32))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from end_to_end.test_fuzz import mutated
+from fuzzing import mutated
 from hypothesis import given
 from hypothesis import strategies as st
 
