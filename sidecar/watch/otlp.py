@@ -25,10 +25,10 @@ from discovery.artifacts.classifier import Classified, Classifier
 from discovery.artifacts.schema import NOISE
 from discovery.runs.parent import index_of
 from pipeline.record import PHASES
+from sidecar.repeating import Repeating
 
 from .drift import Rows
 from .phase import Phase
-from .repeating import Repeating
 from .request_table import RequestTable
 
 # Phases in progress that are followed; with more, the one without rows for the longest time ends.
@@ -244,7 +244,9 @@ class Spans:
 def phase_index(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """The phase of each row, as an index of PHASES: int64[n]."""
     column = batch.column("phase")
-    known = np.array([PHASES.index(name) for name in column.dictionary.to_pylist()] or [0])
+    # A dictionary may have words that no row has any more: rows with another phase are rejected.
+    known = np.array([PHASES.index(p) if p in PHASES else 0 for p in column.dictionary.to_pylist()]
+                     or [0])  # fmt: skip
     return known[column.indices.to_numpy()]
 
 
