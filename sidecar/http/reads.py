@@ -42,8 +42,9 @@ class Reads:
             self._waiting -= 1
 
 
-# Files of runs; the log of the running job, for every client that follows it; and the store, which
-# others may have locked.
+# Files of runs; the log of the running job, for every client that follows it; the store, which
+# others may have locked; and whoever waits until all is in it.
 FILES = Reads(threads=4, most_waiting=128)
 LOGS = Reads(threads=2, most_waiting=4_096)
 STORE = Reads(threads=2, most_waiting=32)
+FLUSHES = Reads(threads=4, most_waiting=32)

@@ -26,7 +26,7 @@ from pipeline.store.base import from_micros
 from .errors import Json, documented
 from .live import standard_zones, step_of
 from .reads import STORE
-from .sessions import STORE_ERRORS, TEXT, reading, unreadable
+from .sessions import STORE_ERRORS, TEXT, unreadable
 
 # Rows of a request that a summary reads: some 50 MB. A context of 262,144 tokens has as many.
 MOST_ROWS = 1 << 18
@@ -113,7 +113,7 @@ async def request_summary(
 def _request(
     service: Any, request_id: str, offset: int, limit: int, vectors: bool
 ) -> dict[str, Any]:
-    store, run = reading(service), service.serving.current
+    store, run = service.store, service.serving.current
     try:
         table, count = _first_rows(store, request_id)
         if not count:

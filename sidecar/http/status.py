@@ -13,6 +13,7 @@ from discovery.artifacts.classifier import ANSWER_VERSION
 from sidecar.service import Service
 
 from .errors import Json
+from .reads import FILES, FLUSHES
 
 router = APIRouter()
 # How long a flush may take, in seconds.
@@ -32,7 +33,7 @@ async def health() -> dict[str, str]:
 @router.get("/ready", summary="Whether artifacts are loaded and the store takes rows")
 async def ready(request: Request) -> JSONResponse:
     """503 with the problems if not."""
-    found = service_of(request).readiness()
+    found = await FILES(service_of(request).readiness)
     return JSONResponse(found, 200 if found["ready"] else 503)
 
 
@@ -51,7 +52,7 @@ async def flush(request: Request) -> JSONResponse:
     """200 once all rows that were queued are in the store, 503 if they are not."""
     intake = service_of(request).intake
     began = time.perf_counter()
-    done = await run_in_threadpool(intake.flush, FLUSH_S)
+    done = await FLUSHES(intake.flush, FLUSH_S)
     answer = {"flushed": done, "seconds": round(time.perf_counter() - began, 3)}
     if done:
         return JSONResponse(answer)
@@ -63,7 +64,7 @@ async def flush(request: Request) -> JSONResponse:
 async def reload(request: Request) -> JSONResponse:
     """200 if the latest run is served, 409 with the reason if it was refused."""
     serving = service_of(request).serving
-    outcome = await run_in_threadpool(serving.reload)
+    outcome = await FILES(serving.reload)
     run = serving.current
     answer: dict[str, Any] = {"outcome": outcome, "run_id": run.run_id if run else None}
     if serving.refused:
@@ -82,8 +83,11 @@ async def metrics(request: Request) -> Response:
 @router.get("/centroids", summary="Live clusters, and those of the served run")
 async def centroids(request: Request) -> Response:
     service = service_of(request)
-    run = service.serving.current
-    live = await run_in_threadpool(service.live_clusters.clusters)
+    while True:
+        run = service.serving.current
+        live = await run_in_threadpool(service.live_clusters.clusters)
+        if run is service.serving.current:  # else the nearest clusters may be another run's
+            break
     published = run and [
         {
             **{name: one[name] for name in ("cluster_id", "label", "zone", "size", "share",
