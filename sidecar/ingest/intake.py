@@ -16,7 +16,7 @@ from sidecar.watch.metrics import Metrics
 
 from .process import Processed, Processor
 from .queue import IngestQueue, Ticket
-from .writer import DATA_ERRORS, Writer
+from .writer import Writer
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -66,7 +66,9 @@ class Intake:
         """
         try:
             processed, rejected = self._processor(batch)
-        except DATA_ERRORS as error:
+        except RecordError:
+            raise
+        except Exception as error:
             # No known batch does this: the next one must be received all the same.
             LOG.exception("rows that cannot be read")
             raise RecordError(f"these rows cannot be read ({type(error).__name__})") from None

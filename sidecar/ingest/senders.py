@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
 from pipeline.stream.wire import Message
 from sidecar.watch.metrics import Metrics
 
@@ -44,13 +42,11 @@ class Senders:
             senders that were forgotten.
     """
 
-    def __init__(self, metrics: Metrics, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, metrics: Metrics, known: Mapping[str, Sender] | None = None) -> None:
         self._metrics = metrics
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self._senders: OrderedDict[str, Sender] = OrderedDict()
+        self._senders = OrderedDict(known or {})
         self._lock = threading.Lock()
-        for sender_id, facts in (known or {}).items():
-            self._senders[sender_id] = msgspec.convert(facts, Sender)
 
     def note(self, message: Message) -> None:
         """Take note of a message that arrived."""
@@ -88,6 +84,6 @@ class Senders:
             self._metrics.rows("lost_by_sender", rows, how)
 
     def state(self) -> dict[str, Any]:
-        """What `known` takes: JSON values by sender."""
+        """`known` of the next service, as JSON values."""
         with self._lock:
             return {sender_id: asdict(sender) for sender_id, sender in self._senders.items()}
