@@ -7,7 +7,6 @@ import platform
 import threading
 import time
 from contextlib import ExitStack, suppress
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,15 @@ from .clusters.online import OnlineClusters
 from .clusters.recluster import Reclusterer
 from .ingest.hints import Hints
 from .ingest.intake import Intake
-from .ingest.process import Observer, Processor
+from .ingest.process import Processor
 from .ingest.receive import Receiver
 from .ingest.senders import Sender, Senders
 from .ingest.sessions import Sessions
 from .options import SidecarOptions
+from .processed import Observer
 from .repeating import Repeating
 from .serving import ServedRun, Serving
+from .times import iso_time
 from .watch.drift import DriftWindow
 from .watch.metrics import Artifact, Metrics, Sources
 from .watch.nightly import Nightly
@@ -221,7 +222,7 @@ class Service:
         """What came in and what became of it, since the start."""
         intake, run = self.intake, self.serving.current
         return {
-            "started_at": as_time(self.started_at),
+            "started_at": iso_time(self.started_at),
             "uptime_seconds": round(time.monotonic() - self._began, 3),
             "run_id": run.run_id if run else None,
             "fingerprints": intake.accounts(),
@@ -231,7 +232,7 @@ class Service:
             },
             "queue": {"rows": intake.queue.rows, "capacity": intake.queue.capacity},
             "lag_seconds": round(intake.lag_s, 3),
-            "last_commit": as_time(intake.last_commit) if intake.last_commit else None,
+            "last_commit": iso_time(intake.last_commit) if intake.last_commit else None,
             "store_problem": intake.writer.problem,
             "sessions": len(self.sessions),
             "reloads": dict(self.serving.reloads),
@@ -280,11 +281,4 @@ class Service:
 
     def recluster(self) -> dict[str, Any]:
         """Cluster the recent rows now: {"started": bool, "reason": why not, or None}."""
-        if isinstance(self.live_clusters, Reclusterer):
-            return self.live_clusters.trigger()
-        return {"started": False, "reason": "--online clusters are updated with every batch"}
-
-
-def as_time(at: float) -> str:
-    """Seconds since 1970 as ISO 8601, UTC."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+        return self.live_clusters.trigger()

@@ -27,8 +27,8 @@ from discovery.artifacts.classifier import ANSWER_VERSION
 from pipeline import record
 from pipeline.store.sources import batch_of, record_values
 from pipeline.stream.wire import read_batches
-from sidecar.ingest.process import Processed
 from sidecar.ingest.queue import Ticket
+from sidecar.processed import Processed
 from sidecar.service import Service
 
 from .answers import Vector, classify_batch, classify_records, joined, matrix_of

@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pipeline.stream.curve import is_loopback
+
 from .errors import error_body
 from .keys import ApiKeys
 
@@ -94,8 +96,7 @@ def protected(app: App, limits: Limits, keys: ApiKeys | None = None) -> App:
 def allowed_hosts(host: str) -> frozenset[str] | None:
     """`Limits.hosts` of a service that listens on `host`: on loopback its own names, else any."""
     name = host.lower()
-    is_loopback = name in LOCAL_HOSTS or name.startswith("127.")
-    return frozenset({*LOCAL_HOSTS, name}) if is_loopback else None
+    return frozenset({*LOCAL_HOSTS, name}) if is_loopback(name) else None
 
 
 class Guard:

@@ -13,10 +13,10 @@ import zmq
 
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
+from sidecar.processed import Processed
 from sidecar.traits import sampling_hint
 
 from .binding import Bound
-from .process import Processed
 
 # Messages that a slow subscriber may be behind: ZMQ drops what comes after.
 HIGH_WATER = 10_000

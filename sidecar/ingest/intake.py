@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 
 from capture_kernels.errors import RecordError
 from pipeline.store.base import Appended, Store
+from sidecar.processed import Processed
 from sidecar.watch.metrics import Metrics
 
-from .process import Processed, Processor
+from .process import Processor
 from .queue import IngestQueue, Ticket
 from .writer import Writer
 
@@ -72,7 +73,7 @@ class Intake:
             # No known batch does this: the next one must be received all the same.
             LOG.exception("rows that cannot be read")
             raise RecordError(f"these rows cannot be read ({type(error).__name__})") from None
-        ticket = Ticket(processed.batch, rejected, processed.received_at)
+        ticket = Ticket(processed.batch, rejected)
         rows = processed.batch.num_rows
         self._count_received(batch.num_rows, rejected, source, pending=rows)
         if not rows:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Ints, Mask
+from capture_kernels.arrays import Ints
 from capture_kernels.errors import ArtifactError, OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.shares import Shares
-from discovery.artifacts.classifier import Classified
 from discovery.artifacts.read import Artifacts
 from discovery.artifacts.schema import NOISE
 from discovery.runs.parent import index_of, saved_shares
+from sidecar.processed import Processed
 from sidecar.repeating import Repeating
 
 from .window_shares import WindowShares
@@ -37,19 +37,6 @@ LEAST_REQUESTS = 60
 # The limit of a run whose manifest does not say by which it was judged.
 LIMIT = 0.25
 KINDS = ("zones", "clusters")
-
-
-class Rows(Protocol):
-    """What is read of a processed batch (sidecar.ingest.process.Processed)."""
-
-    @property
-    def batch(self) -> pa.RecordBatch: ...
-    @property
-    def run_id(self) -> str | None: ...
-    @property
-    def classified(self) -> Classified | None: ...
-    @property
-    def comparable(self) -> Mask: ...
 
 
 class Baseline(NamedTuple):
@@ -185,7 +172,7 @@ class DriftWindow:
             self._since, self._rows, self._reported = self._clock(), 0, -1
         self.refresh()
 
-    def __call__(self, processed: Rows) -> None:
+    def __call__(self, processed: Processed) -> None:
         """Count the rows of a batch that the served run could classify."""
         found, use = processed.classified, processed.comparable
         # Without the lock: that of another run would be forgotten anyway.
