@@ -28,10 +28,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
@@ -43,6 +42,7 @@ from benchmarks.common import NOW, WrongAnswerError
 from capture_kernels.fingerprint.vector import Layout
 from sidecar.clusters.online import OnlineClusters
 from sidecar.clusters.rounds import Array, Task
+from sidecar.processed import Processed
 from tests.nights import fortnight
 from tests.planted import planted_batch
 
@@ -90,13 +90,6 @@ def ari(truth: Labels, labels: NDArray[Any]) -> float:
     return float(adjusted_rand_score(truth[known], labels[known]))
 
 
-class Observed(NamedTuple):
-    """What clusters read of a batch that is observed."""
-
-    batch: pa.RecordBatch
-    vectors: Vectors
-
-
 class Clock:
     """Seconds that pass only when they are added."""
 
@@ -107,8 +100,10 @@ class Clock:
         return self.now
 
 
-def observed(vectors: Vectors) -> Observed:
-    return Observed(planted_batch(vectors, NOW), vectors)
+def observed(vectors: Vectors) -> Processed:
+    """Rows as they arrive while no run is served."""
+    none = np.zeros(len(vectors), bool)
+    return Processed(planted_batch(vectors, NOW), vectors, None, None, none, 0.0)
 
 
 def label(clusters: OnlineClusters, vectors: Vectors) -> NDArray[np.int32]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from .times import iso_time
+
 # What every record of `logging` has: all else was given as `extra`.
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -32,7 +34,7 @@ class JsonLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
-            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "at": iso_time(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

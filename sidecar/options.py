@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from capture_kernels.errors import OptionError
-from pipeline.stream.curve import check_address
+from pipeline.stream.curve import check_address, is_loopback
 
 # Rows that wait for the store before ingest pushes back: a few seconds of a busy server.
 QUEUE_ROWS = 524_288
@@ -78,12 +77,3 @@ class SidecarOptions:
     def is_public(self) -> bool:
         """Whether other machines can reach the HTTP port."""
         return not is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

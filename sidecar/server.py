@@ -16,6 +16,7 @@ import uvicorn
 from capture_kernels.errors import AttnError, OptionError
 
 from .http.app import create_app
+from .http.keys import ApiKeys, read_keys
 from .http.limits import bounded_protocol
 from .http.live import Broadcast
 from .options import SidecarOptions
@@ -27,7 +28,7 @@ LOG = logging.getLogger("attn.sidecar")
 SWITCH_S = 0.0005
 # Connections at once, and seconds that an idle one is kept.
 MOST_CONNECTIONS, KEEP_ALIVE_S = 4_096, 75
-# Files that are open beside connections: of the store, the stream and the runs.
+# Files that the process needs beside connections: store, runs, ZMQ, threads.
 OTHER_FILES = 512
 # Seconds that requests under way may take at the end.
 SHUTDOWN_S = 2
@@ -49,19 +50,28 @@ def serve(options: SidecarOptions) -> None:
     sys.setswitchinterval(SWITCH_S)
     # From the first row that is received a signal means: store what there is, then end.
     signals = Signals()
-    allow_files(MOST_CONNECTIONS + OTHER_FILES)
-    listening = bound(options)
-    service = Service(options)
-    broadcast = Broadcast()
-    config = uvicorn.Config(
-        create_app(service, broadcast), http=bounded_protocol(MOST_CONNECTIONS), log_config=None,
-        access_log=False, lifespan="off", server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )  # fmt: skip
-    server = Server(config)
-    signals.end(server, broadcast)
-    announce(service, listening)
+    keys = read_keys(options.api_key_file) if options.api_key_file else None
+    most_connections = room_for_connections()
+    with bound(options) as listening:
+        service = Service(options)
+        serve_with(service, listening, keys, most_connections, signals)
+
+
+def serve_with(
+    service: Service, listening: socket.socket, keys: ApiKeys | None, most_connections: int,
+    signals: Signals,
+) -> None:  # fmt: skip
+    """Answer requests until a signal, then drain. RowsLeftError: as of `serve`."""
     try:
+        broadcast = Broadcast()
+        config = uvicorn.Config(
+            create_app(service, broadcast, keys), http=bounded_protocol(most_connections),
+            log_config=None, access_log=False, lifespan="off", server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
+        )  # fmt: skip
+        server = Server(config)
+        signals.end(server, broadcast)
+        announce(service, listening)
         server.run(sockets=[listening])
     finally:
         drained = service.drain(DRAIN_S)
@@ -108,15 +118,6 @@ class Server(uvicorn.Server):
         yield
 
 
-def allow_files(most: int) -> None:
-    """Allow this process so many open files, or as many as the system lets it: a connection is one,
-    and a shell's limit of 1,024 is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def bound(options: SidecarOptions) -> socket.socket:
     """A socket at the address of the options. OptionError: it cannot be had."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -124,12 +125,24 @@ def bound(options: SidecarOptions) -> socket.socket:
         found = socket.create_server(
             (options.host.strip("[]"), options.port), family=family, backlog=2_048
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that cannot be one is a UnicodeError
+        why = getattr(error, "strerror", None) or "not a host name"
         raise OptionError(
-            f"cannot serve on {options.host}:{options.port}: {error.strerror}; choose another "
-            "--port or --host"
+            f"cannot serve on {options.host}:{options.port}: {why}; choose another --port or --host"
         ) from None
     return found
+
+
+def room_for_connections() -> int:
+    """How many connections there may be, with this process's limit of open files raised for them:
+    without a file to open the store could not be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_CONNECTIONS
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(allowed - OTHER_FILES, allowed // 2)
 
 
 def announce(service: Service, listening: socket.socket) -> None:

@@ -6,8 +6,7 @@ import logging
 import platform
 import threading
 import time
-from contextlib import ExitStack
-from datetime import UTC, datetime
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from capture_kernels.errors import AttnError, RecordError, WriteError
+from capture_kernels.errors import RecordError, WriteError
 from discovery.artifacts.classifier import ANSWER_VERSION
 from discovery.artifacts.schema import SCHEMA_VERSION
 from discovery.describe.axes import axes_in_words
@@ -27,12 +26,15 @@ from .clusters.online import OnlineClusters
 from .clusters.recluster import Reclusterer
 from .ingest.hints import Hints
 from .ingest.intake import Intake
-from .ingest.process import Observer, Processor
+from .ingest.process import Processor
 from .ingest.receive import Receiver
 from .ingest.senders import Sender, Senders
 from .ingest.sessions import Sessions
 from .options import SidecarOptions
+from .processed import Observer
+from .repeating import Repeating
 from .serving import ServedRun, Serving
+from .times import iso_time
 from .watch.drift import DriftWindow
 from .watch.metrics import Artifact, Metrics, Sources
 from .watch.nightly import Nightly
@@ -45,6 +47,8 @@ DRAIN_S = 5.0
 RECEIVE_S = 1.0
 # Seconds between two compactions of a store of many files.
 COMPACT_EVERY_S = 300.0
+# Seconds that one is waited for at the end; a store is whole if it is broken off.
+COMPACT_END_S = 2.0
 # How long a commit waits for another process before it is tried again, in seconds.
 BUSY_S = 5.0
 
@@ -78,6 +82,7 @@ class Service:
         self.live_clusters = self._live_clusters()
         self.drift = DriftWindow(options.drift_hours * 3600)
         self.nightly = Nightly(options.discovery_dir)
+        self._compactor = Repeating("compactor", self.store.compact, COMPACT_EVERY_S)
         observers: dict[str, Observer] = {
             "sessions": self.sessions, "recent": self.recent, "drift": self.drift,
         }  # fmt: skip
@@ -105,6 +110,10 @@ class Service:
 
     def _start(self) -> None:
         """Start what runs beside the event loop; nothing can fail any more."""
+        # Only now: a start that failed leaves it to the next one. A service that is killed must not
+        # find it, as it does not know what came since.
+        with suppress(OSError):
+            self._senders_file.unlink()
         self.serving.follow(self.options.auto_reload_interval)
         self.drift.start()
         self.nightly.start()
@@ -112,7 +121,6 @@ class Service:
             self.spans.start()
         if isinstance(self.live_clusters, Reclusterer):
             self.live_clusters.start()
-        self._compactor = threading.Thread(target=self._compact, name="compactor", daemon=True)
         self._compactor.start()
         self.metrics.sources = Sources(
             queue_rows=lambda: self.intake.queue.rows,
@@ -151,6 +159,9 @@ class Service:
         if self.receiver:
             self.receiver.stop(min(RECEIVE_S, timeout))
         drained = self.intake.close(max(0.0, deadline - time.monotonic()))
+        if self.receiver:
+            # A batch that waited for room was given back when the queue was closed, and is counted.
+            self.receiver.stop(0.0)
         self._remember(self.senders)
         self.serving.close()
         if isinstance(self.live_clusters, Reclusterer):
@@ -158,6 +169,7 @@ class Service:
         for part in (self.drift, self.nightly, self.spans):
             if part:
                 part.close()
+        self._compactor.close(COMPACT_END_S)
         if drained:  # else the writer may be in the store still
             self._opened.close()
         return drained and not self.lost_at_end
@@ -210,7 +222,7 @@ class Service:
         """What came in and what became of it, since the start."""
         intake, run = self.intake, self.serving.current
         return {
-            "started_at": as_time(self.started_at),
+            "started_at": iso_time(self.started_at),
             "uptime_seconds": round(time.monotonic() - self._began, 3),
             "run_id": run.run_id if run else None,
             "fingerprints": intake.accounts(),
@@ -220,7 +232,7 @@ class Service:
             },
             "queue": {"rows": intake.queue.rows, "capacity": intake.queue.capacity},
             "lag_seconds": round(intake.lag_s, 3),
-            "last_commit": as_time(intake.last_commit) if intake.last_commit else None,
+            "last_commit": iso_time(intake.last_commit) if intake.last_commit else None,
             "store_problem": intake.writer.problem,
             "sessions": len(self.sessions),
             "reloads": dict(self.serving.reloads),
@@ -249,11 +261,9 @@ class Service:
 
     def _senders_before(self) -> dict[str, Sender]:
         try:
-            known = msgspec.json.decode(self._senders_file.read_bytes(), type=dict[str, Sender])
-            self._senders_file.unlink()
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(self._senders_file.read_bytes(), type=dict[str, Sender])
+        except (OSError, ValueError):  # msgspec's errors are ValueErrors
             return {}
-        return known
 
     def _remember(self, senders: Senders) -> None:
         if not (state := senders.state()):
@@ -271,19 +281,4 @@ class Service:
 
     def recluster(self) -> dict[str, Any]:
         """Cluster the recent rows now: {"started": bool, "reason": why not, or None}."""
-        if isinstance(self.live_clusters, Reclusterer):
-            return self.live_clusters.trigger()
-        return {"started": False, "reason": "--online clusters are updated with every batch"}
-
-    def _compact(self) -> None:
-        """Merge the small files of a folder store while it runs."""
-        while not self._stopping.wait(COMPACT_EVERY_S):
-            try:
-                self.store.compact()
-            except AttnError as error:
-                LOG.warning("the store was not compacted: %s", error)
-
-
-def as_time(at: float) -> str:
-    """Seconds since 1970 as ISO 8601, UTC."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+        return self.live_clusters.trigger()

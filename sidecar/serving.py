@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +21,7 @@ from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.artifacts.schema import MANIFEST, Manifest
 from discovery.runs.folder import latest_id
 
+from .repeating import Repeating
 from .traits import SamplingHint, sampling_hint
 
 LOG = logging.getLogger("attn.sidecar")
@@ -141,8 +144,9 @@ class Serving:
         self._loaded: Any = None  # what `_identity` was when the current run was loaded
         self._seen: Any = None
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._every_s = math.inf
+        self._reloaded_at = time.monotonic()
+        self._repeating = Repeating("reload", self._look, LOOK_EVERY_S, rest=0.0)
 
     def reload(self) -> Reload:
         """Load what `latest` names if it is not what is served: "loaded", "unchanged" or "refused".
@@ -152,6 +156,7 @@ class Serving:
         """
         with self._lock:
             identity = self._seen = self._identity()
+            self._reloaded_at = time.monotonic()
             if self.current and identity == self._loaded:
                 self.refused = None
                 return self._count("unchanged")
@@ -175,13 +180,11 @@ class Serving:
     def follow(self, every_s: float) -> None:
         """Start a thread that reloads when `latest` changes, and looks at a refused run again
         every `every_s` seconds."""
-        self._thread = threading.Thread(target=self._follow, args=(every_s,), daemon=True)
-        self._thread.start()
+        self._every_s = every_s
+        self._repeating.start()
 
     def close(self) -> None:
-        self._stop.set()
-        if self._thread:
-            self._thread.join()
+        self._repeating.close()
 
     @property
     def problem(self) -> str | None:
@@ -192,13 +195,9 @@ class Serving:
             return f"{self.current.folder} was deleted; its run is served from memory"
         return None
 
-    def _follow(self, every_s: float) -> None:
-        waited = 0.0
-        while not self._stop.wait(LOOK_EVERY_S):
-            waited += LOOK_EVERY_S
-            if self._identity() != self._seen or waited >= every_s:
-                waited = 0.0
-                self.reload()
+    def _look(self) -> None:
+        if self._identity() != self._seen or time.monotonic() - self._reloaded_at >= self._every_s:
+            self.reload()
 
     def _identity(self) -> Any:
         """Changes when `latest` names another run, or the run's manifest is another file."""

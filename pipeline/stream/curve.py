@@ -175,15 +175,16 @@ def check_address(address: str, *, has_keys: bool) -> None:
     }
     if not right.get(scheme):
         raise OptionError(f"{address!r} is no address: use tcp://HOST:PORT or ipc://PATH")
-    if scheme == "tcp" and not has_keys and not _is_loopback(host.strip("[]")):
+    if scheme == "tcp" and not has_keys and not is_loopback(host):
         raise OptionError(
             f"{address} is not on this machine alone: give --curve-keys DIR (`attn stream keys DIR`"
             " makes them)"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, which may be in brackets, is this machine's alone."""
     try:
-        return host == "localhost" or ip_address(host).is_loopback
+        return host.lower() == "localhost" or ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False

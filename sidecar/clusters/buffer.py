@@ -10,8 +10,9 @@ import numpy as np
 from capture_kernels.arrays import Floats
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import DIMENSIONS
+from sidecar.processed import Processed
 
-from .groups import Group, GroupChoice, Processed
+from .groups import Group, GroupChoice
 from .live import GetServed, group_of
 
 

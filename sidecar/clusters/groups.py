@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.store.columns import matching_rows
+from sidecar.processed import Processed
 
 # Without a served run, another group is taken up once this many rows came and none was of the
 # present one: two models that take turns must not clear what is known of either.
@@ -26,15 +27,6 @@ class Group(NamedTuple):
     @property
     def parsed_layout(self) -> Layout:
         return Layout(self.layout)
-
-
-class Processed(Protocol):
-    """A batch as an observer gets it: a batch of records and its vectors float32[n, 20]."""
-
-    @property
-    def batch(self) -> pa.RecordBatch: ...
-    @property
-    def vectors(self) -> Floats: ...
 
 
 class GroupChoice:

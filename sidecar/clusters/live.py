@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,22 +13,14 @@ from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE, identity_of
+from sidecar.serving import ServedRun
+from sidecar.times import iso_time
 from sidecar.traits import SamplingHint, cluster_traits, sampling_hint
 
 from .groups import Group
 
-
-class Served(Protocol):
-    """The run that is served: its classifier and its manifest."""
-
-    @property
-    def classifier(self) -> Classifier: ...
-    @property
-    def manifest(self) -> dict[str, Any]: ...
-
-
 # Gives the run that is served at the moment, None without artifacts.
-GetServed = Callable[[], Served | None]
+GetServed = Callable[[], ServedRun | None]
 
 
 class NearestCluster(msgspec.Struct, frozen=True):
@@ -94,7 +85,7 @@ class Known(NamedTuple):
     drift: float
 
 
-def group_of(served: Served | None) -> Group | None:
+def group_of(served: ServedRun | None) -> Group | None:
     """Model, layout and capture of the served run."""
     if served is None:
         return None
@@ -104,7 +95,7 @@ def group_of(served: Served | None) -> Group | None:
 
 
 def in_words(
-    known: list[Known], usual: Floats, group: Group, served: Served | None
+    known: list[Known], usual: Floats, group: Group, served: ServedRun | None
 ) -> list[LiveCluster]:
     """Live clusters with traits, zone, sampling hint and the nearest cluster of the served run.
 
@@ -161,7 +152,3 @@ def hellinger(a: Floats, b: Floats) -> Floats:
     """Euclidean distance between the square roots of vectors float[..., 20]."""
     apart = np.sqrt(np.maximum(a, 0)) - np.sqrt(np.maximum(b, 0))
     return np.asarray(np.sqrt((apart * apart).sum(axis=-1)), np.float32)
-
-
-def iso_time(seconds: float) -> str:
-    return dt.datetime.fromtimestamp(seconds, dt.UTC).isoformat(timespec="milliseconds")

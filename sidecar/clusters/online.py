@@ -22,9 +22,11 @@ from capture_kernels.arrays import Floats, Ints
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from discovery.artifacts.prototypes import CALLING_THREAD_PRODUCT, nearest_prototype
+from sidecar.processed import Processed
+from sidecar.serving import ServedRun
 
-from .groups import Group, GroupChoice, Processed
-from .live import GetServed, Known, LiveCluster, Prediction, Served, group_of, in_words
+from .groups import Group, GroupChoice
+from .live import GetServed, Known, LiveCluster, Prediction, group_of, in_words
 from .micro import ROOTS, MicroClusters, with_roots
 
 # Rows are worked through so many at a time, whatever the size of the batches they come in; rows
@@ -118,7 +120,7 @@ class OnlineClusters:
         self._started = clock()
         self._snapshot = NOTHING
         # Version, clock and served run that the last answer was made of.
-        self._words: tuple[int, float, Served | None, list[LiveCluster]] = (0, -np.inf, None, [])
+        self._words: tuple[int, float, ServedRun | None, list[LiveCluster]] = (0, -np.inf, None, [])
         self._counts = dict.fromkeys(("born", "merged", "faded", "replaced", "refused"), 0)
         self._reset(None, 0)
 
@@ -318,7 +320,7 @@ class OnlineClusters:
 
     def trigger(self) -> dict[str, Any]:
         """What POST /recluster answers: {"started": False, "reason": why not}."""
-        return {"started": False, "reason": "online clusters are updated with every batch"}
+        return {"started": False, "reason": "--online clusters are updated with every batch"}
 
     def status(self) -> dict[str, Any]:
         """The parameters, the state and what has happened to clusters, for /stats."""

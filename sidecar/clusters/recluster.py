@@ -7,6 +7,7 @@ clusters of the round before are served until then.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,8 @@ from .buffer import Recent, RecentRows
 from .groups import Group
 from .live import GetServed, Known, LiveCluster, Prediction, group_of, hellinger, in_words
 from .rounds import Array, Failure, Result, Rule, Space, Task, floats, receive, send
+
+LOG = logging.getLogger("attn.sidecar")
 
 # Fewest rows worth clustering, as of a run (--min-rows), and the smallest cluster by default.
 LEAST_ROWS, LEAST_CLUSTER = 100, 20
@@ -166,11 +169,18 @@ class Reclusterer:
             self._facts["rounds"] += 1
             self._facts["last_error"] = None
         except RoundError as error:
-            if not self._closed.is_set():
-                self._facts["failures"] += 1
-                self._facts["last_error"] = str(error)
+            self._failed(str(error))
+        except Exception as error:
+            # A thread that ended would be silent: the clusters would stay what they are.
+            LOG.exception("re-clustering failed")
+            self._failed(f"an unexpected error ({type(error).__name__}): the log has it")
         finally:
             self._running.clear()
+
+    def _failed(self, reason: str) -> None:
+        if not self._closed.is_set():
+            self._facts["failures"] += 1
+            self._facts["last_error"] = reason
 
     def _task(self, recent: Recent) -> Task:
         assert recent.group is not None  # it has rows
@@ -243,6 +253,9 @@ class Reclusterer:
                 ours.close()
                 raise RoundError(f"cannot start a process: {error.strerror}") from None
         self._connection = ours
+        if self._closed.is_set():  # `close` may have come too early to see this process
+            self._end_child()
+            raise RoundError("the service is stopping")
         return ours
 
     def _end_child(self) -> str:
@@ -255,7 +268,7 @@ class Reclusterer:
             return "is gone"
         # One that has ended by itself says why; one that hangs is killed.
         try:
-            code = child.wait(1.0 if self._closed.is_set() is False else 0.0)
+            code = child.wait(1.0 if not self._closed.is_set() else 0.0)
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()

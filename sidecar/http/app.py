@@ -14,17 +14,13 @@ from .discovery import routes, runs
 from .errors import add_error_handlers
 from .hot import HotRoutes
 from .hot_docs import HOT_PATHS
-from .keys import read_keys
+from .keys import ApiKeys
 from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
 from .live import Broadcast
 
 
-def create_app(service: Service, broadcast: Broadcast) -> App:
-    """The ASGI app of a service.
-
-    Raises:
-        OptionError: the file of keys cannot be used.
-    """
+def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = None) -> App:
+    """The ASGI app of a service."""
     options = service.options
     app = FastAPI(
         title="attn sidecar",
@@ -43,7 +39,6 @@ def create_app(service: Service, broadcast: Broadcast) -> App:
         most_body_bytes=options.max_body_bytes, hosts=allowed_hosts(options.host),
         origins=options.cors_origins,
     )  # fmt: skip
-    keys = read_keys(options.api_key_file) if options.api_key_file else None
     return protected(HotRoutes(Counted(app, service), service), limits, keys)
 
 

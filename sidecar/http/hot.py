@@ -7,11 +7,11 @@ path takes a single /classify over 5 ms at the 99th percentile (benchmarks/sidec
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -19,18 +19,21 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import UNSET, UnsetType
+from starlette.exceptions import HTTPException
 
-from capture_kernels.arrays import Floats
 from capture_kernels.errors import AttnError, RecordError
-from capture_kernels.fingerprint.vector import DIMENSIONS, Layout, broken_invariants
-from discovery.artifacts.classifier import ANSWER_VERSION, Classifier
+from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.artifacts.classifier import ANSWER_VERSION
 from pipeline import record
-from pipeline.store.columns import matching_rows
 from pipeline.store.sources import batch_of, record_values
 from pipeline.stream.wire import read_batches
-from sidecar.ingest.process import Processed
 from sidecar.ingest.queue import Ticket
+from sidecar.processed import Processed
 from sidecar.service import Service
+
+from .answers import Vector, classify_batch, classify_records, joined, matrix_of
+
+LOG = logging.getLogger("attn.sidecar")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -51,15 +54,6 @@ class Refusal(Exception):
     def __init__(self, status: int, reason: str, retry_after: int | None = None) -> None:
         super().__init__(reason)
         self.status, self.reason, self.retry_after = status, reason, retry_after
-
-
-class Vector(msgspec.Struct):
-    """One fingerprint to classify. position is checked and not used: the vector says it all."""
-
-    vector: list[float]
-    position: int | None = None
-    layout: str | int | None = None
-    capture_id: str | None = None
 
 
 class Body(msgspec.Struct):
@@ -101,8 +95,13 @@ class HotRoutes:
             status, answer = refusal.status, {"error": refusal.reason}
             if refusal.retry_after is not None:
                 headers.append((b"retry-after", str(refusal.retry_after).encode()))
-        except RecordError as error:
+        except AttnError as error:
             status, answer = 400, {"error": str(error)}
+        except HTTPException:
+            raise  # of the limits, which answer it
+        except Exception:
+            LOG.exception("a bug in %s", scope["path"])
+            status, answer = 500, {"error": "an unexpected error: the log of the service has it"}
         content = ENCODE.encode(answer)
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -119,21 +118,26 @@ class HotRoutes:
         head = {"schema_version": ANSWER_VERSION, "run_id": run.run_id}
         if is_arrow(scope):
             batch = self._batch_of(content)
-            answers = await off_loop(batch.num_rows, classify_batch, classifier, batch)
+            answers = await self._timed(batch.num_rows, classify_batch, classifier, batch)
             return 200, {"results": answers, **head}
         body = decode(content)
         if body.records is UNSET:
             if body.vector is UNSET:
                 raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
             one = Vector(body.vector, body.position, body.layout, body.capture_id)
-            (answer,) = classify_records(classifier, [one])
+            (answer,) = await self._timed(1, classify_records, classifier, [one])
             return (400 if "error" in answer else 200), {**answer, **head}
         self._check_rows(len(body.records))
-        answers = await off_loop(len(body.records), classify_records, classifier, body.records)
+        answers = await self._timed(len(body.records), classify_records, classifier, body.records)
         return 200, {"results": answers, **head}
 
+    async def _timed(self, rows: int, work: Callable[..., Any], *given: Any) -> Any:
+        began = time.perf_counter()
+        answers = await off_loop(rows, work, *given)
+        self._service.metrics.classified("http", time.perf_counter() - began)
+        return answers
+
     async def _predict(self, scope: Scope, content: bytes) -> tuple[int, Any]:
-        live = self._service.live_clusters
         body = decode(content)
         if body.records is not UNSET:
             vectors = [one.vector for one in body.records]
@@ -142,6 +146,10 @@ class HotRoutes:
         else:
             raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
         self._check_rows(len(vectors))
+        return 200, await off_loop(len(vectors), self._predicted, vectors, body.records is UNSET)
+
+    def _predicted(self, vectors: list[list[float]], is_single: bool) -> dict[str, Any]:
+        live = self._service.live_clusters
         matrix = matrix_of(vectors)
         if matrix is None or not (np.isfinite(matrix).all() and (matrix >= 0).all()):
             raise Refusal(400, f"a vector has {DIMENSIONS} finite numbers, none of them negative")
@@ -160,7 +168,7 @@ class HotRoutes:
                     "sampling_hint": known.sampling_hint if known else None,
                 }
             )
-        return 200, answers[0] if body.records is UNSET else {"results": answers}
+        return answers[0] if is_single else {"results": answers}
 
     # -- ingest
 
@@ -218,23 +226,22 @@ class HotRoutes:
         loop, settled = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+            with suppress(RuntimeError):  # the loop has ended: the writer must not end with it
                 loop.call_soon_threadsafe(settled.set)
 
         ticket.when_settled(wake)
         try:
             async with asyncio.timeout(WAIT_S):
                 await settled.wait()
-        except asyncio.CancelledError:
-            raise Refusal(
-                503, "the service is stopping: the rows are queued, and not stored yet",
-                RETRY_AFTER_S,
-            ) from None  # fmt: skip
         except TimeoutError:
             raise Refusal(
                 503, f"not in the store after {WAIT_S:g} s; the rows are still queued",
                 RETRY_AFTER_S,
             ) from None  # fmt: skip
+        except asyncio.CancelledError:  # uvicorn's, of requests that outlast its end
+            raise Refusal(
+                503, "the service is ending, and the rows are not in the store yet", RETRY_AFTER_S
+            ) from None
         if ticket.refused:
             raise Refusal(400, f"not fingerprints: {ticket.error}")
         if ticket.error is not None:
@@ -340,83 +347,3 @@ async def off_loop(rows: int, work: Callable[..., Any], *given: Any) -> Any:
     if rows <= LOOP_ROWS:
         return work(*given)
     return await asyncio.to_thread(work, *given)
-
-
-def matrix_of(vectors: list[list[float]]) -> Floats | None:
-    """Lists as float32[n, 20]; None if one of them has another length."""
-    if any(len(vector) != DIMENSIONS for vector in vectors):
-        return None
-    flat = np.fromiter(chain.from_iterable(vectors), np.float64, DIMENSIONS * len(vectors))
-    with np.errstate(over="ignore"):  # infinity is refused where numbers are checked
-        return flat.astype(np.float32).reshape(-1, DIMENSIONS)
-
-
-def classify_records(classifier: Classifier, records: list[Vector]) -> list[dict[str, Any]]:
-    """An answer for each record: {"manifold": ...} or {"error": why}."""
-    matrix = matrix_of([one.vector for one in records])
-    same = all(one.layout is None and one.capture_id is None for one in records)
-    if matrix is not None and same and is_possible(matrix, classifier):
-        found = classifier.manifolds(classifier.classify(matrix))
-        return [{"manifold": manifold} for manifold in found]
-    # One of them at least is wrong: say of each what it is.
-    answers = classifier.answer(msgspec.to_builtins(records))
-    return [{n: a[n] for n in ("manifold", "error") if n in a} for a in answers]
-
-
-def classify_batch(classifier: Classifier, batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """An answer for each row of a batch of records, which need not be conformed."""
-    lists = batch.column("vector")
-    if is_plain(lists):
-        vectors = record.vectors(batch)
-        same = matching_rows(batch, layout=int(classifier.layout), capture_id=classifier.capture_id)
-        if same.all() and is_possible(vectors, classifier):
-            found = classifier.manifolds(classifier.classify(vectors))
-            return [{"manifold": manifold} for manifold in found]
-    # One of them at least is wrong, or of another type: say of each what it is.
-    names = ("vector", "layout", "capture_id")
-    columns = lists.to_pylist(), batch.column(names[1]).to_pylist(), texts(batch.column(names[2]))
-    answers = classifier.answer(
-        [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    )
-    return [{n: a[n] for n in ("manifold", "error") if n in a} for a in answers]
-
-
-def is_plain(lists: pa.Array) -> bool:
-    """Whether a column of vectors can be viewed as float32[n, 20]."""
-    wanted = lists.type == record.SCHEMA.field("vector").type
-    return bool(wanted and not lists.null_count and not lists.flatten().null_count)
-
-
-def texts(column: pa.Array) -> list[str | None]:
-    """A column of text as Python's, with U+FFFD for each byte that is not UTF-8."""
-    if pa.types.is_dictionary(column.type):
-        known = texts(column.dictionary)
-        return [None if index is None else known[index] for index in column.indices.to_pylist()]
-    if pa.types.is_null(column.type):
-        return [None] * len(column)
-    large = pa.types.is_large_string(column.type)
-    found = column.view(pa.large_binary() if large else pa.binary()).to_pylist()
-    return [None if text is None else text.decode(errors="replace") for text in found]
-
-
-def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Batches of one stream as one. Their dictionaries may differ, and have too many entries
-    together for the type of their indices: text takes their place."""
-    if len(batches) == 1:
-        return batches[0]
-    plain = [
-        pa.RecordBatch.from_arrays(
-            [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns],
-            batch.schema.names,
-        )
-        for batch in batches
-    ]
-    return pa.concat_batches(plain)
-
-
-def is_possible(vectors: Floats, classifier: Classifier) -> bool:
-    """Whether all vectors, float32[n, 20], could be fingerprints of the classifier's layout."""
-    if not np.isfinite(vectors).all():
-        return False
-    layouts = np.full(len(vectors), classifier.layout)
-    return not any(hit.any() for hit in broken_invariants(vectors, layouts).values())

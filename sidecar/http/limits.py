@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pipeline.stream.curve import is_loopback
+
 from .errors import error_body
 from .keys import ApiKeys
 
@@ -94,8 +96,7 @@ def protected(app: App, limits: Limits, keys: ApiKeys | None = None) -> App:
 def allowed_hosts(host: str) -> frozenset[str] | None:
     """`Limits.hosts` of a service that listens on `host`: on loopback its own names, else any."""
     name = host.lower()
-    is_loopback = name in LOCAL_HOSTS or name.startswith("127.")
-    return frozenset({*LOCAL_HOSTS, name}) if is_loopback else None
+    return frozenset({*LOCAL_HOSTS, name}) if is_loopback(name) else None
 
 
 class Guard:
@@ -302,6 +303,9 @@ def _shown(value: bytes) -> str:
     return value[:100].decode("latin-1")
 
 
+# A head that is not whole after this many bytes comes from nobody who wants an answer.
+MOST_HEAD_BYTES = 65_536
+
 # Bounds of a connection: uvicorn bounds neither the time before a request's head is complete nor
 # how long an answer waits for a client that does not read it.
 
@@ -321,6 +325,7 @@ def bounded_protocol(
 
     class Bounded(HttpToolsProtocol):
         _in_head: bool = True
+        _head_bytes: int = 0
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -340,6 +345,11 @@ def bounded_protocol(
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            # Parsed, and still not whole.
+            self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self.transport.abort()
+                return
             # A head that came at once costs no timer.
             if self._in_head and self._waiting is None and not self.transport.is_closing():
                 self._wait()

@@ -21,7 +21,7 @@ from .errors import documented
 from .streams import Events, EventStreams, event
 
 if TYPE_CHECKING:
-    from sidecar.ingest.process import Processed
+    from sidecar.processed import Processed
 
 # Classified records that are sent in a second, and how often they are sent.
 RECORDS_PER_S, TICKS_PER_S = 20, 4

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from fastapi import APIRouter, Query, Request, Response
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
@@ -22,11 +21,12 @@ from discovery.artifacts.schema import NOISE
 from pipeline import record
 from pipeline.record import PHASES
 from pipeline.store.base import from_micros
+from pipeline.store.columns import matching_rows
 
 from .errors import Json, documented
 from .live import standard_zones, step_of
 from .reads import STORE
-from .sessions import STORE_ERRORS, TEXT, reading, unreadable
+from .sessions import STORE_ERRORS, TEXT, unreadable
 
 # Rows of a request that a summary reads: some 50 MB. A context of 262,144 tokens has as many.
 MOST_ROWS = 1 << 18
@@ -113,7 +113,7 @@ async def request_summary(
 def _request(
     service: Any, request_id: str, offset: int, limit: int, vectors: bool
 ) -> dict[str, Any]:
-    store, run = reading(service), service.serving.current
+    store, run = service.store, service.serving.current
     try:
         table, count = _first_rows(store, request_id)
         if not count:
@@ -162,28 +162,23 @@ class Read:
         self._probability = np.zeros(table.num_rows, np.float32)
         self._comparable = np.zeros(table.num_rows, bool)
         if run is not None and table.num_rows:
-            self._classify(layouts)
+            self._classify()
 
-    def _classify(self, layouts: NDArray[Any]) -> None:
+    def _classify(self) -> None:
         classifier = self._run.classifier
-        same = layouts == int(classifier.layout)
-        for name in ("model", "capture_id"):
-            same &= self._equal(name, self._run.manifest[name])
-        self._comparable = same
+        same = self._comparable = self._matching(
+            model=self._run.manifest["model"], capture_id=classifier.capture_id,
+            layout=int(classifier.layout),
+        )  # fmt: skip
         found = classifier.classify(self._vectors[same])
         self._cluster[same], self._probability[same] = found.cluster_id, found.probability
 
+    def _matching(self, **values: Any) -> Mask:
+        batches = self._table.to_batches()  # one, as its chunks are combined
+        return matching_rows(batches[0], **values) if batches else np.zeros(0, bool)
+
     def _numbers(self, name: str) -> NDArray[Any]:
         found: NDArray[Any] = self._table.column(name).to_numpy()
-        return found
-
-    def _equal(self, name: str, value: str) -> Mask:
-        """Which rows have this value in a dictionary column: bool[n]."""
-        column = record.one_chunk(self._table.column(name))
-        if not len(column):
-            return np.zeros(0, bool)
-        hits = pc.equal(column.dictionary, value).to_numpy(zero_copy_only=False)
-        found: Mask = hits[column.indices.to_numpy()]
         return found
 
     def summary(self) -> dict[str, Any]:
@@ -210,7 +205,7 @@ class Read:
                     "mean_entropy": round(float(self._vectors[chosen, 3].mean()), 6),
                 }
                 for phase in PHASES
-                if (chosen := self._equal("phase", phase)).any()
+                if (chosen := self._matching(phase=phase)).any()
             },
             "clusters": self._clusters(),
         }

@@ -28,14 +28,6 @@ router = APIRouter(tags=["sessions"])
 STORE_ERRORS = documented((503, "the store cannot be read, or too many wait for it"))
 
 
-def reading(service: Any) -> Any:
-    """The store. HTTPException: there is none."""
-    if service.store is None:
-        reason = getattr(service, "store_problem", None) or "the service has no store"
-        raise HTTPException(503, str(reason), {"Retry-After": "5"})
-    return service.store
-
-
 def unreadable(error: StoreError) -> HTTPException:
     return HTTPException(503, str(error), {"Retry-After": "1"})
 
@@ -72,7 +64,7 @@ async def sessions(
 
 
 def _sessions(service: Any, limit: int, after: str | None) -> dict[str, Any]:
-    store = reading(service)
+    store = service.store
     if after and any(abs(int(one)) >= 1 << 63 for one in after.split(":")):
         raise HTTPException(400, "after must be `next` of the page before")
     try:
@@ -129,7 +121,7 @@ async def session(request: Request, session_id: Annotated[str, TEXT]) -> Respons
 def _session(service: Any, session_id: str) -> dict[str, Any]:
     live = service.sessions.live(session_id)
     try:
-        groups = reading(service).session(session_id)
+        groups = service.store.session(session_id)
         requests, is_whole = requests_of(service.store, session_id, groups)
     except StoreError as error:
         raise unreadable(error) from None

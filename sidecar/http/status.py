@@ -15,6 +15,7 @@ from discovery.artifacts.classifier import ANSWER_VERSION
 from sidecar.service import Service
 
 from .errors import Json
+from .reads import FILES
 
 router = APIRouter()
 # How long a flush may take, in seconds.
@@ -36,7 +37,7 @@ async def health() -> dict[str, str]:
 @router.get("/ready", summary="Whether artifacts are loaded and the store takes rows")
 async def ready(request: Request) -> JSONResponse:
     """503 with the problems if not."""
-    found = service_of(request).readiness()
+    found = await FILES(service_of(request).readiness)
     return JSONResponse(found, 200 if found["ready"] else 503)
 
 
@@ -73,7 +74,7 @@ async def flush(request: Request) -> JSONResponse:
 async def reload(request: Request) -> JSONResponse:
     """200 if the latest run is served, 409 with the reason if it was refused."""
     serving = service_of(request).serving
-    outcome = await run_in_threadpool(serving.reload)
+    outcome = await FILES(serving.reload)
     run = serving.current
     answer: dict[str, Any] = {"outcome": outcome, "run_id": run.run_id if run else None}
     if serving.refused:
@@ -92,8 +93,11 @@ async def metrics(request: Request) -> Response:
 @router.get("/centroids", summary="Live clusters, and those of the served run")
 async def centroids(request: Request) -> Response:
     service = service_of(request)
-    run = service.serving.current
-    live = await run_in_threadpool(service.live_clusters.clusters)
+    while True:
+        run = service.serving.current
+        live = await run_in_threadpool(service.live_clusters.clusters)
+        if run is service.serving.current:  # else the nearest clusters may be another run's
+            break
     published = run and [
         {
             **{name: one[name] for name in ("cluster_id", "label", "zone", "size", "share",

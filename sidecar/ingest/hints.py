@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow.compute as pc
 import zmq
 
-from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
-from pipeline.stream.curve import server_keys
+from sidecar.processed import Processed
 from sidecar.traits import sampling_hint
 
-from .process import Processed
+from .binding import Bound
 
 # Messages that a slow subscriber may be behind: ZMQ drops what comes after.
 HIGH_WATER = 10_000
@@ -35,25 +34,10 @@ class Hints:
 
     def __init__(self, address: str, curve_keys: Path | None) -> None:
         self.published = 0
-        self._context = zmq.Context()
-        self._authenticator = None
-        self._socket = self._context.socket(zmq.PUB)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        self._socket.setsockopt(zmq.LINGER, 0)
         # Sockets are not safe to use in several threads, and batches arrive by HTTP too.
         self._lock = threading.Lock()
-        try:
-            if curve_keys:
-                keys = server_keys(curve_keys)
-                self._authenticator = keys.authenticator(self._context)
-                keys.apply(self._socket)
-            self._socket.bind(address.replace("localhost", "127.0.0.1"))
-        except zmq.ZMQError as error:
-            self.close()
-            raise OptionError(
-                f"cannot bind --hints-bind {address}: {error.strerror}; choose another address"
-            ) from None
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bound = Bound(zmq.PUB, "--hints-bind", address, curve_keys, {zmq.SNDHWM: HIGH_WATER})
+        self.address = self._bound.address
 
     def __call__(self, processed: Processed) -> None:
         messages = [
@@ -61,15 +45,12 @@ class Hints:
         ]
         with self._lock:
             for message in messages:
-                self._socket.send_multipart(message, zmq.NOBLOCK)
+                self._bound.socket.send_multipart(message, zmq.NOBLOCK)
             self.published += len(messages)
 
     def close(self) -> None:
         with self._lock:
-            if self._authenticator:
-                self._authenticator.stop()
-            self._socket.close()
-            self._context.term()
+            self._bound.close()
 
 
 def hints(processed: Processed) -> list[dict[str, Any]]:

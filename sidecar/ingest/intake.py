@@ -12,11 +12,12 @@ import pyarrow.compute as pc
 
 from capture_kernels.errors import RecordError
 from pipeline.store.base import Appended, Store
+from sidecar.processed import Processed
 from sidecar.watch.metrics import Metrics
 
-from .process import Processed, Processor
+from .process import Processor
 from .queue import IngestQueue, Ticket
-from .writer import DATA_ERRORS, Writer
+from .writer import Writer
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -66,11 +67,13 @@ class Intake:
         """
         try:
             processed, rejected = self._processor(batch)
-        except DATA_ERRORS as error:
+        except RecordError:
+            raise
+        except Exception as error:
             # No known batch does this: the next one must be received all the same.
             LOG.exception("rows that cannot be read")
             raise RecordError(f"these rows cannot be read ({type(error).__name__})") from None
-        ticket = Ticket(processed.batch, rejected, processed.received_at)
+        ticket = Ticket(processed.batch, rejected)
         rows = processed.batch.num_rows
         self._count_received(batch.num_rows, rejected, source, pending=rows)
         if not rows:

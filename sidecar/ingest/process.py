@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,38 +16,11 @@ from discovery.artifacts.classifier import Classified
 from discovery.artifacts.schema import NOISE
 from pipeline import record
 from pipeline.store.columns import matching_rows
+from sidecar.processed import Observer, Processed
 from sidecar.serving import ServedRun, Serving
 from sidecar.watch.metrics import Metrics
 
 LOG = logging.getLogger("attn.sidecar")
-
-
-class Processed(NamedTuple):
-    """A batch of n records on its way to the store.
-
-    Args:
-        batch: in `record.SCHEMA`, conformed.
-        vectors: float32[n, 20], a view of the batch.
-        run: what classified it; None if nothing is served.
-        classified: zone and cluster of every row, by `run`; None if nothing is served. Rows that
-            are not comparable with the run have cluster -1 and probability 0.
-        comparable: bool[n], the rows of the run's model, layout and capture_id.
-        received_at: seconds since 1970.
-    """
-
-    batch: pa.RecordBatch
-    vectors: Floats
-    run: ServedRun | None
-    classified: Classified | None
-    comparable: Mask
-    received_at: float
-
-    @property
-    def run_id(self) -> str | None:
-        return self.run.run_id if self.run else None
-
-
-Observer = Callable[[Processed], None]
 
 
 class Processor:

@@ -21,7 +21,6 @@ class Ticket:
     Args:
         batch: the rows to store.
         rejected: rows that were left out before, by reason.
-        received_at: seconds since 1970.
 
     Attributes:
         committed: whether the rows are in the store. error: why they were not at the last try.
@@ -30,7 +29,6 @@ class Ticket:
 
     batch: pa.RecordBatch
     rejected: dict[str, int]
-    received_at: float
     # For waiting: a clock that is set has no part in it.
     queued_at: float = field(default_factory=time.monotonic)
     committed: bool = False

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import zmq
 
-from capture_kernels.errors import OptionError, RecordError
-from pipeline.stream.curve import server_keys
+from capture_kernels.errors import RecordError
 from pipeline.stream.wire import decode
 
+from .binding import Bound
 from .senders import Senders
 
 LOG = logging.getLogger("attn.sidecar")
@@ -65,29 +65,9 @@ class Receiver:
         self._unsaid, self._silent_until = 0, 0.0
         self._accept, self._senders = accept, senders
         self._max_rows, self._max_bytes = max_rows, max_bytes
-        self._context = zmq.Context()
-        self._authenticator = None
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        if "[" in address:
-            self._socket.setsockopt(zmq.IPV6, 1)
-        try:
-            if curve_keys:
-                keys = server_keys(curve_keys)
-                self._authenticator = keys.authenticator(self._context)
-                keys.apply(self._socket)
-            self._socket.bind(address.replace("localhost", "127.0.0.1"))
-        except zmq.ZMQError as error:
-            self._close()
-            raise OptionError(
-                f"cannot bind --zmq-bind {address}: {error.strerror}; choose another address"
-            ) from None
-        except OptionError:
-            self._close()
-            raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        settings = {zmq.RCVHWM: HIGH_WATER, zmq.MAXMSGSIZE: max_bytes}
+        self._bound = Bound(zmq.PULL, "--zmq-bind", address, curve_keys, settings)
+        self._socket, self.address = self._bound.socket, self._bound.address
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._thread.start()
@@ -105,7 +85,7 @@ class Receiver:
         self._socket.unbind(self.address)
         while time.monotonic() < self._deadline and self._socket.poll(LAST_MS):
             self._receive()
-        self._close()
+        self._bound.close()
 
     def _receive(self) -> None:
         frame = self._socket.recv(copy=False)
@@ -120,6 +100,11 @@ class Receiver:
         except RecordError as error:
             self._malformed(str(error))
             return
+        except Exception:
+            # No known bytes do this: what comes after them must be received all the same.
+            LOG.exception("a message that cannot be read")
+            self._malformed("it cannot be read")
+            return
         self._senders.note(message)
         self._accept(message.batch)
 
@@ -130,9 +115,3 @@ class Receiver:
         if time.monotonic() >= self._silent_until:
             LOG.warning("malformed message", extra={"reason": reason, "messages": self._unsaid})
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
-
-    def _close(self) -> None:
-        if self._authenticator:
-            self._authenticator.stop()
-        self._socket.close()
-        self._context.term()

@@ -45,7 +45,7 @@ class Senders:
     def __init__(self, metrics: Metrics, known: Mapping[str, Sender] | None = None) -> None:
         self._metrics = metrics
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self._senders: OrderedDict[str, Sender] = OrderedDict(known or {})
+        self._senders = OrderedDict(known or {})
         self._lock = threading.Lock()
 
     def note(self, message: Message) -> None:
@@ -88,6 +88,6 @@ class Senders:
             self._metrics.rows("lost_by_sender", rows, how)
 
     def state(self) -> dict[str, Any]:
-        """What `known` was or became, as JSON values."""
+        """`known` of the next service, as JSON values."""
         with self._lock:
             return {sender_id: asdict(sender) for sender_id, sender in self._senders.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import pyarrow.compute as pc
 from capture_kernels.arrays import Ints
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
-
-from .process import Processed
+from sidecar.processed import Processed
+from sidecar.times import iso_time
 
 # Sessions that are remembered; the one without rows for longest is forgotten first. The store has
 # them all.
@@ -87,11 +86,11 @@ class Sessions:
 
 
 def as_json(session_id: str | None, live: LiveSession) -> dict[str, Any]:
-    times = (datetime.fromtimestamp(at, UTC).isoformat() for at in (live.first_at, live.last_at))
     return {
         "session_id": session_id,
         "fingerprints": live.fingerprints,
-        **dict(zip(("first_received_at", "last_received_at"), times, strict=True)),
+        "first_received_at": iso_time(live.first_at),
+        "last_received_at": iso_time(live.last_at),
         "zones": dict(zip(ZONES, live.zones.tolist(), strict=True)),
         "last_request_id": live.last_request,
         "last_position": live.last_position,

@@ -9,23 +9,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Ints, Mask
+from capture_kernels.arrays import Ints
 from capture_kernels.errors import ArtifactError, OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.shares import Shares
-from discovery.artifacts.classifier import Classified
 from discovery.artifacts.read import Artifacts
 from discovery.artifacts.schema import NOISE
 from discovery.runs.parent import index_of, saved_shares
+from sidecar.processed import Processed
+from sidecar.repeating import Repeating
 
-from .repeating import Repeating
 from .window_shares import WindowShares
 
 WINDOW_S = 3_600.0
@@ -37,19 +37,6 @@ LEAST_REQUESTS = 60
 # The limit of a run whose manifest does not say by which it was judged.
 LIMIT = 0.25
 KINDS = ("zones", "clusters")
-
-
-class Rows(Protocol):
-    """What is read of a processed batch (sidecar.ingest.process.Processed)."""
-
-    @property
-    def batch(self) -> pa.RecordBatch: ...
-    @property
-    def run_id(self) -> str | None: ...
-    @property
-    def classified(self) -> Classified | None: ...
-    @property
-    def comparable(self) -> Mask: ...
 
 
 class Baseline(NamedTuple):
@@ -90,9 +77,17 @@ def read_baseline(artifacts: Artifacts) -> Baseline:
     Raises:
         ArtifactError: shares.parquet is missing (a run of the first versions) or damaged.
     """
+    try:
+        return _baseline(artifacts)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        # Its hash is right, and it is not the table of a run.
+        raise ArtifactError(f"{artifacts.folder} has no shares: run attn discover again") from None
+
+
+def _baseline(artifacts: Artifacts) -> Baseline:
     rows = artifacts.table("shares").to_pylist()
     if {row["kind"] for row in rows} != set(KINDS):
-        raise ArtifactError(f"{artifacts.folder} has no shares: run attn discover again")
+        raise ValueError
     manifest = artifacts.manifest
     names = [row["name"] for row in rows if row["kind"] == "clusters"]
     rules = manifest["quality"]["gate"].get("rules", {})
@@ -177,11 +172,12 @@ class DriftWindow:
             self._since, self._rows, self._reported = self._clock(), 0, -1
         self.refresh()
 
-    def __call__(self, processed: Rows) -> None:
+    def __call__(self, processed: Processed) -> None:
         """Count the rows of a batch that the served run could classify."""
         found, use = processed.classified, processed.comparable
         # Without the lock: that of another run would be forgotten anyway.
-        if found is None or self._baseline is None or processed.run_id != self._baseline.run_id:
+        baseline = self._baseline
+        if found is None or baseline is None or processed.run_id != baseline.run_id:
             return
         requests, zone, cluster_id = (
             processed.batch.column("request_id"),
@@ -194,9 +190,9 @@ class DriftWindow:
         if not len(requests):
             return
         with self._lock:
-            if self._window is None or processed.run_id != self._baseline.run_id:
+            if self._window is None or baseline is not self._baseline:
                 return
-            cluster = self._baseline.cluster_index(cluster_id)
+            cluster = baseline.cluster_index(cluster_id)
             self._window.add(requests, zone, cluster, self._clock())
             self._rows += len(requests)
 

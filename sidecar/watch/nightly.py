@@ -16,8 +16,7 @@ from typing import NamedTuple, get_args
 from discovery.artifacts.schema import MANIFEST, Manifest
 from discovery.runs.folder import latest_id, run_ids, run_order
 from discovery.runs.state import CHECKPOINT, RUN_FILE, State, state_of
-
-from .repeating import Repeating
+from sidecar.repeating import Repeating
 
 # Seconds between two looks at the folder.
 REFRESH_S = 15.0

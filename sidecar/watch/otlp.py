@@ -26,10 +26,10 @@ from discovery.artifacts.classifier import Classified, Classifier
 from discovery.artifacts.schema import NOISE
 from discovery.runs.parent import index_of
 from pipeline.record import PHASES
+from sidecar.processed import Processed
+from sidecar.repeating import Repeating
 
-from .drift import Rows
 from .phase import Phase
-from .repeating import Repeating
 from .request_table import RequestTable
 
 # Phases in progress that are followed; with more, the one without rows for the longest time ends.
@@ -120,7 +120,7 @@ class Spans:
             # Noise is last.
             self._clusters = np.zeros((OPEN, len(self._ids) + 1), np.int32)
 
-    def __call__(self, processed: Rows) -> None:
+    def __call__(self, processed: Processed) -> None:
         """Count the rows of a batch. Rows that no run classified are left out."""
         found = processed.classified
         if found is None or processed.run_id != self._run_id:

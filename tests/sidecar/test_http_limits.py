@@ -181,6 +181,17 @@ def test_a_client_that_asks_nothing_or_half_a_request_is_cut_off():
             assert rest(client) == b""
 
 
+def test_a_head_that_never_ends_is_cut_off():
+    with serving(guarded()) as server, server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        sent = 0
+        with pytest.raises(OSError):  # long before ten seconds are over
+            while sent < 64 << 20:
+                sent += client.send(b"x" * 16_384)
+        # What the system's buffers hold, and not all of it.
+        assert sent < 64 << 20
+
+
 def test_a_connection_that_is_used_stays_open():
     with serving(guarded(), bounds={"head_seconds": 0.5}) as server, server.connect() as client:
         for _ in range(4):

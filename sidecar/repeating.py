@@ -22,29 +22,21 @@ class Repeating:
         self, name: str, work: Callable[[], object], every_s: float, rest: float = REST
     ) -> None:
         self._work, self._every_s, self._rest = work, every_s, rest
-        self._wake = threading.Event()
-        self._closed = False
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def soon(self) -> None:
-        """Do the work now rather than after the rest of the pause."""
-        self._wake.set()
-
     def close(self, timeout: float = 5.0) -> None:
         """End the thread, after the call that is in progress."""
-        self._closed = True
-        self._wake.set()
+        self._end.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def _run(self) -> None:
         failing = False
-        while not self._closed:
-            # Before the work: a wish that comes while it is done is not lost.
-            self._wake.clear()
+        while not self._end.is_set():
             began = time.monotonic()
             try:
                 self._work()
@@ -53,4 +45,4 @@ class Repeating:
                 if not failing:
                     logger.exception("%s failed; it is tried again", self._thread.name)
                 failing = True
-            self._wake.wait(max(self._every_s, self._rest * (time.monotonic() - began)))
+            self._end.wait(max(self._every_s, self._rest * (time.monotonic() - began)))
