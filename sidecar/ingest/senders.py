@@ -57,7 +57,10 @@ class Senders:
                 known = Sender(
                     message.started, message.seq, message.rows_before, message.dropped_total
                 )
-            elif message.started > known.started or (message.started < 0 and message.seq == 0):
+            elif message.started > known.started or (
+                # Its clock was set back, or it does not say when it started.
+                message.seq == 0 and (message.started != known.started or message.started < 0)
+            ):
                 self.counts["restarts"] += 1
                 self._metrics.sender_restarted()
                 known = Sender(message.started, 0, 0, 0)
