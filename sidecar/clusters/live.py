@@ -15,7 +15,7 @@ from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE, identity_of
 from sidecar.serving import ServedRun
 from sidecar.times import iso_time
-from sidecar.traits import SamplingHint, cluster_traits, sampling_hint
+from sidecar.traits import AxisInWords, SamplingHint, cluster_traits, explain, sampling_hint
 
 from .groups import Group
 
@@ -41,6 +41,8 @@ class LiveCluster(msgspec.Struct, frozen=True):
     created_at, updated_at: UTC, ISO 8601.
     drift: Hellinger distance that the centroid moved over the last interval.
     traits: keys of `discovery.describe.claims.TRAITS`.
+    axes: the PCA axes of the served run that the centroid is farthest out on; empty without a run
+        of the rows' group.
     """
 
     cluster_id: int
@@ -54,6 +56,7 @@ class LiveCluster(msgspec.Struct, frozen=True):
     sampling_hint: SamplingHint
     zone: str
     nearest_cluster: NearestCluster | None
+    axes: list[AxisInWords]
 
 
 class Prediction(NamedTuple):
@@ -111,6 +114,7 @@ def in_words(
     centroids = np.stack([cluster.centroid for cluster in known])
     zones = [ZONES[index] for index in rules.classify(centroids, layout).zone]
     nearest = nearest_clusters(centroids, served.classifier) if served and same else None
+    axes = explain(centroids, served.classifier) if served and same else None
     found = []
     for index, (cluster, zone) in enumerate(zip(known, zones, strict=True)):
         traits = cluster_traits(cluster.centroid, usual, layout)
@@ -127,6 +131,7 @@ def in_words(
                 sampling_hint=sampling_hint(zone, traits),
                 zone=zone,
                 nearest_cluster=nearest[index] if nearest else None,
+                axes=axes[index] if axes else [],
             )
         )
     return found

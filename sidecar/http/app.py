@@ -39,7 +39,8 @@ def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = No
         most_body_bytes=options.max_body_bytes, hosts=allowed_hosts(options.host),
         origins=options.cors_origins,
     )  # fmt: skip
-    return protected(HotRoutes(Counted(app, service), service), limits, keys)
+    routes_of_all = HotRoutes(Counted(app, service), service)
+    return protected(routes_of_all, limits, keys, service.metrics.refused)
 
 
 class Counted:

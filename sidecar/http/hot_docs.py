@@ -91,11 +91,11 @@ _WAIT = {
 }
 
 
-def _batch_of(one: dict[str, Any]) -> dict[str, Any]:
+def _batch_of(one: dict[str, Any], name: str = "records") -> dict[str, Any]:
     return {
         "type": "object",
-        "required": ["records"],
-        "properties": {"records": {"type": "array", "items": one}},
+        "required": [name],
+        "properties": {name: {"type": "array", "items": one}},
     }
 
 
@@ -133,7 +133,7 @@ HOT_PATHS: dict[str, Any] = {
     "/predict": _route(
         "Live cluster of a fingerprint, or of a batch",
         {"oneOf": [_ONE, _batch_of(_ONE)]},
-        {"oneOf": [_LIVE, _batch_of(_LIVE)]},
+        {"oneOf": [_LIVE, _batch_of(_LIVE, "results")]},
         _BAD | {"503": "there are no live clusters yet"}, arrow=False, wait=False,
     ),
     "/fingerprint": _route(

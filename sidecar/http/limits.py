@@ -80,9 +80,16 @@ class BodyRefused(HTTPException):
         super().__init__(status, reason, {"Connection": "close"})
 
 
-def protected(app: App, limits: Limits, keys: ApiKeys | None = None) -> App:
-    """`app` behind its limits, with CORS for the given origins only."""
-    guarded: App = Guard(app, limits, keys)
+def protected(
+    app: App, limits: Limits, keys: ApiKeys | None = None,
+    on_refusal: Callable[[int], None] = lambda status: None,
+) -> App:  # fmt: skip
+    """`app` behind its limits, with CORS for the given origins only.
+
+    Args:
+        on_refusal: called with the status of each request that was not let through.
+    """
+    guarded: App = Guard(app, limits, keys, on_refusal)
     if limits.origins:
         # Outside, as a browser asks for permission without a key and must read a refusal.
         guarded = CORSMiddleware(
@@ -100,18 +107,16 @@ def allowed_hosts(host: str) -> frozenset[str] | None:
 
 
 class Guard:
-    """The limits around an ASGI app.
+    """The limits around an ASGI app. Arguments: see `protected`."""
 
-    Attributes:
-        refused: requests that were not let through, by status.
-    """
-
-    def __init__(self, app: App, limits: Limits, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self, app: App, limits: Limits, keys: ApiKeys | None, on_refusal: Callable[[int], None]
+    ) -> None:
         self._app, self._limits, self._keys = app, limits, keys
+        self._on_refusal = on_refusal
         self._any_origin = "*" in limits.origins
         self._origins = {origin.encode() for origin in limits.origins}
         self._active = 0
-        self.refused: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -139,7 +144,7 @@ class Guard:
         is_open = scope["path"] == OPEN
         refusal = self._refusal(scope["method"], host, origin, key, length, is_open)
         if refusal:
-            self._count(refusal[0])
+            self._on_refusal(refusal[0])
             await self._refuse(send, receive, *refusal)
             return
         body = None
@@ -157,7 +162,7 @@ class Guard:
         finally:
             self._active -= 1
             if body is not None and body.refused:
-                self._count(body.refused)
+                self._on_refusal(body.refused)
 
     def _refusal(
         self, method: str, host: bytes | None, origin: bytes | None, key: bytes | None,
@@ -201,9 +206,6 @@ class Guard:
         ]
         await send({"type": "http.response.start", "status": status, "headers": head})
         await end(send, content, receive if status == 413 else None)
-
-    def _count(self, status: int) -> None:
-        self.refused[status] = self.refused.get(status, 0) + 1
 
 
 class Body:

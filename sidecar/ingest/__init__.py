@@ -1,4 +1,4 @@
 """From arriving batches to the store: checked, classified, shown to observers, written.
 
-May import `sidecar.serving`, `sidecar.options` and what these may.
+May import `sidecar.watch` (its metrics), `sidecar.processed` and what these may.
 """

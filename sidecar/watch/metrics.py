@@ -116,6 +116,12 @@ class Metrics:
             buckets=ANSWER_BUCKETS,
             registry=own,
         )
+        self._refused = Counter(
+            "attn_sidecar_http_refused_total",
+            "HTTP requests that limits, keys or origins refused.",
+            ["status"],
+            registry=own,
+        )
         self._reloads = Counter(
             "attn_sidecar_reloads_total", "Reloads of artifacts.", ["outcome"], registry=own
         )
@@ -171,6 +177,10 @@ class Metrics:
             self._children[key] = found
         found[0].inc()
         found[1].observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """An HTTP request was not let through to its route."""
+        self._child(self._refused, status).inc()
 
     def reloaded(self, outcome: Reload) -> None:
         """A new run was looked for: it was loaded, there was none, or it was refused."""

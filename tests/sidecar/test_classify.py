@@ -318,3 +318,19 @@ def test_without_a_run_what_to_do_is_said_and_rows_are_stored_all_the_same(tmp_p
         )
         assert (found.status_code, found.json()["committed"]) == (200, 7)
         assert found.json()["run_id"] is None
+
+
+def test_classify_times_and_refused_requests_are_measured(sidecar):
+    def value(sample: str) -> float:
+        lines = sidecar.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{sample} "))
+
+    timed = 'attn_sidecar_classify_seconds_count{source="http"}'
+    refused = 'attn_sidecar_http_refused_total{status="421"}'
+    before = value(timed), value(refused)
+    assert (
+        sidecar.client.post("/classify", json={"vector": vectors_of(1)[0].tolist()}).status_code
+        == 200
+    )
+    assert sidecar.client.get("/stats", headers={"host": "other.example"}).status_code == 421
+    assert (value(timed), value(refused)) == (before[0] + 1, before[1] + 1)

@@ -182,6 +182,19 @@ def test_a_run_without_shares_is_said_and_not_fatal(watched: live.DriftWindow) -
         live.read_baseline(old)
 
 
+def test_shares_that_are_no_runs_are_said_and_not_fatal(watched: live.DriftWindow) -> None:
+    """Its hash is right: the run was published by something else, or by another version."""
+
+    class Odd(Artifacts):
+        def table(self, name: str, *_: object) -> pa.Table:
+            columns = {"kind": ["zones", "clusters"], "name": ["x", "y"]}
+            return pa.table(columns)
+
+    watched.serve(Odd(golden().folder, {**golden().manifest, "run_id": "2026-01-12T00-00-00"}))
+    report = watched.report()
+    assert report["state"] == "no artifacts" and "run attn discover again" in report["reason"]
+
+
 @pytest.mark.parametrize("options", [{"window_s": 0}, {"window_s": float("nan")}, {"limit": -1},
                                      {"window_s": float("inf")}])  # fmt: skip
 def test_a_window_that_is_none_is_refused(options: dict[str, float]) -> None:

@@ -185,6 +185,7 @@ def test_clusters_are_named_beside_those_of_the_served_run(reclusterer: Recluste
         for cluster in clusters:
             near = cluster.nearest_cluster
             assert near is not None and near.label == served.classifier.labels[near.cluster_id]
+            assert len(cluster.axes) == 2 and all(axis.says for axis in cluster.axes)
         # Live clusters are found in the run's own PCA space.
         ours = reclusterer._last.codebook.projection.components
         assert np.array_equal(ours, served.classifier.codebook.projection.components)
