@@ -31,6 +31,7 @@ import psutil
 
 # The repository is no installed package; and `discovery` must be the package, not a benchmark.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import zmq
+from fuzzing import mutated
 
 from capture_kernels.errors import RecordError
 from pipeline.stream import wire
@@ -27,31 +28,8 @@ QUEUE_ROWS = 524_288
 PATIENCE_S = 60.0
 # Requests on one connection at a time.
 PIPELINED = 50
-WORDS = (b"\xff" * 8, bytes(8), b"1e999   ", b"null    ", b"-1      ", b'"\\ud800"')
 ARROW = "application/vnd.apache.arrow.stream"
 STATUSES = (200, 202, 400, 413)
-
-
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """`data` with one to five bits flipped, stretches cut out or put in, or numbers replaced."""
-    made = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 5])):
-        at = rng.randrange(len(made) + 1)
-        match rng.randrange(5):
-            case 0:
-                made[at : at + 1] = bytes(b ^ (1 << rng.randrange(8)) for b in made[at : at + 1])
-            case 1:
-                del made[at : at + rng.choice([1, 4, 100])]
-            case 2:
-                made[at:at] = rng.randbytes(rng.choice([1, 4, 30]))
-            case 3:
-                made[at : at + 8] = rng.choice(WORDS)
-            case 4:  # one of the aligned numbers that Arrow's lengths and offsets are
-                size = rng.choice([4, 8])
-                number = rng.choice([-1, 0, 1, rng.randrange(64), 1 << 31, rng.getrandbits(63)])
-                at -= at % 4
-                made[at : at + size] = (number % (1 << 8 * size)).to_bytes(size, "little")
-    return bytes(made)
 
 
 class Connection:

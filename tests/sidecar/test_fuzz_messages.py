@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-
+from fuzzing import fuzz_seed
 from message_fuzz import Fuzzer
 from running import running
 from served_runs import rows_of
@@ -13,7 +12,7 @@ from pipeline.store.open import open_store
 
 def test_5000_mutated_messages_are_answered_and_no_row_is_lost_in_silence(tmp_path, runs):
     """`benchmarks/sidecar_fuzz.py` sends 100,000."""
-    seed = random.SystemRandom().randrange(2**32)
+    seed = fuzz_seed()
     with running(tmp_path, runs=runs) as sidecar:
         fuzzer = Fuzzer(sidecar.host_port, sidecar.stream, rows_of(10, "fuzz"), seed)
         fuzzer.send(5_000)
