@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from pipeline.capture_command import INTERRUPTED
+from pipeline.interrupts import lost_interrupts_raised_again
 from pipeline.progress import shown_progress
 from pipeline.store.commands import PROGRESS_ROWS, AsJson, Format
 
@@ -53,7 +54,10 @@ def send(
     interrupted = False
     sender = Sender(to, sender_id=sender_id, curve_keys=curve_keys, client=client)
     try:
-        with shown_progress(f"sending {source.name}", PROGRESS_ROWS) as display:
+        with (
+            lost_interrupts_raised_again(),
+            shown_progress(f"sending {source.name}", PROGRESS_ROWS) as display,
+        ):
             replay(
                 source, sender, options, kind, replayed=replayed,
                 progress=lambda rows: display.show(
