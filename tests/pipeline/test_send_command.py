@@ -186,7 +186,7 @@ def test_what_a_slow_receiver_does_not_take_is_dropped_and_said(attn, records, t
         receiver.reads.clear()
         done = attn(
             "send", tmp_path / "folder", "--to", receiver.address, "--rate", "1e9", "--json",
-            "--timeout", "3", "--repeat", "8",
+            "--timeout", "6", "--repeat", "8",
         )  # fmt: skip
         facts = json.loads(done.stdout)
         assert done.returncode == 3
