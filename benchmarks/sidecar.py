@@ -387,12 +387,13 @@ def soak(folder: Path, output: Path, records: pa.RecordBatch, minutes: float) ->
     with open_store(sidecar.store, read_only=True) as store:
         if (stored := store.counts().rows) != messages.rows:
             raise WrongAnswerError(f"{messages.rows:,} rows sent, {stored:,} stored")
-    # Without the first tenth, in which caches fill.
-    at, used = np.array(memory[len(memory) // 10 :]).T
+    # Without the first third, in which caches fill and files are merged for the first time.
+    at, used = np.array(memory[len(memory) // 3 :]).T
     slope = float(np.polyfit(at / 60, used, 1)[0]) if len(at) > 2 else float("nan")
     found = {
         "minutes": minutes, "rows": messages.rows, "resident_mb": memory[-1][1],
         "mb_per_minute": slope, "p99_ms_worst_10_s": max(latency),
+        "resident_mb_each_minute": [round(used) for _, used in memory[::6]],
     }  # fmt: skip
     print(f"soak: {found}", flush=True)
     return found
