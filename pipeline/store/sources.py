@@ -278,6 +278,8 @@ def record_values(parsed: Any) -> tuple[Any, ...]:
     """
     try:
         row = msgspec.convert(parsed, _Line)
+    except UnicodeEncodeError:  # half of a surrogate pair where a name or a number is to be
+        raise RecordError("not Unicode text") from None
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `$.")
         name = where.rstrip("`").partition("[")[0]  # without the index in a list

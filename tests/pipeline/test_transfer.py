@@ -102,6 +102,7 @@ def test_bad_lines_are_counted_with_their_reason_and_first_line(store, tmp_path)
         ("unknown phase", line(position=8, phase="dream")),
         ("Expected `object`, got `array`", "[1]"),
         ("not JSON", "more {"),
+        ("not Unicode text", line(position=9, **{"\ud800": 1})),
         ("request_id: not Unicode text", line(position=9, request_id="\ud800")),
         ("layer: Expected `int`, got `bool`", line(position=10, layer=True)),
         ("vector: Expected `array`, got `str`", line(position=11, vector="abc")),
@@ -116,7 +117,7 @@ def test_bad_lines_are_counted_with_their_reason_and_first_line(store, tmp_path)
     assert imported.rejected == Counter(reasons)
     numbers = [reason for reason, _ in lines]
     assert imported.first_lines == {reason: numbers.index(reason) + 1 for reason in reasons}
-    assert (imported.rows, imported.inserted) == (20, 2)
+    assert (imported.rows, imported.inserted) == (21, 2)
     assert [row["captured_at"] for row in rows(store)] == [datetime(2026, 1, 10, tzinfo=UTC)] * 2
 
 
