@@ -46,8 +46,8 @@ from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.pca import Moments, fit_projection
-from discovery.engines.open import ENGINES, open_engine
-from discovery.engines.protocol import Engine
+from discovery.engines.open import open_engine
+from discovery.engines.protocol import ENGINES, Engine
 from discovery.engines.rapids import why_not
 from discovery.stages.cluster import smallest_cluster
 from discovery.stages.neighbors import self_first

@@ -47,8 +47,8 @@ from benchmarks.floors import Rates, measured_rates, stage_work
 from benchmarks.gpu import cuml_recipe
 from benchmarks.timed_run import Timed, timed_run
 from discovery.algorithms.metrics import map_quality
-from discovery.engines.open import ENGINES, open_engine
-from discovery.engines.protocol import Engine
+from discovery.engines.open import open_engine
+from discovery.engines.protocol import ENGINES, Engine
 from discovery.engines.rapids import why_not
 from discovery.options import DiscoverOptions
 from discovery.stages.quality import NEIGHBORS, SAMPLE_ROWS

@@ -42,7 +42,7 @@ from benchmarks import common, large
 from benchmarks.common import NOW, REPO, WrongAnswerError
 from benchmarks.interruptions import published
 from discovery.artifacts.read import open_artifacts
-from discovery.engines.open import ENGINES
+from discovery.engines.protocol import ENGINES
 from discovery.job import CHECKPOINT, RUN_FILE
 from discovery.runs.chunks import chunk_file
 

@@ -47,6 +47,9 @@ def sidecar(
     min_cluster_size: Annotated[
         int | None, typer.Option(help="Fewest rows of a live cluster.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What re-clusters: cpu, rapids, or auto (rapids if a GPU answers).")
+    ] = "cpu",
     auto_reload_interval: Annotated[
         float, typer.Option(help="Seconds until a run that was refused is tried again.")
     ] = 300.0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture_kernels.errors import OptionError
+from discovery.engines.protocol import check_engine
 from pipeline.stream.curve import check_address, is_loopback
 
 # Rows that wait for the store before ingest pushes back: a few seconds of a busy server.
@@ -35,6 +36,7 @@ class SidecarOptions:
     recluster_interval: float = 60.0
     buffer_size: int = 10_000
     min_cluster_size: int | None = None
+    engine: str = "cpu"
     auto_reload_interval: float = 300.0
     api_key_file: Path | None = None
     cors_origins: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ class SidecarOptions:
         for name in positive:
             if not 0 < getattr(self, name) < 1e9:
                 raise OptionError(f"--{name.replace('_', '-')} must be greater than 0")
+        check_engine(self.engine)
         if self.queue_rows < self.max_batch:
             raise OptionError(
                 f"--queue-rows must hold a batch of --max-batch ({self.max_batch:,}) rows"

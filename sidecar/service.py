@@ -142,7 +142,7 @@ class Service:
             )
         return Reclusterer(
             self.recent, interval=options.recluster_interval,
-            min_cluster_size=options.min_cluster_size, served=self._served,
+            min_cluster_size=options.min_cluster_size, served=self._served, engine=options.engine,
         )  # fmt: skip
 
     def observe(self, name: str, observer: Observer) -> None:

@@ -43,12 +43,14 @@ def effective_rows(right: Mask, requests: Hashes) -> float:
 
 
 def distinct_rows(vectors: Floats) -> Ints:
-    """The first row of each distinct vector of float32[n, d], ascending: int64[m]."""
+    """The first row of each distinct vector of float32[n, d], on any device, ascending: int64[m] on
+    the host."""
+    xp = array_module(vectors)
     bits = (vectors.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
-    hashes = np.zeros(len(vectors), np.uint64)
+    hashes = xp.zeros(len(vectors), np.uint64)
     for column in bits.T:
         hashes = mix64(hashes ^ column)
-    return np.sort(np.unique(hashes, return_index=True)[1])
+    return np.sort(on_host(xp.unique(hashes, return_index=True)[1]))
 
 
 def map_quality(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from capture_kernels.errors import OptionError
 
-from .protocol import Engine
-
-ENGINES = ("auto", "cpu", "rapids")
+from .protocol import Engine, check_engine
 
 
 def open_engine(name: str) -> Engine:
@@ -15,8 +13,7 @@ def open_engine(name: str) -> Engine:
     Raises:
         OptionError: no such engine, or RAPIDS was asked for and cannot work here.
     """
-    if name not in ENGINES:
-        raise OptionError(f"unknown engine {name!r}: use {' or '.join(ENGINES)}")
+    check_engine(name)
     if name != "cpu":
         from .rapids import why_not
 

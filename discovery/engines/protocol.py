@@ -13,6 +13,15 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Doubles, Floats, Int32s
+from capture_kernels.errors import OptionError
+
+ENGINES = ("auto", "cpu", "rapids")
+
+
+def check_engine(name: str) -> None:
+    """OptionError: no such engine."""
+    if name not in ENGINES:
+        raise OptionError(f"unknown engine {name!r}: use {' or '.join(ENGINES)}")
 
 
 class Clustering(NamedTuple):

@@ -74,11 +74,11 @@ def quality_of_map(
     of: equal rows count as one. They are neighbours on any map, and 1% of them were enough to raise
     the neighbour recall of the shipped sample by 0.007.
     """
-    rows = distinct_rows(projected)
-    if len(rows) < LEAST_DISTINCT:
-        rows = np.arange(len(projected))
-    k = min(NEIGHBORS, (len(rows) - 1) // 3)
-    return map_quality(engine, projected[rows], points[rows], k, SAMPLE_ROWS, seed), len(rows)
+    rows = distinct_rows(engine.array(projected))
+    if LEAST_DISTINCT <= len(rows) < len(projected):
+        projected, points = projected[rows], points[rows]
+    k = min(NEIGHBORS, (len(projected) - 1) // 3)
+    return map_quality(engine, projected, points, k, SAMPLE_ROWS, seed), len(projected)
 
 
 def against_parent(context: RunContext, parent: Parent) -> dict[str, Any]:

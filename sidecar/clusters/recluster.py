@@ -81,7 +81,7 @@ class Reclusterer:
         interval: float = 60.0,
         min_cluster_size: int | None = None,
         served: GetServed = lambda: None,
-        engine: str = "auto",
+        engine: str = "cpu",
         seed: int = 42,
         timeout: float = TIMEOUT,
         wall: Callable[[], float] = time.time,

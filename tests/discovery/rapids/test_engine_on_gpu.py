@@ -15,6 +15,7 @@ from sklearn.metrics import adjusted_rand_score
 from test_spanning_tree import blobs
 
 from capture_kernels.errors import RunError
+from discovery.algorithms.metrics import distinct_rows
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.read import open_artifacts
 from discovery.engines.cpu import CpuEngine
@@ -70,6 +71,27 @@ def test_few_rows_have_exact_neighbours(engine, n, d, k):
     np.testing.assert_allclose(distance, expected, rtol=1e-4, atol=1e-6)
     index, none = engine.neighbors(fit, queries[:0], k)
     assert index.shape == none.shape == (0, k)
+
+
+def test_of_rows_that_are_equally_near_the_nearest_is_always_the_same(engine):
+    rng = np.random.default_rng(4)
+    rows = rng.normal(size=(3_001, 13)).astype(np.float32)
+    fit = np.concatenate([rows, rows])  # each is there twice
+    queries = np.concatenate([rows[:400], (rows[:400] + rows[400:800]) / 2])
+    first, distance = engine.neighbors(fit, queries, 1)
+    _, expected = CpuEngine().neighbors(fit, queries, 1)
+    np.testing.assert_allclose(distance, expected, rtol=1e-4, atol=1e-6)
+    assert first.shape == (800, 1) and first.dtype == np.int32
+    for _ in range(20):
+        np.testing.assert_array_equal(engine.neighbors(fit, queries, 1)[0], first)
+
+
+def test_distinct_rows_are_the_hosts(engine):
+    rows = np.round(np.random.default_rng(1).normal(size=(50_021, 3)), 1).astype(np.float32)
+    rows[::7] *= -0.0
+    found = distinct_rows(engine.array(rows))
+    np.testing.assert_array_equal(found, distinct_rows(rows))
+    assert len(found) < len(rows)
 
 
 def test_many_rows_say_how_many_of_their_neighbours_were_found(engine):
