@@ -252,7 +252,8 @@ def test_damaged_arrays_are_named_and_never_read(tmp_path):
     whole = stage.path("a.npz").read_bytes()
     for content in [b"", whole[:-1], *(flipped(whole, at) for at in range(len(whole)))]:
         stage.path("a.npz").write_bytes(content)
-        for read in (stage.read_arrays, lambda name: stage.arrays_for_worker(name, True)):
+        again = StageCheckpoint(tmp_path / "stage", "k")
+        for read in (again.read_arrays, lambda name: again.arrays_for_worker(name, True)):
             with pytest.raises(RunError) as refused:
                 read("a.npz")
             assert f"{stage.path('a.npz')} is damaged: delete {stage.folder}" in str(refused.value)
