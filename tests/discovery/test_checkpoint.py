@@ -252,10 +252,9 @@ def test_damaged_arrays_are_named_and_never_read(tmp_path):
     whole = stage.path("a.npz").read_bytes()
     for content in [b"", whole[:-1], *(flipped(whole, at) for at in range(len(whole)))]:
         stage.path("a.npz").write_bytes(content)
-        again = StageCheckpoint(tmp_path / "stage", "k")
-        for read in (again.read_arrays, lambda name: again.arrays_for_worker(name, True)):
+        for shares_disk in (True, False):
             with pytest.raises(RunError) as refused:
-                read("a.npz")
+                StageCheckpoint(tmp_path / "stage", "k").arrays_for_worker("a.npz", shares_disk)
             assert f"{stage.path('a.npz')} is damaged: delete {stage.folder}" in str(refused.value)
 
 
