@@ -97,8 +97,6 @@ class StatisticsPlan(LayerPlan):
         self.joined, self._pass_table = self.groups.joined(min(joined, tuning.key_heads))
         spread = count * tuning.programs_a_processor
         programs = self.programs or max(1, spread // len(self._pass_table))
-        splits = triton.next_power_of_2(1 + programs // max_rows)
-        self._merge_splits = min(MERGED_SPLITS[1], max(MERGED_SPLITS[0], splits))
         tile = tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
@@ -207,16 +205,17 @@ class StatisticsPlan(LayerPlan):
             if layers > 1:
                 self.pending.note(pending)
             self._launch_pass(pending[0], layers)
+        splits = triton.next_power_of_2(1 + self.scheduled.programs // rows)
         step = {
             **pending[-1],
-            **self.top.arguments,
+            **self.top.arguments(rows),
             "partial": self.partial,
             "addresses": self.pending.addresses,
             "arrived": self.arrived,
             "per_head": self.per_head,
             "mean": self.mean,
             "first_layer": self._ran - layers,
-            "MERGE_SPLITS": self._merge_splits,
+            "MERGE_SPLITS": min(MERGED_SPLITS[1], max(MERGED_SPLITS[0], splits)),
         }
         # A top k above 16 does not fit the registers of one warp.
         warps = 1 if step["SIZE"] <= 16 else 4
@@ -326,7 +325,7 @@ class StatisticsPlan(LayerPlan):
         if not self.pending.accepts(step):
             self.finish()
         workspace = len(self.pending)
-        step |= self.top.workspaces[workspace]
+        step |= self.top.workspace(workspace, rows.num_rows)
         step["partial"] = self.partial[workspace]
         step["addresses"] = self.pending.addresses[workspace]
         if statistics:
@@ -347,5 +346,6 @@ class StatisticsPlan(LayerPlan):
         )
 
     def _finish_if_full(self) -> None:
-        if len(self.pending) == self.pending.capacity or self._ran == self.layers:
+        together = self.top.layers_together(self.scheduled.num_rows)
+        if len(self.pending) == together or self._ran == self.layers:
             self.finish()

@@ -175,7 +175,16 @@ class Schedule:
         """What kernels that read the rows are launched with, by name."""
         names = ("kv_slots", "base", "row_table", "block_ptr", "program_ptr", "num_rows")
         step = {name: getattr(self, name) for name in (*names, "programs", "max_rows")}
-        return {**step, "ROWS": triton.next_power_of_2(self.max_rows)}
+        return {**step, "ROWS": self._row_lanes}
+
+    @property
+    def _row_lanes(self) -> int:
+        """Lanes for this step's rows: a power of 4, 16 or more, so that steps of any size are few
+        compilations, and one of few rows does not pay for a large plan."""
+        lanes = 16
+        while lanes < self.num_rows:
+            lanes *= 4
+        return min(lanes, max(16, triton.next_power_of_2(self.max_rows)))
 
     def run(
         self,
@@ -233,6 +242,6 @@ class Schedule:
                 HAS_MASKS=masks is not None,
                 ALL_KEYS=self.all_keys,
                 BLOCK_KEYS=self.block_keys,
-                ROWS=triton.next_power_of_2(self.max_rows),
+                ROWS=self._row_lanes,
                 num_warps=4,
             )
