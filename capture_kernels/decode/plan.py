@@ -30,7 +30,7 @@ from capture_kernels.layer_plan import (
     check,
 )
 
-from .answers import Statistics
+from .answers import Statistics, TopK
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
 from .step.layers import PendingLayers
@@ -79,6 +79,9 @@ class StatisticsPlan(LayerPlan):
     scratch_bytes: int = SCRATCH_BYTES
     programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
     tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits
+    # float32[layers, max_rows, 32] where `mean` is to be, as plans of several kinds of layers may
+    # share a buffer; None for one of its own
+    mean_out: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +128,11 @@ class StatisticsPlan(LayerPlan):
         self.arrived = self._zeros(self.pending.capacity, max_rows, dtype=torch.int32)
         self.per_head = self._zeros(self.layers, max_rows, heads, COLUMNS)
         self.mean = self._zeros(self.layers, max_rows, COLUMNS)
+        if self.mean_out is not None:
+            check(self.mean_out, "mean_out", self.mean.shape, FLOAT32, self.device)
+            if not self.mean_out.is_contiguous():
+                raise OptionError("mean_out must be contiguous")
+            self.mean = self.mean_out
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
         self._ran = 0
@@ -140,14 +148,15 @@ class StatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        by_request: bool = False,
         hubs: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows. Unfinished layers of the last step are
         dropped.
 
         Args:
-            table, enabled, num_active, masks: as `Schedule.run` takes them. The table's KV slots
-                must stay as they are until the step's layers are finished.
+            table, enabled, num_active, masks, by_request: as `Schedule.run` takes them. The table's
+                KV slots must stay as they are until the step's layers are finished.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position as `TopK` counts it; what lies beyond `longest` is left out.
 
@@ -160,7 +169,9 @@ class StatisticsPlan(LayerPlan):
             check(hubs, "hubs", [table.num_rows, None], FLOAT32, self.device)
             if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
                 raise OptionError("rows of hubs must not share memory")
-        self.scheduled.run(table, enabled=enabled, num_active=num_active, masks=masks)
+        self.scheduled.run(
+            table, enabled=enabled, num_active=num_active, masks=masks, by_request=by_request
+        )
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
         self._hubs, self._ran = hubs, 0
@@ -233,6 +244,11 @@ class StatisticsPlan(LayerPlan):
             maxnreg=registers if warps == 1 else None,
         )
         self.top.launch(step, layers, self._hubs)
+
+    @property
+    def answers(self) -> TopK:
+        """The top k of all layers and rows: [layers, max_rows, ...] of each field."""
+        return self.top.answers
 
     def answer(self, layer: int = 0, rows: int | None = None) -> Statistics:
         """The statistics of a layer of this step: views. Finishes the layers that have run.
