@@ -46,8 +46,8 @@ SCRATCH_BYTES = 288 << 20
 # `finish`: warps a processor of the GPU, and registers of a thread that let as many run at once;
 # without a top k, with one, and with one of many splits.
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
-# Splits of a row that `finish` merges at a time: the least and the most.
-MERGED_SPLITS = (8, 32)
+# Splits of a row that `finish` merges at a time: the least, the most, and the most of few rows.
+MERGED_SPLITS = (8, 32, 128)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -216,6 +216,9 @@ class StatisticsPlan(LayerPlan):
             if layers > 1:
                 self.pending.note(pending)
             self._launch_pass(pending[0], layers)
+        items = layers * rows * self.groups.count
+        # With a processor for each, more warps shorten the way of one.
+        few = items <= processors(self.device)
         splits = triton.next_power_of_2(1 + self.scheduled.programs // rows)
         step = {
             **pending[-1],
@@ -226,15 +229,14 @@ class StatisticsPlan(LayerPlan):
             "per_head": self.per_head,
             "mean": self.mean,
             "first_layer": self._ran - layers,
-            "MERGE_SPLITS": min(MERGED_SPLITS[1], max(MERGED_SPLITS[0], splits)),
+            "MERGE_SPLITS": min(MERGED_SPLITS[1 + few], max(MERGED_SPLITS[0], splits)),
         }
         # A top k above 16 does not fit the registers of one warp.
-        warps = 1 if step["SIZE"] <= 16 else 4
+        warps = 1 if step["SIZE"] <= 16 and not few else 4
         most, registers = FINISH
         if step["K"]:
             at_once = step["TOP_SPLITS"] * step["SIZE"]
             most, registers = FINISH_TOP if at_once <= 128 else FINISH_MANY
-        items = layers * rows * self.groups.count
         launch(
             finish,
             (min(items, processors(self.device) * most // warps),),

@@ -41,6 +41,8 @@ COMMITTED, CLAIMED, DONE = (
 # Rows whose flags are read at a time, and numbers of statistics that a program holds at a time.
 SCAN = 1024
 TILE_NUMBERS = 2048
+# Items of a small step, whose one program need not have room for more.
+FEW = 4
 # Every program reads all rows' flags, so they are few.
 MAX_PROGRAMS = 16
 WARPS = 4
@@ -350,9 +352,9 @@ class AppendPlan:
         check(num_active, "num_active", [1], {torch.int32}, device)
         if count == 0:
             return
-        programs = min(
-            MAX_PROGRAMS, triton.cdiv(count * (layers if self.per_layer else 1), self._block)
-        )
+        items = count * (layers if self.per_layer else 1)
+        block = min(self._block, FEW) if items <= FEW else self._block
+        programs = min(MAX_PROGRAMS, triton.cdiv(items, block))
         with torch.cuda.device_of(statistics):
             append_records[(programs,)](
                 *(statistics, position, request, rows.handle, rows.phase),
@@ -368,7 +370,7 @@ class AppendPlan:
                 SCAN_ROWS=min(SCAN, triton.next_power_of_2(self.max_rows)),
                 SCAN_ITEMS=min(SCAN, TILE_NUMBERS // self._block_layers),
                 LANES=32 * WARPS,
-                BLOCK=self._block,
+                BLOCK=block,
                 BLOCK_L=self._block_layers,
                 BY_REQUEST=by_request,
                 HAS_ACTIVE=num_active is not None,

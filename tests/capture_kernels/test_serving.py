@@ -1,5 +1,7 @@
 """One object between an engine's steps and the kernels: what it captures, of whom, and when."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +31,11 @@ class Model:
     """Requests over a paged cache, and layers of two kinds: some look at a window alone."""
 
     def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0):
-        self.case = paged_case(LENGTHS, heads, 2, 16, seed=seed, max_context=200)
+        case = paged_case(LENGTHS, heads, 2, 16, seed=seed, max_context=200)
+        # In engines, row 0 belongs to nobody.
+        table = torch.cat([case.req_to_token[:1], case.req_to_token])
+        indices = case.req_pool_indices + 1
+        self.case = replace(case, req_to_token=table, req_pool_indices=indices)
         self.numbers, self.windowed = sorted([*numbers, *windowed]), windowed
         random = torch.Generator().manual_seed(seed)
         shape = self.case.queries.shape

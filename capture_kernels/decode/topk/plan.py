@@ -97,7 +97,7 @@ class TopKPlan:
         has_mean = bool(mean_k) or self.hubs
         logit_bytes = block_keys * (heads + bool(mean_k)) * 4
         room = self.scratch_bytes // logit_bytes
-        self._recompute = has_mean and room < blocks
+        self._shared_room = has_mean and room < blocks
         buckets = top_splits = 0
         if k:
             splits = 1 + programs / max_rows
@@ -109,7 +109,7 @@ class TopKPlan:
             top_splits = triton.next_power_of_2(math.ceil(splits))
             top_splits = min(top_splits, MERGED_AT_ONCE // buckets)
         tops = (max_rows, heads, power(k))
-        rescanned = max_rows * power(mean_k) * self._recompute
+        rescanned = max_rows * power(mean_k) * self._shared_room
         kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "candidates": ((programs + max_rows, heads, 2, buckets), torch.int64),
             "uncertain_tops": (tops, torch.int64),
@@ -121,14 +121,14 @@ class TopKPlan:
         layer_bytes = self.partial_bytes + sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in kept.values()
         )
-        if has_mean and not self._recompute:
+        if has_mean and not self._shared_room:
             layer_bytes += blocks * logit_bytes
         at_once = self.scratch_bytes // layer_bytes
-        if self._recompute:
+        if self._shared_room:
             at_once = min(at_once, SHARING_LAYERS)
         self.pending_layers = max(1, min(self.layers, at_once))
         # Of all pending layers, which share them.
-        self._logit_blocks = room if self._recompute else self.pending_layers * blocks * has_mean
+        self._logit_blocks = room if self._shared_room else self.pending_layers * blocks * has_mean
         self._kept = {
             name: self._zeros(self.pending_layers, *shape, dtype=dtype)
             for name, (shape, dtype) in kept.items()
@@ -151,18 +151,23 @@ class TopKPlan:
             "BUCKETS": buckets,
             "TOP_SPLITS": top_splits,
             "LOGITS": has_mean,
-            # With all logits kept, no key is read again.
-            "LOGITS_KEPT": has_mean and not self._recompute,
         }
         self._outputs_of_heads = self._outputs(self.answers[:3], k)
 
     def layers_together(self, rows: int) -> int:
-        """How many layers of a step of so many rows are finished together. Where they share the
-        room for logits, each layer has enough for rows of `SHARING_KEYS`."""
-        if not self._recompute:
+        """How many layers of a step of so many rows are finished together. If they share the room
+        for logits, each layer has enough for rows of `SHARING_KEYS`."""
+        if not self._shared_room:
             return self.pending_layers
         usual = max(1, rows) * triton.cdiv(SHARING_KEYS, self.scheduled.block_keys)
         return max(1, min(self.pending_layers, self._logit_blocks // usual))
+
+    def _logits_of(self, rows: int) -> dict[str, Any]:
+        """What kernels of a step of so many rows know of its logits."""
+        blocks = self._logit_blocks // self.layers_together(rows)
+        # With all logits kept, no key is read again.
+        kept = self._shared["LOGITS"] and rows * self._row_blocks <= blocks
+        return {"logit_blocks": blocks, "LOGITS_KEPT": kept}
 
     def arguments(self, rows: int) -> dict[str, Any]:
         """What `finish` is launched with in a step of so many rows."""
@@ -171,18 +176,18 @@ class TopKPlan:
             **self._kept,
             **self._shared,
             **self._outputs_of_heads,
-            "logit_blocks": self._logit_blocks // self.layers_together(rows),
+            **self._logits_of(rows),
         }
 
     def workspace(self, number: int, rows: int) -> dict[str, Any]:
-        """What a pass over a single layer, the so-manieth that waits, is launched with; a pass over
-        several takes the first one's."""
-        logit_blocks = self._logit_blocks // self.layers_together(rows)
+        """What a pass over a single layer, of those that wait the one of this number, is launched
+        with; a pass over several takes the first one's."""
+        logits = self._logits_of(rows)
         return {
             **self._shared,
+            **logits,
             "candidates": self._kept["candidates"][number],
-            "logits": self._kept["logits"][number * logit_blocks :],
-            "logit_blocks": logit_blocks,
+            "logits": self._kept["logits"][number * logits["logit_blocks"] :],
         }
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -242,9 +247,9 @@ class TopKPlan:
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._outputs(self.answers[3:], self.mean_k)}
-        step["RECOMPUTE"] = self._recompute
+        step["RECOMPUTE"] = recompute = not step["LOGITS_KEPT"]
         # With all logits kept, two warps were faster than four for 32 heads.
-        warps = 2 if heads <= 32 and not self._recompute else 4 if heads <= 64 else 8
+        warps = 2 if heads <= 32 and not recompute else 4 if heads <= 64 else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
             head_mean,
@@ -260,7 +265,7 @@ class TopKPlan:
         )
         if self.mean_k:
             launch(top_mean, (rows, layers), step, num_warps=1 if step["SIZE"] <= 16 else 4)
-            if self._recompute:
+            if recompute:
                 step["PROGRAMS_A_ROW"] = RESCAN_PROGRAMS_A_ROW
                 launch(rescan_mean, (rows, RESCAN_PROGRAMS_A_ROW, layers), step, num_warps=4)
                 launch(merge_mean_tops, (rows, layers), step, num_warps=4)
