@@ -21,8 +21,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 JSON = b"application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-# What is decoded (0.2 ms), and rows that are classified, in the event loop.
-LOOP_BYTES, LOOP_ROWS = 65_536, 1_024
+# What is decoded (1 ms), and rows that are classified, in the event loop.
+LOOP_BYTES, LOOP_ROWS = 1 << 18, 1_024
 # Requests that are worked on beside it; the others wait. More would only share one interpreter.
 THREADS = ThreadPoolExecutor(2, "requests")
 # A body with more of them is no batch of records: cut, it would take 30 times its size.

@@ -102,7 +102,7 @@ def test_a_route_that_takes_posts_says_so(sidecar, path):
 
 def large(body: Any) -> bytes:
     """As JSON, with as much white space as makes it a body that is decoded in a thread."""
-    return json.dumps(body).encode() + b" " * 100_000
+    return json.dumps(body).encode() + b" " * 300_000
 
 
 @pytest.mark.parametrize("path", ["/classify", "/predict", "/fingerprint", "/fingerprints"])
@@ -126,7 +126,7 @@ def test_a_large_body_is_answered_as_a_small_one(sidecar, path):
                 == (small.json()["error"].partition(" - at")[0])
             )
     for cut in (b'{"records": [', b'{"records": [{"vector": [1}]}', b"[" * 100_000, b"\xff"):
-        found = sidecar.client.post(path, content=cut + b" " * 100_000)
+        found = sidecar.client.post(path, content=cut + b" " * 300_000)
         assert found.status_code == 400 and "not what this route takes" in found.json()["error"]
 
 
