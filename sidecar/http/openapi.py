@@ -18,7 +18,7 @@ from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.record import PHASES, SCHEMA
 
-from .bodies import ARROW
+from .hot.bodies import ARROW
 
 DOCS, ASSETS = "/docs", "/docs/assets"
 # Addresses without a leading slash also hold behind a proxy that adds a path.

@@ -27,7 +27,7 @@ from served_runs import (
 )
 
 from discovery.artifacts.classifier import Classifier
-from sidecar.http import bodies
+from sidecar.http.hot import bodies
 from sidecar.server import SWITCH_S
 
 MAX_BATCH = 2_000
