@@ -34,7 +34,7 @@ ON_CPU = {
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
-ON_CPU["sidecar-fuzz"] = ["sidecar_fuzz"]
+ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -371,6 +371,19 @@ def of_sidecar_fuzz(found: dict[str, Any]) -> Iterator[Figure]:
     yield "resident memory, MiB", f"{memory['first']:.0f} at first, {memory['last']:.0f} at the end"
 
 
+def of_stream(found: dict[str, Any]) -> Iterator[Figure]:
+    rows = f"{found['batch_rows']} rows"
+    for name, way in (("the sender", found["send"]), ("JSON of each row", found["peer"])):
+        yield (
+            f"us of the caller for {rows}, {name}, median (p99)",
+            f"{way['median_us']:.0f} ({way['p99_us']:.0f})",
+        )
+    yield (
+        f"CPU us to encode {rows}, to decode them",
+        f"{found['encode_cpu_us']:.0f}, {found['decode_cpu_us']:.0f}",
+    )
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar": of_sidecar,
     "store": of_store,
@@ -391,6 +404,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "kernel_layers": of_kernel_layers,
     "gpu_kills": of_gpu_kills,
     "sidecar_fuzz": of_sidecar_fuzz,
+    "stream": of_stream,
 }
 
 

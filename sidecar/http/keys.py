@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import stat
 from pathlib import Path
 
 from capture_kernels.errors import OptionError
+from sidecar.repeating import Repeating
+
+LOG = logging.getLogger("attn.sidecar")
 
 # A key that can be guessed is refused when it is read.
 LEAST_BYTES, MOST_BYTES = 16, 1_024
 MOST_FILE_BYTES = 1 << 20
+# Between two looks at the file.
+LOOK_EVERY_S = 1.0
 # Permissions that a key file must not have. A group may read it, as it may a mounted secret.
 OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 
@@ -39,6 +45,47 @@ class ApiKeys:
         for known in self._hashes:  # all of them, whichever fits
             found |= hmac.compare_digest(digest, known)
         return found
+
+
+class KeyFile(ApiKeys):
+    """The keys of a file, which may be changed while they are used.
+
+    A file that cannot be used any more (gone, empty, open to others) changes nothing, and the log
+    says so once.
+
+    Raises:
+        OptionError: as of `read_keys`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, _mark(path)
+        self._hashes = read_keys(path)._hashes
+        self._repeating = Repeating("keys", self.look, LOOK_EVERY_S, rest=0.0)
+
+    def start(self) -> None:
+        """Look at the file every second, in a thread."""
+        self._repeating.start()
+
+    def look(self) -> None:
+        """Read the file again if it is another one, or was written."""
+        if (mark := _mark(self._path)) == self._seen:
+            return
+        self._seen = mark
+        try:
+            self._hashes = read_keys(self._path)._hashes
+        except OptionError as error:
+            LOG.warning("the keys are those of before", extra={"reason": str(error)})
+        else:
+            LOG.info("keys read again", extra={"keys": len(self)})
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
+    """Changes when the file is replaced, written, or open to others."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def read_keys(path: Path) -> ApiKeys:
