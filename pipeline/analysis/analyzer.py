@@ -54,7 +54,7 @@ class AttentionAnalyzer:
         self._language = self._tokens(meta.lang_ranges)
 
     def token_type(self, token_idx: int) -> str:
-        """`vision` or `language` by the ranges of the prompt, `generated` after it, else `unknown`."""
+        """`vision` or `language` by the ranges, `generated` after the prompt, else `unknown`."""
         token_idx = self._checked(token_idx, self.scores.shape[0], "token_idx")
         if self.prompt_len is not None and token_idx >= self.prompt_len:
             return "generated"

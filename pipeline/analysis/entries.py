@@ -1,7 +1,7 @@
 """What each attention entry of a response says, as arrays: raw, sketch and fingerprint modes.
 
-An entry belongs to one captured row (and in raw mode to one of its layers). Its fields and what they
-mean are in DESIGN.md, section 7.
+An entry belongs to one captured row (and in raw mode to one of its layers). Its fields are in
+DESIGN.md, section 7.
 """
 
 from __future__ import annotations
@@ -212,9 +212,7 @@ def read_fingerprints(entries: Iterable[dict[str, Any]]) -> Fingerprints:
     )
 
 
-def _of_mode(
-    entries: Iterable[dict[str, Any]], mode: str
-) -> Iterable[tuple[int, dict[str, Any]]]:
+def _of_mode(entries: Iterable[dict[str, Any]], mode: str) -> Iterable[tuple[int, dict[str, Any]]]:
     """The entries of a mode, each with its number among all."""
     for number, entry in enumerate(entries):
         found = _mode(entry)
@@ -234,8 +232,10 @@ def _attention(head: _Head, what: str) -> HeadAttention:
         raise ResponseError(
             f"{what} has {len(head.token_positions)} positions and {len(head.topk_logits)} logits"
         )
-    with np.errstate(over="ignore", invalid="ignore"):
-        logits = np.array(head.topk_logits, np.float64)
+    logits = np.array(head.topk_logits, np.float64)
+    if not np.isfinite([*logits, head.logsumexp_candidates]).all():
+        raise ResponseError(f"{what} has logits that are not numbers")
+    with np.errstate(over="ignore"):
         probabilities = np.exp(logits - head.logsumexp_candidates)
     _check_shares(probabilities, what)
     return HeadAttention(np.array(head.token_positions, np.int64), probabilities)

@@ -1,4 +1,4 @@
-"""Responses of an OpenAI-compatible server as plain dictionaries, and the attention entries in them."""
+"""Responses of an OpenAI-compatible server as dictionaries, and the attention entries in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert(value: Any, kind: type[T], what: str) -> T:
     try:
         # Keys of JSON objects are texts, those of layers and heads numbers.
         return msgspec.convert(value, kind, str_keys=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ResponseError(f"{what} cannot be read: {error}") from None
 
 
@@ -48,8 +48,9 @@ def collect_entries(source: Any, choice: int = 0) -> list[dict[str, Any]]:
     """The attention entries of one choice, in the order of its tokens; empty if there are none.
 
     Args:
-        source: a response (chat or completion), one chunk of a stream, or an iterable of chunks such
-            as the OpenAI client's `Stream` or a list; each a dictionary or an object of that client.
+        source: a response (chat or completion), one chunk of a stream, or an iterable of chunks
+            such as the OpenAI client's `Stream` or a list; each a dictionary or an object of that
+            client.
         choice: index of the choice.
 
     Raises:
@@ -72,8 +73,9 @@ def _of_one(response: dict[str, Any], wanted: int) -> list[dict[str, Any]]:
         # A chat answer has the same list twice: in its message and beside it.
         holders = (choice.get("delta"), choice.get("message"), choice)
         lists = (holder.get("attention_tokens") for holder in holders if isinstance(holder, dict))
-        entries = next((entries for entries in lists if entries is not None), [])
-        found += convert(entries, list[dict[str, Any]], "attention_tokens")
+        entries = next((entries for entries in lists if entries is not None), None)
+        if entries is not None:
+            found += convert(entries, list[dict[str, Any]], "attention_tokens")
     return found
 
 

@@ -1,8 +1,8 @@
 """Full attention scores out of a response: `attn_capture_data`.
 
-Each layer is base64 of gzip of float16 [T, H, T], query x head x key. What is unpacked is bounded by
-the shape that stands beside it, and that by `max_bytes`, so that a small message cannot fill the
-memory.
+Each layer is base64 of gzip of float16 [T, H, T], query x head x key. What is unpacked is
+bounded by the shape that stands beside it, and that by `max_bytes`, so that a small message cannot
+fill the memory.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _unpack(layer: _Layer, max_bytes: int) -> NDArray[np.float32]:
     expected = 2 * prod(layer.shape)
     if expected > max_bytes:
         raise ResponseError(
-            f"{name} has shape {list(layer.shape)}, {expected:,} bytes: ask for a shorter prompt, or "
-            f"raise max_bytes (now {max_bytes:,})"
+            f"{name} has shape {list(layer.shape)}, {expected:,} bytes: send a shorter prompt, "
+            f"or raise max_bytes (now {max_bytes:,})"
         )
     try:
         packed = base64.b64decode(layer.data, validate=True)

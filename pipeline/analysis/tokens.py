@@ -4,19 +4,30 @@ response's logprobs."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from capture_kernels.errors import MissingExtraError, OptionError
 
 from .responses import ResponseError, as_dict, convert, first_choice
 
 Messages = Sequence[Mapping[str, Any]]
+_Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class _Counts(msgspec.Struct):
+    prompt_len: _Count | None = None
+    prompt_tokens: _Count | None = None
 
 
 def build_token_map(
     model: Any, prompt: str | Messages, response: Any
 ) -> tuple[dict[int, str], int]:
-    """The texts of the tokens of a request, by their index in the sequence.
+    """The texts of the tokens of a request, by the index that attention data gives them.
+
+    A server that hides a prefix of the prompt counts from its end, and so do the indices.
 
     Args:
         model: folder or hub name of the model's tokenizer, or a tokenizer of `transformers`; None
@@ -25,17 +36,17 @@ def build_token_map(
         response: a chat or text completion, asked with `logprobs`.
 
     Returns:
-        The texts by index, as decoded, and the number of tokens of the prompt. Texts that nobody
-        knows are left out.
+        The texts by index, as decoded, and the number of tokens of the prompt that are not hidden.
+        Texts that nobody knows are left out.
 
     Raises:
         MissingExtraError: `model` is a name and transformers is not installed.
-        OptionError: the tokenizer cannot be loaded, has no chat template for a chat, or makes
-            another number of tokens than the server counted.
+        OptionError: the tokenizer cannot be loaded, or makes another number of tokens than the
+            server counted.
         ResponseError: logprobs or counts cannot be read, or nothing says how long the prompt is.
     """
     response = as_dict(response)
-    counted = _prompt_len(response)
+    counted, shown = _prompt_lengths(response)
     texts: list[str] = []
     if model is not None:
         tokenizer = load_tokenizer(model) if isinstance(model, str) else model
@@ -45,10 +56,10 @@ def build_token_map(
                 f"this tokenizer makes {len(texts)} tokens of the prompt, the server counted "
                 f"{counted}: give the tokenizer and the prompt of the server"
             )
-    elif counted is None:
+    elif shown is None:
         raise ResponseError("the response does not say how many tokens the prompt has")
-    prompt_len = len(texts) if counted is None else counted
-    texts_by_index = dict(enumerate(texts))
+    prompt_len = len(texts) if shown is None else shown
+    texts_by_index = dict(enumerate(texts[max(0, len(texts) - prompt_len) :]))
     texts_by_index.update(enumerate(generated_tokens(response), prompt_len))
     return texts_by_index, prompt_len
 
@@ -113,29 +124,33 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _prompt_texts(tokenizer: Any, prompt: str | Messages, chat: bool) -> list[str]:
-    if chat:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            rendered = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except ValueError as error:
-            raise OptionError(f"this tokenizer cannot render a chat: {error}") from None
-        ids = tokenizer.encode(rendered, add_special_tokens=False)
-    elif isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
+    messages: list[Mapping[str, Any]] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    )
+    if chat and getattr(tokenizer, "chat_template", None):
+        ids = tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False)
+    elif len(messages) == 1 and isinstance(text := messages[0].get("content"), str):
+        # A server without a chat template, too, may send the text as it is. Counts show it.
+        ids = tokenizer.encode(text)
     else:
-        raise OptionError("a text completion has a text as its prompt, not messages")
+        raise OptionError("this tokenizer has no chat template for several messages")
     return [tokenizer.decode([id_]) for id_ in ids]
 
 
-def _prompt_len(response: dict[str, Any]) -> int | None:
-    """The number of tokens of the prompt that the server counted; None if it does not say it."""
+def _rendered(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise OptionError(f"the chat template refuses the messages: {error}") from None
+
+
+def _prompt_lengths(response: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The tokens of the whole prompt that the server counted, and those that attention data has;
+    None if it does not say it."""
     layers = convert(response.get("attn_capture_data") or [], list[dict[str, Any]], "layers")
     meta = layers[0].get("token_meta") if layers else None
-    usage = response.get("usage")
-    for holder, key in ((meta, "prompt_len"), (usage, "prompt_tokens")):
-        found = holder.get(key) if isinstance(holder, dict) else None
-        if found is not None:
-            return convert(found, int, key)
-    return None
+    shown = convert(meta or {}, _Counts, "token_meta").prompt_len
+    counted = convert(response.get("usage") or {}, _Counts, "usage").prompt_tokens
+    return shown if counted is None else counted, counted if shown is None else shown
