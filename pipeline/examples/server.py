@@ -59,14 +59,15 @@ class ExampleServer:
         return name
 
     def layers(self) -> list[int] | None:
-        """The layers that it offers by its capabilities; None if it does not say."""
+        """The layers whose full scores it offers by its capabilities; None if it does not say."""
         try:
-            offered = self._call("GET", "/attention/capabilities").get("layers")
+            answer = self._call("GET", "/attention/capabilities")
         except _StatusError as error:
             if error.status != 404:
                 raise
             return None
-        if not isinstance(offered, list) or not all(isinstance(n, int) for n in offered):
+        offered = answer.get("score_layers", answer.get("layers"))
+        if not isinstance(offered, list) or not all(type(n) is int for n in offered):
             return None
         return offered or None
 

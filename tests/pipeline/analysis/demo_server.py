@@ -105,7 +105,7 @@ def make_app(demo: DemoModel, *, chat: bool, key: str | None = None) -> FastAPI:
 
     @app.get("/v1/attention/capabilities")
     def capabilities() -> dict:
-        return {"supported": True, "layers": list(LAYERS)}
+        return {"supported": True, "layers": [3], "score_layers": list(LAYERS)}
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
