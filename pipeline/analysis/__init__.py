@@ -2,7 +2,8 @@
 
 `extract_attention_from_response` and `AttentionAnalyzer` read full scores (`attn_capture_data`),
 `collect_entries` and `read_raw`, `read_sketches`, `read_fingerprints` what came with each token
-(`attention_tokens`), `build_token_map` names the tokens. The formats are in DESIGN.md, section 7.
+(`attention_tokens`), `read_hubs` what a whole request attended to. `build_token_map` names the
+tokens. The formats are in DESIGN.md, section 7.
 
 Needs numpy and msgspec; a tokenizer, `transformers`. Takes responses as dictionaries and as objects
 of the OpenAI client alike.
@@ -15,6 +16,7 @@ from .entries import (
     RawAttention,
     Sketch,
     read_fingerprints,
+    read_hubs,
     read_raw,
     read_sketches,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "find_tokens",
     "generated_tokens",
     "read_fingerprints",
+    "read_hubs",
     "read_raw",
     "read_sketches",
 ]

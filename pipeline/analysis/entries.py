@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from .responses import ResponseError, convert
+from .responses import ResponseError, convert, parts
 
 # Numbers are rounded on the wire; what is beyond this is not a probability.
 _ROUNDING = 0.02
@@ -139,6 +139,14 @@ class _Fingerprint(msgspec.Struct):
     think_phase: str | None = None
 
 
+class _AttentionUsage(msgspec.Struct):
+    hubs: list[tuple[_Position, float]] | None = None
+
+
+class _Usage(msgspec.Struct):
+    attention: _AttentionUsage | None = None
+
+
 def read_raw(entries: Iterable[dict[str, Any]]) -> list[RawAttention]:
     """The raw entries among `entries` (of `collect_entries`), with true probabilities.
 
@@ -210,6 +218,34 @@ def read_fingerprints(entries: Iterable[dict[str, Any]]) -> Fingerprints:
         [each.manifold for each in read],
         np.array([np.nan if r.confidence is None else r.confidence for r in read], np.float32),
     )
+
+
+def read_hubs(source: Any) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """The keys that a whole request attended to most (`attention_hubs`); None if the response does
+    not say them.
+
+    Args:
+        source: as of `collect_entries`. A stream can be read once: for entries and hubs, make a
+            list of it.
+
+    Returns:
+        Positions int64[n], the most attended first, and float64[n], their probabilities added up
+        over the captured rows, of the mean head and layer.
+
+    Raises:
+        ResponseError: the hubs cannot be read.
+    """
+    found = None
+    for part in parts(source):
+        usage = convert(part.get("usage") or {}, _Usage, "usage")
+        if usage.attention is not None and usage.attention.hubs is not None:
+            found = usage.attention.hubs
+    if found is None:
+        return None
+    masses = np.array([mass for _, mass in found], np.float64)
+    if not (np.isfinite(masses) & (masses >= 0)).all():
+        raise ResponseError("usage.attention.hubs has numbers that are no sums of probabilities")
+    return np.array([position for position, _ in found], np.int64), masses
 
 
 def _of_mode(entries: Iterable[dict[str, Any]], mode: str) -> Iterable[tuple[int, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,11 +57,19 @@ def collect_entries(source: Any, choice: int = 0) -> list[dict[str, Any]]:
         ResponseError: something in it is not a response, or `attention_tokens` is not a list of
             objects.
     """
-    if isinstance(source, Mapping) or hasattr(source, "model_dump"):
-        return _of_one(as_dict(source), choice)
-    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
-        as_dict(source)  # says what is wrong
-    return [entry for chunk in source for entry in _of_one(as_dict(chunk), choice)]
+    return [entry for part in parts(source) for entry in _of_one(part, choice)]
+
+
+def parts(source: Any) -> Iterator[dict[str, Any]]:
+    """The responses or chunks of a source of `collect_entries`, as dictionaries.
+
+    Raises:
+        ResponseError: one of them is neither.
+    """
+    whole = isinstance(source, Mapping) or hasattr(source, "model_dump")
+    if whole or isinstance(source, str | bytes) or not isinstance(source, Iterable):
+        source = [source]
+    return map(as_dict, source)
 
 
 def _of_one(response: dict[str, Any], wanted: int) -> list[dict[str, Any]]:

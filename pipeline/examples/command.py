@@ -88,7 +88,7 @@ def _read(
     example: Example, response: dict[str, Any], scores: dict[int, dict[str, Any]], model: str,
     tokenizer: str | None,
 ) -> tuple[Reading, str]:  # fmt: skip
-    """The answer, and why the prompt's tokens have no texts; a named tokenizer must work."""
+    """The answer, and why its line cannot be marked; a tokenizer that was named must work."""
     from pipeline.analysis import build_token_map
 
     from .printout import read
@@ -101,7 +101,10 @@ def _read(
             raise
         note = f"{error}: the line cannot be marked without its tokens; see --tokenizer"
         texts, prompt_len = build_token_map(None, example.prompt, response)
-    return read(example, response, scores, texts, prompt_len), note
+    reading = read(example, response, scores, texts, prompt_len)
+    if not note and not reading.line:
+        note = f"the line {example.line!r} is not among the tokens that the server shows"
+    return reading, note
 
 
 def _print_answer(

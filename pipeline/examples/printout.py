@@ -47,8 +47,16 @@ def read(
     example: Example, response: dict[str, Any], layers: dict[int, dict[str, Any]],
     texts: Mapping[int, str], prompt_len: int,
 ) -> Reading:  # fmt: skip
-    """Finds the row of the answer and the tokens of the line it stands in."""
+    """Finds the row of the answer and the tokens of the line it stands in.
+
+    Raises:
+        ResponseError: the server hides that row.
+    """
     query = prompt_len - 1 + _first_token(generated_tokens(response), example.answer)
+    if query < 0:
+        raise ResponseError(
+            "the server hides the whole prompt, and with it what predicts the answer"
+        )
     line = frozenset(find_tokens(texts, example.line, 0, prompt_len))
     return Reading(example, layers, texts, prompt_len, query, line)
 

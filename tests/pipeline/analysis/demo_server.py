@@ -86,8 +86,14 @@ def raw_entry(layer: int, row: np.ndarray, position: int, prompt_len: int, k: in
     }
 
 
-def make_app(demo: DemoModel, *, chat: bool, key: str | None = None) -> FastAPI:
-    """The app; `chat`: whether the model has a chat template, of its messages' texts."""
+def make_app(demo: DemoModel, *, chat: bool, key: str | None = None, hidden: int = 0) -> FastAPI:
+    """The app.
+
+    Args:
+        chat: whether the model has a chat template, of its messages' texts.
+        key: that every request needs.
+        hidden: tokens of the prompt that scores do not show.
+    """
     app = FastAPI()
 
     def refused(status: int, message: str) -> JSONResponse:
@@ -166,7 +172,10 @@ def make_app(demo: DemoModel, *, chat: bool, key: str | None = None) -> FastAPI:
             "usage": usage,
         }
         if body.get("attn_capture"):
-            answer["attn_capture_data"] = [scores_of(n, attention[n], len(ids)) for n in wanted]
+            answer["attn_capture_data"] = [
+                scores_of(n, attention[n, hidden:, :, hidden:], max(0, len(ids) - hidden))
+                for n in wanted
+            ]
         return answer
 
     def events(texts: list[str], entries: list[list[dict]]) -> Iterator[str]:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from shared import REPO
+from typer.testing import CliRunner
 
+import cli
 from pipeline.analysis import (
     collect_entries,
     extract_attention_from_response,
@@ -51,9 +53,14 @@ def chat(demo: DemoModel) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def examples(attn: Run) -> Run:
+def examples() -> Run:
+    """Run an example in this process, which has imported transformers: that takes seconds."""
+
     def run(name: str, server: Server, *options: str) -> CompletedProcess[str]:
-        return attn("examples", name, "--base-url", f"{server.url}/v1", *options)
+        arguments = ["examples", name, "--base-url", f"{server.url}/v1", *options]
+        done = CliRunner().invoke(cli.app, arguments)
+        assert done.exception is None or isinstance(done.exception, SystemExit)
+        return CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
     return run
 
@@ -61,9 +68,10 @@ def examples(attn: Run) -> Run:
 @pytest.mark.parametrize("example", [NEEDLE, CODENAME], ids=lambda e: e.name)
 @pytest.mark.parametrize("kind", ["plain", "chat"])
 def test_the_answer_is_right_and_the_line_is_marked(
-    example: Example, kind: str, examples: Run, request: pytest.FixtureRequest, demo: DemoModel
+    example: Example, kind: str, attn: Run, request: pytest.FixtureRequest, demo: DemoModel
 ) -> None:
-    done = examples(example.name, request.getfixturevalue(kind))
+    server: Server = request.getfixturevalue(kind)
+    done = attn("examples", example.name, "--base-url", f"{server.url}/v1")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"Expected: {example.answer!r}\n" in done.stdout
     assert re.search(rf"^Output: .*{example.answer}.* ✓$", done.stdout, flags=re.MULTILINE)
@@ -123,6 +131,18 @@ def test_a_key_is_sent(demo: DemoModel, examples: Run) -> None:
         refused = examples("needle", server)
     assert refused.returncode == 2
     assert "401: the key is wrong: give the right --api-key" in refused.stderr
+
+
+def test_a_hidden_prefix_shifts_the_indices_and_hides_its_lines(
+    demo: DemoModel, examples: Run
+) -> None:
+    with serving(make_app(demo, chat=False, hidden=10)) as server:
+        codename, needle = (examples(n, server, "--layers", "2") for n in ("codename", "needle"))
+    assert codename.returncode == 0 and "P(76)=0.97◀" in codename.stdout
+    assert needle.returncode == 1 and "'alpha: 1729' is not among the tokens" in needle.stderr
+    with serving(make_app(demo, chat=False, hidden=108)) as server:
+        nothing = examples("needle", server, "--layers", "2")
+    assert nothing.returncode == 2 and "hides the whole prompt" in nothing.stderr
 
 
 def answering(answer: Any, status: int = 200) -> FastAPI:

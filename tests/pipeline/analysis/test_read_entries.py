@@ -17,6 +17,7 @@ from pipeline.analysis import (
     ResponseError,
     collect_entries,
     read_fingerprints,
+    read_hubs,
     read_raw,
     read_sketches,
 )
@@ -176,6 +177,26 @@ def test_mutated_entries_are_read_or_refused() -> None:
         return 1
 
     fuzz(one, 1_000)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_hubs_of_a_request_are_in_its_usage(streamed: bool) -> None:
+    last: dict = {"choices": [], "usage": {"attention": {"rows": 9, "hubs": [[7, 4.5], [0, 2]]}}}
+    found = read_hubs([chunk([RAW]), {"choices": [], "usage": None}, last] if streamed else last)
+    assert found is not None
+    np.testing.assert_array_equal(found[0], [7, 0])
+    np.testing.assert_array_equal(found[1], [4.5, 2.0])
+
+
+def test_a_response_without_hubs_has_none() -> None:
+    for usage in (None, {}, {"attention": None}, {"attention": {"mode": "raw"}}):
+        assert read_hubs({"usage": usage}) is None
+
+
+@pytest.mark.parametrize("hubs", ["x", [[1]], [[-1, 0.5]], [[1, -0.5]], [[1, float("inf")]]])
+def test_damaged_hubs_are_refused(hubs: Any) -> None:
+    with pytest.raises(ResponseError, match="usage"):
+        read_hubs({"usage": {"attention": {"hubs": hubs}}})
 
 
 # Where entries are -------------------------------------------------------------------------------
