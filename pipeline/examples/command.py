@@ -9,8 +9,7 @@ import typer
 
 from capture_kernels.errors import MissingExtraError, OptionError
 
-from .prompts import CODENAME, NEEDLE, Example
-from .server import ExampleServer, ServerError, Style
+from .prompts import CODENAME, NEEDLE, Example, Style
 
 if TYPE_CHECKING:
     from .printout import Reading
@@ -63,6 +62,8 @@ def _run(
     tokenizer: str | None, style: Style, max_tokens: int, timeout: float,
 ) -> None:  # fmt: skip
     from pipeline.analysis import extract_attention_from_response
+
+    from .server import ExampleServer, ServerError
 
     with ExampleServer(base_url, api_key, timeout) as server:
         model = model or server.model()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# How a prompt is sent.
+Style = Literal["auto", "chat", "plain"]
 
 
 @dataclass(frozen=True)

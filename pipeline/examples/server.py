@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
 from capture_kernels.errors import AttnError
 
-Style = Literal["auto", "chat", "plain"]
+from .prompts import Style
 
 
 class ServerError(AttnError):

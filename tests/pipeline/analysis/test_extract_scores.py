@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import random
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 from fuzzing import fuzz, mutated
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import REPO
 
 from pipeline.analysis import AttentionAnalyzer, ResponseError, extract_attention_from_response
 
@@ -75,6 +78,7 @@ GOOD = causal(6, 2)
 BYTES = GOOD.tobytes()
 BROKEN = bytearray(gzip.compress(BYTES))
 BROKEN[-8] ^= 1  # of the checksum
+ALONE = ("numpy", "msgspec", "pipeline", "capture_kernels")
 NAN = GOOD.copy()
 NAN[3, 1, 2] = np.nan
 
@@ -155,6 +159,21 @@ def test_mutated_responses_are_read_or_refused() -> None:
         return 1
 
     fuzz(one, 1_000)
+
+
+def test_the_library_needs_numpy_and_msgspec_alone() -> None:
+    program = (
+        "import sys; known = set(sys.modules); import numpy, msgspec, pipeline.analysis\n"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - known}"
+        " - set(sys.stdlib_module_names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPO
+    )
+    foreign = {name for name in done.stdout.split() if not name.startswith("_")}
+    # typing_extensions: of msgspec.
+    assert foreign <= {*ALONE, "typing_extensions"}, done.stderr
+    assert "pipeline" in foreign, done.stderr
 
 
 def test_an_object_of_a_client_is_read_as_its_dictionary() -> None:
