@@ -147,6 +147,7 @@ def profile(case: Case) -> None:
 
 def about_machine() -> dict[str, str]:
     return {
+        "command": "python benchmarks/gpu_server_steps.py",
         "date": datetime.now(UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),

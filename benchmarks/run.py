@@ -50,6 +50,7 @@ ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sa
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["layers"] = ["kernel_layers"]
+ON_GPU["steps"] = ["gpu_server_steps"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
@@ -73,7 +74,7 @@ def gpu_memory_gib() -> float:
 
 def cannot_run(name: str) -> str | None:
     """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
-    if name not in ("capture", "capture-8b", "kernels", "layers"):
+    if name not in ("capture", "capture-8b", "kernels", "layers", "steps"):
         return why_not()
     free = gpu_memory_gib()
     if not free:
@@ -312,6 +313,12 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
 
 
+def of_gpu_server_steps(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, case in found["steps"].items():
+        exact, server = case["exact"]["us"], case["server"]["us"]
+        yield name, f"{server:.1f} us, by the plan of a server; {exact:.1f} us by an exact one"
+
+
 def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
     for part in ("headline", "fused"):
         case = found.get(part, {})
@@ -402,6 +409,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_clustering": of_gpu_clustering,
     "gpu_kernels": of_gpu_kernels,
     "kernel_layers": of_kernel_layers,
+    "gpu_server_steps": of_gpu_server_steps,
     "gpu_kills": of_gpu_kills,
     "sidecar_fuzz": of_sidecar_fuzz,
     "stream": of_stream,
