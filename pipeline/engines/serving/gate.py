@@ -145,12 +145,15 @@ class CaptureGate:
         if asks(fields):
             self._check_client(scope, next(iter(fields)))
             request = parse_request(body, _texts(scope), self._options, self._facts())
-            return request and Prepared(self._body(path, body, request), is_asked=True)
+            assert request is not None, "it asks"
+            return Prepared(self._body(path, body, request), is_asked=True)
         if not sampled or not isinstance(body, dict):
             return None
         request = sampled_request(body, _texts(scope), self._options, self._facts())
+        if request is None:
+            return None
         try:
-            return request and Prepared(self._body(path, body, request), is_asked=False)
+            return Prepared(self._body(path, body, request), is_asked=False)
         except RequestError:  # no place for it in this body, which the app may refuse
             return None
 
@@ -170,7 +173,7 @@ class CaptureGate:
         if self._keys is None:
             return
         given = _keys_in(scope)
-        if any([key in self._keys for key in given]):  # all of them, whichever fits
+        if any(key in self._keys for key in given):
             return
         reason = "that key is not valid for attention" if given else "attention needs a key"
         raise RequestError(

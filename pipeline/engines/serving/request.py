@@ -321,7 +321,7 @@ class _Reader:
 
     @staticmethod
     def wrong(name: str, given: object, what: str) -> RequestError:
-        kinds = {dict: "an object", list: "a list", str: "text"}
+        kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
         shown = kinds.get(type(given), str(given).lower())
         return RequestError(f"{name} must be {what}, got {shown[:40]}", name)
 
