@@ -131,20 +131,20 @@ def test_what_is_given_goes_before_the_variables():
     ],
 )
 def test_capture_is_off_in_production_if_it_is_to_be(environment, is_on):
-    given = {"return_attention_tokens": True}
-    options = ServeOptions.from_environment(environment, **given, disable_in_production=True)
+    chosen = {"return_attention_tokens": True}
+    options = ServeOptions.from_environment(environment, **chosen, disable_in_production=True)
     assert (options.is_on, options.turned_off) == (is_on, not is_on)
-    assert ServeOptions.from_environment(environment, **given).is_on
+    assert ServeOptions.from_environment(environment, **chosen).is_on
 
 
 def test_nothing_is_captured_unless_something_asks_for_it(tmp_path):
     assert not ServeOptions().is_on
     assert not ServeOptions(tokens_top_k=5, mask_system_prompt=True).is_on
-    for given in ({"return_attention_tokens": True}, {"sketch_mode": True},
+    for chosen in ({"return_attention_tokens": True}, {"sketch_mode": True},
                   {"fingerprint_mode": True}, {"store": tmp_path / "x.db"},
                   {"sidecar_url": "tcp://127.0.0.1:9001"},
                   {"enable_attention_instrumentation": True}):  # fmt: skip
-        assert ServeOptions(**given).is_on
+        assert ServeOptions(**chosen).is_on
     assert ServeOptions(fingerprint_mode=True).modes == ("fingerprint",)
     assert ServeOptions(store=tmp_path / "x.db").modes == ()
 
