@@ -53,14 +53,16 @@ def serve_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _type(option: Option) -> Any:
-    kind = {tuple: list[str], Layout: str}.get(option.kind, option.kind)
+    if option.kind is tuple:
+        return list[str] | None
+    kind = str if option.kind is Layout else option.kind
     return kind | None if option.default is None else kind
 
 
 def _shown(option: Option) -> Any:
-    if isinstance(option.default, Layout):
-        return option.default.label
-    return list(option.default) if option.kind is tuple else option.default
+    if option.kind is tuple:
+        return None  # the help says what that is
+    return option.default.label if isinstance(option.default, Layout) else option.default
 
 
 @serve_options

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from shared import REPO
 from pipeline.engines.serving.options import SECRET_VARIABLE, ServeOptions
 
 KEY = "0123456789abcdef"
-# Stands in for the package, which has no CPU build: shows what the process was given.
+HERE = ("m", "--engine", "transformers")
+# Stands in for the package, which this environment has not: shows what the process was given.
 LAUNCHER = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], os.getpid(), dict(os.environ)]))
@@ -102,21 +104,22 @@ def test_a_server_for_other_machines_without_a_key_is_warned_about(sglang):
         (["--tp", "2", "m"], "the model comes first"),
         (["m", "--port", "65536"], "--port"),
         (["m", "--engine", "vllm"], "--engine"),
-        (["m", "--engine", "transformers", "--tp", "2"], "--tp"),
-        (["m", "--attention-api-key-file", "does-not-exist"], "--attention-api-key-file"),
-        (["m", "--attention-store", "s3://bucket/x"], "object storage"),
-        (["m", "--attention-sidecar-url", "tcp://127.0.0.1:9", "--attention-curve-keys", "no"],
+        ([*HERE, "--tp", "2"], "--tp"),
+        ([*HERE, "--attention-api-key-file", "does-not-exist"], "--attention-api-key-file"),
+        ([*HERE, "--attention-store", "s3://bucket/x"], "object storage"),
+        ([*HERE, "--attention-sidecar-url", "tcp://127.0.0.1:9", "--attention-curve-keys", "no"],
          "attn stream keys"),
         ([], "Missing argument"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line_and_exit_code_2(sglang, arguments, said):
-    process, out, error = run(*arguments, folder=sglang)
-    assert process.returncode == 2 and out == ""
-    (line,) = error.splitlines()
+def test_what_cannot_be_is_one_line_and_exit_code_2(attn, arguments, said):
+    done = attn("serve", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and said in line
 
 
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
 def test_what_is_missing_is_said_with_the_line_that_installs_it():
     process, _, error = run("m", "--return-attention-tokens")
     assert process.returncode == 2

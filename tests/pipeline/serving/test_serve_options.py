@@ -13,6 +13,7 @@ from pages import GUIDE, OPERATIONS, code_in, section, table
 
 from capture_kernels.errors import AttnError, OptionError
 from capture_kernels.fingerprint.vector import Layout
+from pipeline.engines.serving.body import FIELDS
 from pipeline.engines.serving.option_table import Option
 from pipeline.engines.serving.options import (
     DEPLOYMENT_VARIABLES,
@@ -191,8 +192,13 @@ def test_every_option_of_the_table_is_one_of_attn_serve_with_its_default():
 
 
 def test_every_variable_is_documented():
-    rows = table(GUIDE, "Options of the server")
-    documented = {code_in(row[0])[0]: code_in(row[1])[0] for row in rows}
+    rows = table(GUIDE, "`attn serve`")
+    documented = {code_in(row[0])[0]: code_in(row[3])[0] for row in rows if row[3]}
     assert documented == {option.name: option.variable for option in TABLE}
     written = set(code_in(section(OPERATIONS, "Environment variables")))
     assert {SECRET_VARIABLE, *DEPLOYMENT_VARIABLES} <= written
+
+
+def test_every_field_of_a_request_is_documented():
+    rows = table(GUIDE, "Fields of a request")
+    assert [code_in(row[0])[0] for row in rows] == list(FIELDS)
