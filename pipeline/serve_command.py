@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -77,6 +77,12 @@ def serve(
     device: Annotated[
         str | None, typer.Option(help="Device of the engine: cpu, cuda; by default its own choice.")
     ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Whose tags begin and end thinking: qwen3, deepseek-r1, ...")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API; by default, MODEL.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Serve a model with attention in its API.
@@ -97,10 +103,17 @@ def serve(
         )
     options.check_files()
     _announce(options, host)
-    if engine is Engine.TRANSFORMERS:
-        _serve_transformers(model, options, host, port, device or "auto")
-    else:
-        _become_sglang(model, options, host, port, device, ctx.args)
+    named = {
+        "device": device, "reasoning-parser": reasoning_parser,
+        "served-model-name": served_model_name,
+    }  # fmt: skip
+    if engine is Engine.SGLANG:
+        own = [word for name, value in named.items() if value for word in (f"--{name}", value)]
+        _become_sglang(model, options, ["--host", host, "--port", str(port), *own, *ctx.args])
+    transformers_server().serve(
+        model, options, host=host, port=port, device=device or "auto",
+        reasoning_parser=reasoning_parser, served_name=served_model_name,
+    )  # fmt: skip
 
 
 def _chosen(ctx: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
@@ -158,30 +171,23 @@ def _captured(options: ServeOptions) -> str:
     return ", ".join(parts)
 
 
-def _serve_transformers(
-    model: str, options: ServeOptions, host: str, port: int, device: str
-) -> None:  # fmt: skip
+def transformers_server() -> Any:
+    """The module that serves from `transformers`. MissingExtraError: it cannot be imported."""
     try:
-        server = importlib.import_module("pipeline.engines.openai_server")
+        return importlib.import_module("pipeline.engines.openai_server.server")
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers"):
             raise
         raise MissingExtraError(
             "--engine transformers needs torch and transformers: pip install 'attn[capture]'"
         ) from None
-    server.serve(model, options, host=host, port=port, device=device)
 
 
-def _become_sglang(
-    model: str, options: ServeOptions, host: str, port: int, device: str | None, rest: list[str]
-) -> None:  # fmt: skip
+def _become_sglang(model: str, options: ServeOptions, arguments: list[str]) -> NoReturn:
     """Replace this process by SGLang's server, whose plug-in reads the variables."""
-    arguments = ["--model-path", model, "--host", host, "--port", str(port)]
-    if device is not None:
-        arguments += ["--device", device]
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments, *rest]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *arguments]
     os.execve(sys.executable, command, {**os.environ, **options.environment()})
 
 

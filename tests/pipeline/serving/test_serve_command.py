@@ -51,7 +51,8 @@ def test_sglang_is_started_with_its_own_arguments_and_the_variables(sglang):
     process, out, error = run(
         "some/model", "--return-attention-tokens", "--tp", "2", "--attention-backend", "triton",
         "--port", "31000", "--attention-capture-layers", "1,3", "--json-model-override-args={}",
-        "--cuda-graph-bs", "1", "2", "--device", "cpu", "--attention-cors-origins", "https://a.b",
+        "--cuda-graph-bs", "1", "2", "--device", "cpu", "--reasoning-parser", "qwen3",
+        "--attention-cors-origins", "https://a.b",
         "--attention-cors-origins", "http://c", "--attention-api-key", KEY, "-x", "--", "--odd",
         folder=sglang, ATTN_CAPTURE_TOKENS_TOP_K="5", ATTN_CAPTURE_LAYERS="squid",
     )  # fmt: skip
@@ -60,6 +61,7 @@ def test_sglang_is_started_with_its_own_arguments_and_the_variables(sglang):
     assert pid == process.pid and process.returncode == 7
     assert arguments == [
         "--model-path", "some/model", "--host", "127.0.0.1", "--port", "31000", "--device", "cpu",
+        "--reasoning-parser", "qwen3",
         "--tp", "2", "--attention-backend", "triton", "--json-model-override-args={}",
         "--cuda-graph-bs", "1", "2", "-x", "--odd",
     ]  # fmt: skip
