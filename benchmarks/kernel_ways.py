@@ -18,9 +18,10 @@ from benchmarks.kernel_cases import (
     compare,
     truth_of,
 )
+from capture_kernels.decode.answers import Statistics
 from capture_kernels.decode.fused import FusedDecodePlan
-from capture_kernels.decode.plan import Statistics, StatisticsPlan
-from capture_kernels.decode.step.schedule import PageTable
+from capture_kernels.decode.plan import StatisticsPlan
+from capture_kernels.decode.step.page_table import PageTable
 
 LONGEST = Shape(batch=1, context=1 << 20)
 

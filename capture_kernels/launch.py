@@ -1,10 +1,8 @@
-"""What kernels and launchers share: constants, the layers of a plan, groups of heads, checks."""
+"""What kernels and launchers share: constants, groups of heads, and the launch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -13,76 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .errors import OptionError
 from .fingerprint.vector import chosen_heads
+from .layer_plan import LOGSUMEXP_COLUMN
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
-# Columns of a row's statistics, per head or as the mean over heads (`decode.plan`).
-COLUMNS = 32
-LOGSUMEXP = tl.constexpr(29)
+LOGSUMEXP = tl.constexpr(LOGSUMEXP_COLUMN)
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32
-LARGEST_HEAD_DIM = 256
-QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
-FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
-FLOAT32 = {torch.float32}
-INTEGERS = {torch.int32, torch.int64}
-FLAGS = {torch.bool, torch.uint8}
-
-
-@dataclass(kw_only=True, eq=False)
-class LayerPlan:
-    """The kind of layers that a plan is for; OptionError if no kernel supports it."""
-
-    max_rows: int  # the most queries of a run
-    max_length: int  # the most keys of a query
-    heads: int  # query head h reads key head h // (heads / key_heads)
-    key_heads: int
-    head_dim: int  # 256 at most, and no MLA (latent keys)
-    scale: float  # what q . k is multiplied by
-    device: torch.device | str  # where queries and keys are
-    chosen: Sequence[int] | None = None  # query heads; None for all. Results ascend by head
-    soft_cap: float | None = None  # the bound that tanh puts on the logits; None for none
-    window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
-
-    def __post_init__(self) -> None:
-        if self.head_dim > LARGEST_HEAD_DIM:
-            raise OptionError(
-                f"head_dim {self.head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no "
-                "MLA (latent keys)"
-            )
-        if self.max_rows < 1 or self.max_length < 1 or self.head_dim < 1:
-            raise OptionError("max_rows, max_length and head_dim must be 1 or more")
-        cap = 1.0 if self.soft_cap is None else self.soft_cap
-        if not (0 < self.scale < math.inf and 0 < cap < math.inf):
-            raise OptionError(
-                f"scale {self.scale} and soft_cap {self.soft_cap} must be finite and above 0"
-            )
-        if self.window < 0:
-            raise OptionError(f"window must be 0 or more, got {self.window}")
-        # With its index, as tensors have it.
-        self.device = torch.empty(0, device=self.device).device
-
-    def check_inputs(self, rows: int, query: Tensor, keys: Tensor, sinks: Tensor | None) -> None:
-        """OptionError for queries of so many rows, keys or learned sinks that do not fit."""
-        key_shape, key_types = (None, self.key_heads, self.head_dim), {query.dtype, *FLOAT8_TYPES}
-        check(query, "query", (rows, self.heads, self.head_dim), QUERY_TYPES, self.device)
-        check(keys, "keys", key_shape, key_types, self.device)
-        check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)
-
-    def descales(self, descale: Tensor | None, name: str = "descale") -> int:
-        """What kernels are launched with as DESCALE: 0 without a `descale`, 1 if its number is for
-        all key heads, 2 if it has one for each; OptionError for any other."""
-        if descale is None:
-            return 0
-        one = descale.numel() == 1
-        shape = [1 if one else self.key_heads]
-        check(descale.reshape(1) if one else descale, name, shape, FLOAT32, self.device)
-        return 1 if one else 2
 
 
 class HeadGroups:
@@ -151,31 +90,6 @@ class HeadGroups:
             lines.append([group[0] // self.queries_a_key, before, *group, *padding])
             before += len(group)
         return torch.tensor(lines, dtype=torch.int32, device=self._device)
-
-
-def check(
-    tensor: Tensor | None,
-    name: str,
-    shape: Sequence[int | None],
-    types: set[torch.dtype],
-    device: torch.device | str | None = None,
-) -> None:
-    """OptionError unless a tensor has this shape (None: any number), one of these types and a
-    contiguous last axis, and is on this device (None: any); or is None: not given."""
-    if tensor is None:
-        return
-    if tensor.dim() != len(shape) or any(
-        wanted not in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise OptionError(f"{name} has the shape {list(tensor.shape)}, not [{wanted}]")
-    if tensor.dtype not in types:
-        raise OptionError(f"{name} is {tensor.dtype}, not {' or '.join(sorted(map(str, types)))}")
-    # A single number has no neighbour that a stride could misplace.
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise OptionError(f"{name} must be contiguous in its last axis")
-    if device is not None and tensor.device != device:
-        raise OptionError(f"{name} is on {tensor.device}, the plan on {device}")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.launch import LOG2_E, LOWEST, check, launch
+from capture_kernels.launch import LOG2_E, LOWEST, launch
+from capture_kernels.layer_plan import check
 
 from .key_pass import PARTIAL
 from .plan import StatisticsPlan

@@ -4,17 +4,15 @@ Mathematics: `key_pass` and `merge`.
 
 Tensors (L layers, A pending at once, P programs, R rows, H chosen query heads in ascending order):
     partial   float32[A, P + R, H, 36]      of each split: range masses, then m, L and S
-    per_head  float32[L, R, H, 32]          0..15 log2 bins; 16..23 relative positions; 24 mass at
-                                            d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy;
-                                            28 whether a key is visible, 1 or 0; 29 logsumexp
-    mean      float32[L, R, 32]             means over the heads of columns 0..27, and column 28
+    per_head  float32[L, R, H, 32]          columns as in `answers`, and
+    mean      float32[L, R, 32]
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -22,27 +20,24 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.launch import (
+from capture_kernels.launch import LOG2_E, HeadGroups, interpreted, launch, processors
+from capture_kernels.layer_plan import (
     COLUMNS,
     FLOAT8_TYPES,
     FLOAT32,
     LARGEST_HEAD_DIM,
-    LOG2_E,
-    LOGSUMEXP,
-    HeadGroups,
     LayerPlan,
     check,
-    interpreted,
-    launch,
-    processors,
 )
 
+from .answers import Statistics
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
 from .step.layers import PendingLayers
 from .step.logits import split_dims
-from .step.schedule import PageTable, Schedule
-from .topk.plan import TopK, TopKPlan
+from .step.page_table import PageTable
+from .step.schedule import Schedule
+from .topk.plan import TopKPlan
 from .tuning import SMALL, Tuning, tuning_for
 
 # The most blocks of a row; longer rows have larger blocks.
@@ -53,41 +48,6 @@ SCRATCH_BYTES = 288 << 20
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
 # Splits of a row that `finish` merges at a time: the least and the most.
 MERGED_SPLITS = (8, 32)
-
-
-class Statistics(NamedTuple):
-    """What the rows of a step did in one layer: views of the plan's buffers, which its next step
-    overwrites. A row that is disabled or has no real key is 0, with a logsumexp of -inf. One with a
-    key that is not finite is not `valid`, but its `mean` is finite."""
-
-    per_head: Tensor  # float32[R, H, 32], and
-    mean: Tensor  # float32[R, 32]: the columns are those of the plan
-    top: TopK | None  # with a top k or hubs planned
-
-    @property
-    def logsumexp(self) -> Tensor:
-        """Natural, over the real keys and the learned sink: float32[R, H]; -inf without any."""
-        return self.per_head[..., LOGSUMEXP.value]
-
-    @property
-    def entropy(self) -> Tensor:
-        """Over the visible keys, divided by ln of their number, in [0, 1]: float32[R, H]."""
-        return self.per_head[..., 27]
-
-    @property
-    def hist(self) -> Tensor:
-        """Mass of each log2 bin of the distance, summing to 1: float32[R, H, 16]."""
-        return self.per_head[..., :16]
-
-    @property
-    def sink_mass(self) -> Tensor:
-        """The sink tokens' share of the real keys' mass: float32[R, H]."""
-        return self.per_head[..., 26]
-
-    @property
-    def valid(self) -> Tensor:
-        """Which rows are enabled and have a visible key: bool[R]."""
-        return self.mean[:, 28] != 0
 
 
 @dataclass(kw_only=True, eq=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
-from capture_kernels.launch import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
+from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
 
 from . import ring as ring_module
 from .ring import Ring

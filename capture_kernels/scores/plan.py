@@ -16,13 +16,8 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import chosen_heads
-from capture_kernels.launch import (
-    INTEGERS,
-    LOG2_E,
-    LayerPlan,
-    interpreted,
-    processors,
-)
+from capture_kernels.launch import LOG2_E, interpreted, processors
+from capture_kernels.layer_plan import INTEGERS, LayerPlan
 
 from .kernel import scores_pass
 

@@ -27,7 +27,7 @@ from triton.runtime.jit import KernelInterface
 
 from capture_kernels.decode.fused import FusedDecodePlan
 from capture_kernels.decode.plan import StatisticsPlan
-from capture_kernels.decode.step.schedule import PageTable
+from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.decode.tuning import SMALL
 from capture_kernels.ring.append import AppendPlan, StepRows
 from capture_kernels.ring.ring import Ring

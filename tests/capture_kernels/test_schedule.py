@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from paged import DEVICE, HUGE, HUGE_REQUEST, paged_case  # noqa: E402
 
-from capture_kernels.decode.step.schedule import ROW_FIELDS, PageTable, Schedule  # noqa: E402
+from capture_kernels.decode.step.page_table import PageTable  # noqa: E402
+from capture_kernels.decode.step.schedule import ROW_FIELDS, Schedule  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 

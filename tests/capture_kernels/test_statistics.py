@@ -16,7 +16,7 @@ from paged import DEVICE, HUGE, SLOW, assert_close, cases, paged_case, without_w
 
 from capture_kernels.decode.key_pass import column_ranges, next_flush  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
-from capture_kernels.decode.step.schedule import PageTable  # noqa: E402
+from capture_kernels.decode.step.page_table import PageTable  # noqa: E402
 from capture_kernels.decode.tuning import PAIRS, Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.reference import attention_rows, decode_statistics  # noqa: E402

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from capture_kernels.decode.answers import TopK
 from capture_kernels.decode.step.schedule import Schedule
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import HeadGroups, launch, processors
@@ -55,18 +56,6 @@ MERGED_AT_ONCE = 256
 MEAN_PROGRAMS = 4
 # What kernels are launched with if no top k is planned.
 NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
-
-
-class TopK(NamedTuple):
-    """The top k of the rows of a step in one layer, best first: views of the plan's buffers, which
-    its next step overwrites. A disabled row has no keys. Positions are counted from the end of the
-    masked prefix, whose length they thus hide."""
-
-    positions: Tensor  # int32[R, H, k], logical; -1 where a row has fewer keys
-    logits: Tensor  # float32[R, H, k], natural; -inf where a row has fewer keys
-    mass: Tensor  # float32[R, H]: share of a head's probability in its k keys; [R, 0] without k
-    mean_positions: Tensor  # int32[R, mean_k]; -1 where a row has fewer keys
-    mean_masses: Tensor  # float32[R, mean_k]: mean of the heads' probabilities; 0 there
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,0 +1,198 @@
+"""`StatisticsPlan` for a CPU: the same calls and answers, computed row by row in float64.
+
+It is for machines without a GPU, where engines of few small requests are tried and tested. The
+mathematics is `fingerprint.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.reference import DecodeStatistics, decode_statistics
+from capture_kernels.fingerprint.vector import Visibility, chosen_heads
+from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, LOGSUMEXP_COLUMN, LayerPlan, check
+
+from .answers import Statistics, TopK
+from .step.page_table import PageTable
+
+
+class _Row(NamedTuple):
+    number: int
+    slots: Tensor  # int64[n], KV slots of the row's newest n keys, oldest first
+    length: int
+    visibility: Visibility
+
+
+@dataclass(kw_only=True, eq=False)
+class HostStatisticsPlan(LayerPlan):
+    """Statistics of the captured layers of one kind; a step is `schedule`, then `run` for each
+    layer in turn. Arguments and answers are those of `StatisticsPlan`, tensors on the host.
+
+    Raises:
+        OptionError: shapes that do not fit together, or more layers than planned.
+    """
+
+    layers: int = 1
+    visibility: Visibility | None = None
+    top_k: int = 0
+    mean_top_k: int = 0
+    hubs: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.order = chosen_heads(self.heads, self.key_heads, self.chosen)
+        self._rows: list[_Row] = []
+        self._hubs: Tensor | None = None
+        self._answers: list[Statistics] = []
+        self.num_rows = 0
+
+    def schedule(
+        self,
+        table: PageTable,
+        *,
+        enabled: Tensor | None = None,
+        num_active: Tensor | None = None,
+        masks: Tensor | None = None,
+        hubs: Tensor | None = None,
+    ) -> None:
+        """Begin a step, as `StatisticsPlan.schedule` does."""
+        self.num_rows = rows = table.num_rows
+        if rows > self.max_rows:
+            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
+        check(enabled, "enabled", [rows], FLAGS)
+        check(num_active, "num_active", [1], {torch.int32})
+        check(masks, "masks", [rows], {torch.int32})
+        if hubs is not None and not self.hubs:
+            raise OptionError("the plan was made without hubs")
+        check(hubs, "hubs", [rows, None], FLOAT32)
+        active = rows if num_active is None else min(int(num_active), rows)
+        wanted = [True] * rows if enabled is None else enabled.bool().tolist()
+        own = self.visibility or Visibility()
+        lengths, starts = table.seq_lens.tolist(), table.starts.tolist()
+        if table.lists:
+            table.refuse_wrong_lists(self.window, active)
+        self._rows, self._answers, self._hubs = [], [], hubs
+        for row in range(active):
+            length = lengths[row]
+            if not wanted[row] or not 0 < length <= self.max_length:
+                continue
+            first, slots = starts[row], table.kv_slots
+            if table.lists:
+                slots = slots[first : starts[row + 1]]
+            elif slots.dim() == 2:
+                slots = slots[first, :length]
+            else:
+                slots = slots[first : first + length]
+            prefix = own.mask_prefix if masks is None else max(int(masks[row]), 0)
+            visibility = Visibility(own.sink_tokens, prefix, own.window)
+            self._rows.append(_Row(row, slots.long(), length, visibility))
+
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        *,
+        descale: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Take the statistics of the scheduled rows in the step's next layer, as
+        `StatisticsPlan.run` does."""
+        self.check_inputs(self.num_rows, query, keys, sinks)
+        self.descales(descale)
+        if len(self._answers) == self.layers:
+            raise OptionError(f"layer {self.layers + 1} of a plan for {self.layers}: raise layers")
+        self._answers.append(answer := self._nothing())
+        chosen = list(self.order)
+        per_key = self.heads // self.key_heads
+        key_heads = [head // per_key for head in chosen]
+        if len(chosen) == self.heads:
+            key_heads = list(range(self.key_heads))
+        scales = torch.ones(1) if descale is None else descale.reshape(-1)
+        scales = scales.expand(self.key_heads)[key_heads].double()
+        learned = None if sinks is None else sinks[chosen].double().numpy()
+        for row in self._rows:
+            first = row.visibility.first_real(row.length - 1)
+            if self.window:
+                first = max(first, row.length - self.window)
+            count = max(row.length - first, 0)
+            held = torch.zeros((row.length, len(key_heads), self.head_dim), dtype=torch.float64)
+            if count:
+                real = keys[row.slots[-count:]][:, key_heads].double()
+                held[-count:] = real * scales[:, None]
+            with np.errstate(invalid="ignore"):  # a key that is not finite
+                found = decode_statistics(
+                    query[row.number, chosen].double().numpy(),
+                    held.numpy(),
+                    scale=self.scale,
+                    position=row.length - 1,
+                    visibility=row.visibility,
+                    soft_cap=self.soft_cap,
+                    sinks=learned,
+                    window=self.window,
+                    top_k=self.top_k,
+                    mean_top_k=self.mean_top_k,
+                )
+            self._write(answer, row, found)
+
+    def finish(self) -> None:
+        """Nothing is left to do: `run` has finished its layer."""
+
+    def answer(self, layer: int = 0, rows: int | None = None) -> Statistics:
+        """The statistics of a layer of this step, as `StatisticsPlan.answer` gives them."""
+        if not 0 <= layer < len(self._answers):
+            raise OptionError(f"layer {layer} of a step in which {len(self._answers)} layers ran")
+        return self._answers[layer]
+
+    def _nothing(self) -> Statistics:
+        """Answers of disabled rows."""
+        rows, heads, k, mean_k = self.num_rows, len(self.order), self.top_k, self.mean_top_k
+        per_head = torch.zeros((rows, heads, COLUMNS))
+        per_head[..., LOGSUMEXP_COLUMN] = -torch.inf
+        top = None
+        if k or mean_k or self.hubs:
+            top = TopK(
+                torch.full((rows, heads, k), -1, dtype=torch.int32),
+                torch.full((rows, heads, k), -torch.inf),
+                torch.zeros((rows, heads * bool(k))),
+                torch.full((rows, mean_k), -1, dtype=torch.int32),
+                torch.zeros((rows, mean_k)),
+            )
+        return Statistics(per_head, torch.zeros((rows, COLUMNS)), top)
+
+    def _write(self, answer: Statistics, row: _Row, found: DecodeStatistics) -> None:
+        number = row.number
+        columns = np.zeros((len(self.order), COLUMNS))
+        columns[:, :16], columns[:, 16:24] = found.hist, found.places
+        columns[:, 24:26] = found.bands_layered[:, :2]
+        columns[:, 26], columns[:, 27] = found.sink_mass, found.entropy
+        columns[:, 28] = found.valid
+        # A key that is not finite makes its heads invalid, but not the numbers of the mean.
+        columns[~np.isfinite(columns).all(axis=1)] = 0.0
+        mean = columns.mean(axis=0)
+        mean[28] = columns[:, 28].all()
+        answer.mean[number] = torch.from_numpy(mean)
+        columns[:, LOGSUMEXP_COLUMN] = found.logsumexp
+        answer.per_head[number] = torch.from_numpy(columns)
+        if answer.top is not None:
+            for there, here in zip(answer.top, found_top(found), strict=True):
+                if there.shape[1]:
+                    there[number] = torch.from_numpy(here)
+        if self._hubs is not None:
+            of_row = self._hubs[number]
+            known = found.mean[row.visibility.mask_prefix :][: len(of_row)]
+            of_row[: len(known)] += torch.from_numpy(known).float()
+
+
+def found_top(found: DecodeStatistics) -> tuple[NDArray[Any], ...]:
+    """The fields of a row's `TopK`."""
+    return (
+        found.top_positions, found.top_logits, found.top_mass,
+        found.mean_top_positions, found.mean_top_mass,
+    )  # fmt: skip

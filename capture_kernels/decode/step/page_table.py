@@ -1,0 +1,62 @@
+"""Where the keys of a step's rows lie in a paged cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from capture_kernels.errors import OptionError
+from capture_kernels.layer_plan import INTEGERS, check
+
+
+class PageTable(NamedTuple):
+    """Where the keys of a step's rows lie in a paged cache, in either of two forms of engines.
+
+    `req_to_token` int32[requests, longest] with `req_pool_indices` int32/int64[R] and `seq_lens`
+    int32/int64[R], the query's own key included: key j of row r is in KV slot
+    req_to_token[req_pool_indices[r], j]. Or `kv_indices` int32/int64[n] with `kv_indptr`
+    int32/int64[R + 1], and the same `seq_lens`: kv_indices[kv_indptr[r]:kv_indptr[r + 1]] are the
+    KV slots of the row's newest keys, of all or at least of those in the model's window.
+
+    Several rows may belong to one request, as the last tokens of a prompt do. They repeat its entry
+    of `req_pool_indices`, or of `starts` given beside one-dimensional `kv_slots`.
+    """
+
+    kv_slots: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    lists: bool = False  # whether `starts` is a kv_indptr
+
+    @classmethod
+    def of_requests(
+        cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
+    ) -> PageTable:
+        """OptionError for other shapes, types or strides."""
+        check(req_to_token, "req_to_token", [None, None], INTEGERS)
+        check(req_pool_indices, "req_pool_indices", [None], INTEGERS)
+        check(seq_lens, "seq_lens", [len(req_pool_indices)], INTEGERS)
+        return cls(req_to_token, req_pool_indices, seq_lens)
+
+    @classmethod
+    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor, seq_lens: Tensor) -> PageTable:
+        """Raises OptionError for other shapes, types or strides."""
+        check(kv_indices, "kv_indices", [None], INTEGERS)
+        check(seq_lens, "seq_lens", [None], INTEGERS)
+        check(kv_indptr, "kv_indptr", [len(seq_lens) + 1], INTEGERS)
+        return cls(kv_indices, kv_indptr, seq_lens, lists=True)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens)
+
+    def refuse_wrong_lists(self, window: int, rows: int) -> None:
+        """OptionError if the list of one of the first rows has not one KV slot for each token, of
+        all or at least of `window` (0: all). Waits for the device."""
+        held, lengths = self.starts.diff()[:rows].tolist(), self.seq_lens[:rows].tolist()
+        for row, (slots, length) in enumerate(zip(held, lengths, strict=True)):
+            if not min(length, window or length) <= slots <= length:
+                raise OptionError(
+                    f"row {row} of kv_indptr lists {slots} KV slots for {length} tokens: list one "
+                    "for each token that the model sees, not one for each page"
+                )
