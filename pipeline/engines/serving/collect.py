@@ -116,6 +116,11 @@ class RequestCollector:
         """Count time that the engine spent on this request's capture."""
         self._seconds += seconds
 
+    @property
+    def waiting(self) -> int:
+        """Rows that `records` would take."""
+        return len(self._kept)
+
     def records(self) -> pa.RecordBatch:
         """The records of rows that have not been taken yet, in `record.SCHEMA`; rows without a key
         to describe have none."""

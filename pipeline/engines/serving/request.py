@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from capture_kernels.errors import AttnError
+
 Mode = Literal["raw", "sketch", "fingerprint"]
 
 
@@ -57,3 +59,11 @@ class ModelFacts:
     max_context: int | None
     reasons: dict[str, str] = field(default_factory=dict)  # feature -> why it is not available
     moe: bool = False
+
+
+class RequestError(AttnError):
+    """A request that cannot be served as it is: HTTP 400, with the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
