@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 
 from capture_kernels.errors import AttnError, OptionError
+from pipeline.api_keys import ApiKeys, read_keys
 
 from .http.app import create_app
-from .http.keys import ApiKeys, read_keys
 from .http.limits import bounded_protocol
 from .http.live import Broadcast
 from .options import SidecarOptions

@@ -69,27 +69,45 @@ class CaptureOptions:
             capturable: the layers that have attention to capture, ascending; at least one.
             layers: how many layers the model has.
         """
-        count = len(capturable)
-        if self.layers == "all":
-            chosen = list(capturable)
-        elif self.layers == "last":
-            chosen = [capturable[-1]]
-        elif self.layers == "auto":
-            quarters = (count // 4, count // 2, 3 * count // 4, count - 1)
-            chosen = [capturable[i] for i in quarters]
-        else:
-            usage = "last, auto, all or indices such as 2,18,27"
-            chosen = _numbers("layer", self.layers, usage, layers)
-        chosen = sorted(set(chosen))
+        chosen = choose_layers(self.layers, capturable, layers)
         if self.layout is Layout.LAYERED and len(chosen) < 2:
             raise OptionError("layout layered needs several layers: try --layers auto")
-        return tuple(chosen)
+        return chosen
 
     def choose_heads(self, heads: int) -> tuple[int, ...] | None:
         """The query heads to average over, None for all of `heads`."""
         if self.heads is None:
             return None
-        return tuple(sorted(set(_numbers("head", self.heads, "indices such as 0,3", heads))))
+        return choose_heads(self.heads, heads)
+
+
+def choose_layers(text: str, capturable: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The layers that `last`, `auto`, `all` or indices as `2,18,27` choose, shallowest first.
+
+    Args:
+        capturable: the layers that have attention to capture, ascending; at least one.
+        layers: how many layers the model has.
+
+    Raises:
+        OptionError: neither a name nor indices, or no layer of the model.
+    """
+    count = len(capturable)
+    if text == "all":
+        chosen = list(capturable)
+    elif text == "last":
+        chosen = [capturable[-1]]
+    elif text == "auto":
+        quarters = (count // 4, count // 2, 3 * count // 4, count - 1)
+        chosen = [capturable[i] for i in quarters]
+    else:
+        chosen = _numbers("layer", text, "last, auto, all or indices such as 2,18,27", layers)
+    return tuple(sorted(set(chosen)))
+
+
+def choose_heads(text: str, heads: int) -> tuple[int, ...]:
+    """The query heads that indices as `0,3` choose, ascending, of `heads`. OptionError: as of
+    `choose_layers`."""
+    return tuple(sorted(set(_numbers("head", text, "indices such as 0,3", heads))))
 
 
 def _numbers(name: str, text: str, usage: str, count: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from pipeline.api_keys import ApiKeys
 from sidecar.service import Service
 
 from . import live, requests, sessions, status
@@ -14,7 +15,6 @@ from .discovery import routes, runs
 from .errors import add_error_handlers
 from .hot import HotRoutes
 from .hot_docs import HOT_PATHS
-from .keys import ApiKeys
 from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
 from .live import Broadcast
 

@@ -16,10 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pipeline.api_keys import ApiKeys
 from pipeline.stream.curve import is_loopback
 
 from .errors import error_body
-from .keys import ApiKeys
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_kernels.errors import OptionError, StoreError
+from pipeline.api_keys import ApiKeys, read_keys
 from sidecar.http.errors import add_error_handlers
-from sidecar.http.keys import ApiKeys, read_keys
 from sidecar.http.limits import Limits, allowed_hosts, name_of, protected
 
 KEY = "0123456789abcdef-first"

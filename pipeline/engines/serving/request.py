@@ -1,15 +1,58 @@
-"""What one request wants captured."""
+"""What one request wants captured: its fields in the body, checked, and their way to the engine.
+
+A request may only narrow what the server was started with. What passed is signed: the engine takes
+it from `custom_params`, where any client can write.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from capture_kernels.errors import AttnError
+from capture_kernels.errors import OptionError
+from pipeline.engines.options import choose_heads, choose_layers
+
+from .options import INT32, MOST_TOP_K, ServeOptions
 
 Mode = Literal["raw", "sketch", "fingerprint"]
+# Where a request travels in the engine's `custom_params`.
+CUSTOM_PARAM = "attn"
+SKETCH_TOP_K = 32
+FIELDS = (
+    "return_attention_tokens", "top_k_attention", "attention_sketch_mode",
+    "attention_fingerprint_mode", "attention_capture_layers", "attention_capture_head_ids",
+    "attention_mask_prefix", "include_prompt_attention", "attention_hubs", "attn_capture",
+    "attn_capture_layers",
+)  # fmt: skip
+# Fields that ask; the others say how.
+ASKING = ("return_attention_tokens", "attn_capture")
+# Text in a field is indices or a name.
+MOST_TEXT = 4_096
+MOST_ID_BYTES = 1_024
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAC_CHARACTERS = 32
+
+
+class RequestError(Exception):
+    """A request that is not answered; HTTP 400 unless it says otherwise.
+
+    Args:
+        message: what is wrong and what to do, in a line.
+        param: the field that is wrong.
+    """
+
+    def __init__(
+        self, message: str, param: str | None, *, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -18,8 +61,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     Args:
         mode: what an entry of the response holds.
         top_k: how many positions a raw entry names, 1..64.
-        layers: model layer numbers, a subset of the server's.
-        heads: query heads; None for all.
+        layers: model layer numbers, ascending, a subset of the server's.
+        heads: query heads, ascending; None for all.
         mask_prefix: how many tokens at the start are hidden.
         mask_system: hide the system prompt, however many tokens it has.
         prompt_rows: how many of the prompt's last rows are wanted.
@@ -28,7 +71,10 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         stride: the generated rows whose positions are multiples of this.
         max_steps: the most generated rows; 0 for all.
         window: only the last `window` keys count; 0 for all.
-        stream_entries: whether the response has entries; False if only records are wanted.
+        traceparent: W3C trace context of the request.
+        session_id: at most 1 KiB of UTF-8.
+        stream_entries: whether the response has entries; False if only records or scores are
+            wanted.
     """
 
     mode: Mode = "raw"
@@ -47,23 +93,381 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     session_id: str | None = None
     stream_entries: bool = True
 
+    def signed(self, secret: str) -> str:
+        """This request as the text that the engine is given: JSON behind its signature. Text,
+        because SGLang's custom_params hold no nested lists."""
+        text = msgspec.json.encode(self).decode()
+        return _mac(text, secret) + text
+
+    @classmethod
+    def from_custom_params(cls, params: object, secret: str) -> CaptureRequest | None:
+        """The request in the engine's `custom_params`; None without one, and for one that a client
+        made, which no guardrail has seen."""
+        signed = params.get(CUSTOM_PARAM) if isinstance(params, dict) else None
+        if not isinstance(signed, str) or not signed.isascii():
+            return None
+        mac, text = signed[:_MAC_CHARACTERS], signed[_MAC_CHARACTERS:]
+        if not hmac.compare_digest(mac, _mac(text, secret)):
+            return None
+        return msgspec.json.decode(text, type=cls)
+
+
+def _mac(text: str, secret: str) -> str:
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()[:_MAC_CHARACTERS]
+
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What requests may ask of the served model."""
+    """What requests may ask of the served model.
+
+    Args:
+        layers: captured by the server, ascending.
+        heads: query heads of a layer.
+        reasons: feature -> why it is not available: a mode, `include_prompt_attention`,
+            `head_filtering`, `attention_hubs`, `attn_capture`, `moe_routing`, `logit_lens`, or
+            `capture` for all.
+        score_layers: layers of attn_capture, ascending.
+        capture_id: of the records.
+    """
 
     name: str
     num_layers: int
-    layers: tuple[int, ...]  # captured by the server, ascending
+    layers: tuple[int, ...]
     heads: int
     max_context: int | None
-    reasons: dict[str, str] = field(default_factory=dict)  # feature -> why it is not available
+    reasons: dict[str, str] = field(default_factory=dict)
     moe: bool = False
+    score_layers: tuple[int, ...] = ()
+    capture_id: str | None = None
 
 
-class RequestError(AttnError):
-    """A request that cannot be served as it is: HTTP 400, with the field that is wrong."""
+class Repeated(dict[str, Any]):
+    """A JSON object in which a field of `FIELDS` stood more than once: `name`."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    name = ""
+
+
+def read_body(raw: bytes) -> Any:
+    """The JSON value of a body. RequestError: it has none."""
+    try:
+        return json.loads(raw, object_pairs_hook=_object)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", None) from None
+    except ValueError as error:  # among them: no UTF-8, a number of 5,000 digits
+        reason = str(error).splitlines()[0][:100]
+        raise RequestError(f"the body is not JSON: {reason}", None) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    names = [name for name, _ in pairs]
+    for name in FIELDS:
+        if names.count(name) > 1:
+            made = Repeated(made)
+            made.name = name
+            return made
+    return made
+
+
+def asked_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Our fields of a body, those of an `extra_body` that was sent as such too, without null.
+
+    Raises:
+        RequestError: a field stands twice.
+    """
+    found: dict[str, Any] = {}
+    for place in (body, body.get("extra_body")):
+        if not isinstance(place, dict):
+            continue
+        if isinstance(place, Repeated):
+            raise RequestError(f"{place.name} stands twice in the body: give it once", place.name)
+        for name in FIELDS:
+            if place.get(name) is None:
+                continue
+            if name in found:
+                raise RequestError(f"{name} stands in the body and in extra_body", name)
+            found[name] = place[name]
+    return found
+
+
+def asks(fields: Mapping[str, Any]) -> bool:
+    """Whether `asked_fields` ask for attention, rightly or wrongly. What says how, without what
+    asks, is a mistake; after an explicit no it is not."""
+    asking = [fields[name] for name in ASKING if name in fields]
+    if asking:
+        return not all(_is_no(value) for value in asking)
+    return not all(_is_no(value) for value in fields.values())
+
+
+def _is_no(value: object) -> bool:
+    return value is False or (type(value) is int and value == 0)
+
+
+def without_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a body without our fields."""
+    kept = {name: value for name, value in body.items() if name not in FIELDS}
+    extra = kept.get("extra_body")
+    if isinstance(extra, dict) and not extra.keys().isdisjoint(FIELDS):
+        kept["extra_body"] = {name: extra[name] for name in extra if name not in FIELDS}
+        if not kept["extra_body"]:
+            del kept["extra_body"]
+    return kept
+
+
+def parse_request(
+    body: dict[str, Any], headers: Mapping[str, str], options: ServeOptions, facts: ModelFacts
+) -> CaptureRequest | None:
+    """What a request wants captured; None if it asks for nothing.
+
+    Args:
+        body: of a chat completion, a completion or a `/generate`.
+        headers: names in lower case.
+
+    Raises:
+        RequestError: a field has a value that it cannot have, asks for more than the server was
+            started with, or for what this model has not.
+    """
+    fields = asked_fields(body)
+    if not asks(fields):
+        return None
+    return _Reader(fields, options, facts).read(body, headers)
+
+
+def sampled_request(
+    body: dict[str, Any], headers: Mapping[str, str], options: ServeOptions, facts: ModelFacts
+) -> CaptureRequest | None:
+    """What is recorded of a request that asked for nothing; None if it cannot be."""
+    if "capture" in facts.reasons or "fingerprint" in facts.reasons:
+        return None
+    try:
+        _check_one_choice(body)
+    except RequestError:
+        return None
+    return CaptureRequest(
+        mode="fingerprint",
+        layers=list(facts.layers),
+        stream_entries=False,
+        **_common(body, headers, options, "fingerprint"),
+    )
+
+
+class _Reader:
+    """Checks the fields of one request."""
+
+    def __init__(self, fields: dict[str, Any], options: ServeOptions, facts: ModelFacts) -> None:
+        self.fields, self.options, self.facts = fields, options, facts
+
+    def read(self, body: dict[str, Any], headers: Mapping[str, str]) -> CaptureRequest:
+        entries = self.flag("return_attention_tokens")
+        scores = self.flag("attn_capture", numbers=True)
+        if not entries and not scores:
+            stray = next(name for name in self.fields if not _is_no(self.fields[name]))
+            ask = "attn_capture: 1" if stray == "attn_capture_layers" else (
+                "return_attention_tokens: true")  # fmt: skip
+            raise RequestError(f"{stray} needs {ask}", stray)
+        if not self.options.is_on:
+            raise RequestError(
+                "this server captures no attention: start it with --return-attention-tokens",
+                ASKING[0] if entries else ASKING[1],
+                code="attention_unavailable",
+            )
+        self.available("capture", ASKING[0] if entries else ASKING[1])
+        mode = self.mode(entries)
+        request = CaptureRequest(
+            mode=mode,
+            top_k=self.top_k(mode),
+            layers=self.layers("attention_capture_layers", self.facts.layers),
+            heads=self.heads(),
+            prompt_rows=self.prompt_rows(),
+            hubs=self.hubs(),
+            scores=self.scores(body) if scores else None,
+            stream_entries=entries,
+            **_common(body, headers, self.options, mode)
+            | {"mask_prefix": max(self.mask_prefix(), self.options.mask_prefix)},
+        )
+        _check_one_choice(body)
+        return request
+
+    def mode(self, entries: bool) -> Mode:
+        sketch = self.flag("attention_sketch_mode")
+        fingerprint = self.flag("attention_fingerprint_mode")
+        if sketch and fingerprint:
+            raise RequestError(
+                "attention_sketch_mode and attention_fingerprint_mode exclude each other",
+                "attention_sketch_mode",
+            )
+        modes = self.options.modes
+        if not entries:
+            return "fingerprint"
+        if not modes:
+            raise RequestError(
+                "responses of this server have no attention: start it with "
+                "--return-attention-tokens",
+                ASKING[0],
+                code="attention_unavailable",
+            )
+        asked = "sketch" if sketch else "fingerprint" if fingerprint else None
+        param = f"attention_{asked}_mode" if asked else ASKING[0]
+        refused = next((m for m in ("sketch", "fingerprint")
+                        if m == modes[0] and self.fields.get(f"attention_{m}_mode") is False), None)  # fmt: skip
+        if refused and asked is None:
+            raise RequestError(
+                f"this server gives no more than {refused} entries", f"attention_{refused}_mode"
+            )
+        if asked is not None and asked not in modes:
+            raise RequestError(f"this server gives {modes[0]} entries only", param)
+        chosen: Any = asked or modes[0]
+        self.available(chosen, param)
+        return chosen
+
+    def top_k(self, mode: Mode) -> int:
+        default = SKETCH_TOP_K if mode == "sketch" else self.options.tokens_top_k
+        return self.number("top_k_attention", default, 1, MOST_TOP_K)
+
+    def layers(self, name: str, allowed: tuple[int, ...]) -> list[int]:
+        """Layers of `allowed` that a field chooses: a name, indices as text or in a list."""
+        given = self.fields.get(name)
+        if given is None:
+            return list(allowed)
+        text = self.indices(name, given)
+        try:
+            chosen = choose_layers(text, allowed, self.facts.num_layers)
+        except OptionError as error:
+            raise RequestError(str(error), name) from None
+        if outside := sorted(set(chosen).difference(allowed)):
+            shown = ",".join(map(str, allowed))
+            raise RequestError(f"layer {outside[0]} is not captured here, only {shown}", name)
+        return list(chosen)
+
+    def heads(self) -> list[int] | None:
+        name = "attention_capture_head_ids"
+        given = self.fields.get(name)
+        if given is None:
+            return None
+        self.available("head_filtering", name)
+        try:
+            return list(choose_heads(self.indices(name, given), self.facts.heads))
+        except OptionError as error:
+            raise RequestError(str(error), name) from None
+
+    def indices(self, name: str, given: object) -> str:
+        """A field with indices as the text that options have: `2,18` or a name."""
+        values = given if isinstance(given, list) else [given]
+        if values and len(values) <= MOST_TEXT and all(type(v) is int and abs(v) <= INT32
+                                                       for v in values):  # fmt: skip
+            return ",".join(map(str, values))
+        if isinstance(given, str) and 0 < len(given) <= MOST_TEXT and given.isascii():
+            return given
+        raise self.wrong(name, given, "a list of whole numbers, or text such as 2,18")
+
+    def prompt_rows(self) -> int:
+        name = "include_prompt_attention"
+        most = self.options.tokens_max or INT32
+        given = self.fields.get(name)
+        rows = int(given) if isinstance(given, bool) else self.number(name, 0, 0, most)
+        if rows:
+            self.available(name, name)
+        return rows
+
+    def mask_prefix(self) -> int:
+        return self.number("attention_mask_prefix", 0, 0, INT32)
+
+    def hubs(self) -> bool:
+        wanted = self.flag("attention_hubs")
+        if wanted:
+            self.available("attention_hubs", "attention_hubs")
+        return wanted
+
+    def scores(self, body: dict[str, Any]) -> list[int]:
+        if not self.options.enable_attention_instrumentation:
+            raise RequestError(
+                "this server gives no full scores: start it with "
+                "--enable-attention-instrumentation",
+                "attn_capture",
+                code="attention_unavailable",
+            )
+        self.available("attn_capture", "attn_capture")
+        if body.get("stream"):
+            raise RequestError("attn_capture is answered without stream only", "stream")
+        return self.layers("attn_capture_layers", self.facts.score_layers)
+
+    def available(self, feature: str, param: str) -> None:
+        if reason := self.facts.reasons.get(feature):
+            raise RequestError(
+                f"{feature} is not available: {reason}", param, code="attention_unavailable"
+            )
+
+    def flag(self, name: str, *, numbers: bool = False) -> bool:
+        given = self.fields.get(name, False)
+        if isinstance(given, bool):
+            return given
+        if numbers and type(given) is int and given in (0, 1):
+            return given == 1
+        raise self.wrong(name, given, "0 or 1" if numbers else "true or false")
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        given = self.fields.get(name)
+        if given is None:
+            return default
+        if type(given) is not int or not low <= given <= high:
+            raise self.wrong(name, given, f"a whole number between {low} and {high}")
+        return given
+
+    @staticmethod
+    def wrong(name: str, given: object, what: str) -> RequestError:
+        kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+        shown = str(given) if type(given) in (int, float) else kinds.get(type(given), "a value")
+        if isinstance(given, bool):
+            shown = str(given).lower()
+        return RequestError(f"{name} must be {what}, got {shown[:40]}", name)
+
+
+def _common(
+    body: dict[str, Any], headers: Mapping[str, str], options: ServeOptions, mode: Mode
+) -> dict[str, Any]:
+    """What a request has from the server's options and from its own head."""
+    most = [options.tokens_max]
+    if mode == "fingerprint":
+        most.append(options.fingerprint_max_steps)
+    trace = headers.get("traceparent", "")
+    return {
+        "mask_prefix": options.mask_prefix,
+        # A template may add a system prompt of its own: a chat need not bring one.
+        "mask_system": options.mask_system_prompt and "messages" in body,
+        "stride": options.tokens_stride,
+        "window": options.tokens_window,
+        "max_steps": min(filter(None, most), default=0),
+        "traceparent": trace if _TRACEPARENT.fullmatch(trace) else None,
+        "session_id": _session(body.get("session_id"), headers.get("x-session-id")),
+    }
+
+
+def _session(*found: object) -> str | None:
+    for value in found:
+        if isinstance(value, str) and value and len(value) <= MOST_ID_BYTES:
+            encoded = value.encode(errors="replace")
+            if encoded.decode() == value and len(encoded) <= MOST_ID_BYTES:
+                return value
+    return None
+
+
+def _check_one_choice(body: dict[str, Any]) -> None:
+    """RequestError if a request would be answered by several sequences: rows are of one."""
+    params = body.get("sampling_params")
+    places = {"": body, "sampling_params.": params}
+    for where, place in places.items():
+        if not isinstance(place, dict):
+            continue
+        for name in ("n", "best_of", "beam_width"):
+            if place.get(name) not in (None, 1, "1"):
+                raise RequestError(
+                    f"attention is captured of one choice: {where}{name} must be 1", where + name
+                )
+    if isinstance(params, list):
+        raise RequestError("attention is captured of one prompt in a request", "sampling_params")
+    for name in ("prompt", "text", "input_ids"):
+        given = body.get(name)
+        if isinstance(given, list) and len(given) > 1 and isinstance(given[0], str | list):
+            raise RequestError("attention is captured of one prompt in a request", name)

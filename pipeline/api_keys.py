@@ -1,4 +1,4 @@
-"""API keys: a file with one a line, compared in constant time."""
+"""API keys of a service: a file with one a line, compared in constant time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ class ApiKeys:
         return found
 
 
-def read_keys(path: Path) -> ApiKeys:
+def read_keys(path: Path, option: str = "--api-key-file") -> ApiKeys:
     """The keys of a file: one a line; empty lines and those that begin with # are left out.
+
+    Args:
+        option: that named the file, for messages.
 
     Raises:
         OptionError: it cannot be read, other users can read it, or a line cannot be a key.
@@ -51,13 +54,13 @@ def read_keys(path: Path) -> ApiKeys:
         # Without waiting, if somebody made a pipe of it.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise OptionError(f"cannot read --api-key-file {path}: {error.strerror}") from None
+        raise OptionError(f"cannot read {option} {path}: {error.strerror}") from None
     try:
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
-            raise OptionError(f"--api-key-file {path} is not a file")
+            raise OptionError(f"{option} {path} is not a file")
         if facts.st_mode & OPEN_TO_OTHERS:
-            raise OptionError(f"--api-key-file {path} is open to other users: chmod 600 {path}")
+            raise OptionError(f"{option} {path} is open to other users: chmod 600 {path}")
         lines = os.read(handle, MOST_FILE_BYTES).splitlines()
     finally:
         os.close(handle)
@@ -66,12 +69,17 @@ def read_keys(path: Path) -> ApiKeys:
         key = line.strip()
         if not key or key.startswith(b"#"):
             continue
-        if not LEAST_BYTES <= len(key) <= MOST_BYTES or not all(33 <= byte < 127 for byte in key):
-            raise OptionError(
-                f"line {number} of --api-key-file {path} is not a key: use {LEAST_BYTES} to "
-                f"{MOST_BYTES:,} letters, digits and signs without spaces (openssl rand -hex 32)"
-            )
+        check_key(key, f"line {number} of {option} {path}")
         keys.append(key)
     if not keys:
-        raise OptionError(f"--api-key-file {path} holds no key: openssl rand -hex 32 makes one")
+        raise OptionError(f"{option} {path} holds no key: openssl rand -hex 32 makes one")
     return ApiKeys(keys)
+
+
+def check_key(key: bytes, what: str) -> None:
+    """OptionError if `key` cannot be one; `what` says where it came from."""
+    if not LEAST_BYTES <= len(key) <= MOST_BYTES or not all(33 <= byte < 127 for byte in key):
+        raise OptionError(
+            f"{what} is not a key: use {LEAST_BYTES} to {MOST_BYTES:,} letters, digits and signs "
+            "without spaces (openssl rand -hex 32)"
+        )
