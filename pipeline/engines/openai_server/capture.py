@@ -24,7 +24,6 @@ from pipeline.engines.attention_scores import Scores, check_output, read_first_k
 from pipeline.engines.attention_tap import AttentionCall
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.request import RequestError
-from pipeline.engines.serving.responses import SKETCH_HUBS
 from pipeline.engines.serving.rows import HeadRows, LayerRow, Row
 
 # What the full scores of one request may take, as float16.
@@ -34,6 +33,7 @@ _SCORES_ROWS = 128
 # The prompt and the first generated token take every path through the model's code, so that later
 # steps need no check.
 _CHECKED_STEPS = 2
+_NO_POSITIONS, _NO_MASSES = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 class _Kind(NamedTuple):
@@ -187,7 +187,7 @@ class RequestCapture:
             visibility=self._visibility,
             chosen=request.heads,
             top_k=request.top_k if raw_heads else 0,
-            mean_top_k=SKETCH_HUBS if request.mode == "sketch" else request.top_k,
+            mean_top_k=0 if request.mode == "fingerprint" else request.top_k,
             hubs=request.hubs,
             **kind._asdict(),
         )
@@ -204,14 +204,13 @@ class RequestCapture:
         layers = []
         for layer in sorted(self._answers):
             found = self._answers[layer]
-            assert found.top is not None
-            heads = None
-            if found.top.positions.shape[2]:
+            top, heads = found.top, None
+            if top is not None and top.positions.shape[2]:
                 numbers = sorted(self.request.heads or ())
                 heads = HeadRows(
                     numbers,
-                    found.top.positions[number].numpy(),
-                    found.top.logits[number].numpy(),
+                    top.positions[number].numpy(),
+                    top.logits[number].numpy(),
                     found.logsumexp[number].numpy(),
                 )
             layers.append(
@@ -219,8 +218,8 @@ class RequestCapture:
                     layer,
                     found.mean[number].numpy(),
                     float(found.logsumexp[number].double().mean()),
-                    found.top.mean_positions[number].numpy(),
-                    found.top.mean_masses[number].numpy(),
+                    _NO_POSITIONS if top is None else top.mean_positions[number].numpy(),
+                    _NO_MASSES if top is None else top.mean_masses[number].numpy(),
                     heads,
                 )
             )
@@ -259,4 +258,3 @@ class RequestCapture:
             p = logits.softmax(dim=2).nan_to_num(0.0)[:, :, : len(keys)]
             taken[part, :, offset:] = p.half()
         self._scores[call.layer].append(taken)
-

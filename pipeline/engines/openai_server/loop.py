@@ -6,14 +6,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pyarrow as pa
 import torch
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.attention_tap import AttentionCall, AttentionTap
+from pipeline.engines.serving.request import RequestError
 
+from .errors import BusyError
 from .model import ServedModel
 from .sequence import Sequence, Step, Work
 
@@ -21,10 +22,6 @@ LOG = logging.getLogger("attn.serve")
 # Requests that run in turn, and that wait for their turn; steps that a client may be behind before
 # its request is left out.
 MOST_ACTIVE, MOST_WAITING, MOST_BEHIND = 64, 256, 256
-
-
-class BusyError(AttnError):
-    """Too many requests wait already."""
 
 
 class Job:
@@ -115,10 +112,11 @@ class ModelLoop:
         with torch.inference_mode(), AttentionTap(self._model.engine.model, self._observe):
             while (job := self._next()) is not None:
                 self._step(job)
-                job = None  # hold nothing of it while waiting
+                del job
 
     def _next(self) -> Job | None:
         """The next job in turn; waits for one. None at the end."""
+        job: Job | None
         with self._changed:
             while True:
                 self._running = None
@@ -139,8 +137,7 @@ class ModelLoop:
                     if job.behind < self._most_behind:
                         self._running = job
                         return job
-                del_job: Any = None
-                job = del_job
+                job = None  # hold nothing of it while waiting
                 self._changed.wait()
 
     def _drop_cancelled(self) -> None:
@@ -161,7 +158,7 @@ class ModelLoop:
                 job.sequence = Sequence(self._model, job.work, self._records)
             event = job.sequence.step()
         except Exception as error:  # of this request: the others go on
-            if not isinstance(error, AttnError):
+            if not isinstance(error, AttnError | RequestError):
                 LOG.error("request %s failed: %s", job.work.id, error, exc_info=error)
             event = error
         over = isinstance(event, Exception) or event.finish_reason is not None

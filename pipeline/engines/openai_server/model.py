@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.loading import load_engine
 from pipeline.engines.options import CaptureOptions
+from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import PhaseTracker, starts_inside, think_tags
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
 from pipeline.engines.serving.system_prompt import Message, count_system_tokens
@@ -20,54 +19,44 @@ from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import capture_id
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a model is served.
-
-    Args:
-        layers: that requests may capture, as of `CaptureOptions`.
-        layout: of the fingerprints.
-        sink_tokens: how many tokens at the start count as sink mass only.
-        reasoning_parser: whose tags say what is thinking (`phases.PARSERS`); None: nothing is.
-        device: auto, cpu, cuda or cuda:N.
-        served_name: what the API and the records call the model; by default what it was loaded by.
-    """
-
-    layers: str = "last"
-    layout: Layout = Layout.LOG16
-    sink_tokens: int = 1
-    reasoning_parser: str | None = None
-    device: str = "auto"
-    served_name: str | None = None
-
-
 class ServedModel:
     """A model of `transformers` as this server uses it, one request at a time.
 
     Args:
         name: folder or hub name.
+        options: layers, layout and sink tokens of the captures.
+        reasoning_parser: whose tags say what is thinking (`phases.PARSERS`); None: nothing is.
+        device: auto, cpu, cuda or cuda:N.
+        served_name: what the API and the records call the model; by default `name`.
 
     Raises:
         OptionError: the model cannot be loaded or captured, or its tokenizer has no fast form.
         MissingExtraError: as of `load_engine`.
     """
 
-    def __init__(self, name: str, options: ModelOptions) -> None:
-        captured = CaptureOptions(
-            layers=options.layers,
-            layout=options.layout,
-            sink_tokens=options.sink_tokens,
-            device=options.device,
-        )
+    def __init__(
+        self,
+        name: str,
+        options: ServeOptions,
+        *,
+        reasoning_parser: str | None = None,
+        device: str = "auto",
+        served_name: str | None = None,
+    ) -> None:
         self.options = options
+        captured = CaptureOptions(layers="all", sink_tokens=options.sink_tokens, device=device)
         self.engine: TransformersEngine = load_engine(name, captured)
-        self.name = options.served_name or name
+        self.name = served_name or name
         self.tokenizer: Any = self.engine.tokenizer
         if not self.tokenizer.is_fast:
             raise OptionError(f"the tokenizer of {name} is not a fast one (no tokenizer.json)")
-        parser = options.reasoning_parser
-        self._tags = None if parser is None else think_tags(parser, self._encode, self.text)
-        cache = self.cache()
+        count = self.engine.config.num_hidden_layers
+        self.layers = options.choose_layers(self.engine.layers, count)
+        self.score_layers = options.choose_score_layers(self.engine.layers, count)
+        self._tags = None
+        if reasoning_parser is not None:
+            self._tags = think_tags(reasoning_parser, self._encode, self.text)
+        cache: Any = self.cache()
         self.windows: tuple[int, ...] = tuple(
             int(layer.sliding_window) if layer.is_sliding else 0 for layer in cache.layers
         )
@@ -75,11 +64,16 @@ class ServedModel:
 
     @property
     def facts(self) -> ModelFacts:
-        config = self.engine.config
+        config, options = self.engine.config, self.options
+        plain = CaptureRequest(
+            layers=list(self.layers), mask_prefix=options.mask_prefix, window=options.tokens_window
+        )
         return ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
-            layers=self.engine.layers,
+            layers=self.layers,
+            score_layers=self.score_layers,
+            capture_id=self.capture_id(plain),
             heads=config.num_attention_heads,
             max_context=self.context,
             reasons={

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline.engines.serving.request import CaptureRequest, RequestError
+from pipeline.engines.serving.request import RequestError
 
 # Alternatives that a request may ask the logprobs of.
 MOST_LOGPROBS = 20
@@ -52,17 +52,6 @@ class _Sampled(msgspec.Struct, frozen=True, kw_only=True):
         """How many of the likeliest tokens to name beside each token; None for no logprobs."""
         return None
 
-    @property
-    def capture(self) -> CaptureRequest | None:
-        """What the gate in front of this server found to be captured."""
-        found = (self.custom_params or {}).get("attn")
-        if found is None:
-            return None
-        try:
-            return msgspec.convert(found, CaptureRequest)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"custom_params.attn: {error}", "custom_params") from None
-
 
 class ChatRequest(_Sampled, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
@@ -84,7 +73,7 @@ class ChatRequest(_Sampled, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_Sampled, frozen=True, kw_only=True):
-    prompt: str | list[str] | list[int]
+    prompt: str | list[str | int]
     logprobs: int | None = None
     echo: bool = False
     suffix: str | None = None
@@ -93,6 +82,11 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def numbers(self) -> list[int]:
+        """The prompt as tokens."""
+        return [token for token in self.prompt if isinstance(token, int)]
 
     @property
     def limit(self) -> int | None:
@@ -112,7 +106,7 @@ def parse(body: bytes, kind: type[R]) -> R:
     try:
         request = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not a request: {error}") from None
+        raise RequestError(f"the body is not a request: {error}", None) from None
     _check(request)
     if isinstance(request, ChatRequest):
         if not request.messages:
@@ -127,9 +121,9 @@ def parse(body: bytes, kind: type[R]) -> R:
                 raise RequestError(f"{name} is not supported by this server", name)
         if request.best_of not in (None, 1):
             raise RequestError("best_of must be 1", "best_of")
-        if isinstance(request.prompt, list) and isinstance((request.prompt or [0])[0], str):
-            if len(request.prompt) != 1:
-                raise RequestError("one prompt a request", "prompt")
+        texts = sum(isinstance(part, str) for part in request.prompt)
+        if isinstance(request.prompt, list) and texts and len(request.prompt) != 1:
+            raise RequestError("give one prompt in a request", "prompt")
     return request
 
 
@@ -151,6 +145,3 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
         raise RequestError(f"stop must be up to {MOST_STOPS} texts, none empty", "stop")
     if not 0 <= (request.alternatives or 0) <= MOST_LOGPROBS:
         raise RequestError(f"logprobs name up to {MOST_LOGPROBS} tokens", "top_logprobs")
-    capture = request.capture
-    if capture is not None and capture.scores is not None and request.stream:
-        raise RequestError("attn_capture needs a response in one: drop stream", "attn_capture")

@@ -173,7 +173,7 @@ class RequestCollector:
         described = vectors_of_columns(columns, self.layout)
         if request.mode == "sketch":
             seen = [layer for layer in row.layers if (layer.positions >= 0).any()]
-            return [sketch_entry(seen, step=step, phase=phase)] if seen else []
+            return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
         if not described.valid[0]:
             return []
         vector = described.vector[0]

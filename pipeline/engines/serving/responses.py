@@ -25,7 +25,7 @@ from .rows import HeadRows, LayerRow
 Entry = dict[str, Any]
 # Decimals.
 SHARE, LOGIT, VECTOR = 4, 4, 5
-SKETCH_HUBS = 32
+HUBS = 32
 # Column of `LayerRow.mean`.
 _ENTROPY = 27
 # Fast: attention hardly gets smaller with more effort.
@@ -57,11 +57,11 @@ def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) ->
     return entry
 
 
-def sketch_entry(rows: list[LayerRow], *, step: int, phase: str) -> Entry:
-    """Where each layer of a row attends to: its largest positions, and a histogram of distance."""
+def sketch_entry(rows: list[LayerRow], k: int, *, step: int, phase: str) -> Entry:
+    """Where each layer of a row attends to: its k largest positions, and a histogram of distance."""
     return {
         "mode": "sketch",
-        "layer_sketches": {str(row.layer): _sketch(row) for row in rows},
+        "layer_sketches": {str(row.layer): _sketch(row, k) for row in rows},
         "decode_step": step,
         "think_phase": phase,
     }
@@ -81,7 +81,7 @@ def fingerprint_entry(
     }
 
 
-def hub_list(hubs: Floats, layers: int, count: int = SKETCH_HUBS) -> list[list[float]]:
+def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
     """The most attended positions of a request, best first: [position, mass].
 
     Args:
@@ -120,8 +120,8 @@ def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> En
     }
 
 
-def _sketch(row: LayerRow) -> Entry:
-    positions, masses = _most(row, SKETCH_HUBS)
+def _sketch(row: LayerRow, k: int) -> Entry:
+    positions, masses = _most(row, k)
     hubs = zip(positions.tolist(), _rounded(masses, SHARE), strict=True)
     return {
         "top_hubs": [list(pair) for pair in hubs],

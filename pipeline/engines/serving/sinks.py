@@ -263,7 +263,7 @@ class StoreTarget:
 
 
 def open_sink(
-    *, sidecar_url: str | None = None, store: str | None = None, curve_keys: Path | None = None
+    *, sidecar_url: str | None = None, store: Path | None = None, curve_keys: Path | None = None
 ) -> RecordSink | None:
     """The sink of a server's options; None without a sidecar and a store.
 

@@ -16,7 +16,9 @@ def count_system_tokens(
     tokens: Sequence[int],
     tokenize: Callable[[list[Message]], Sequence[int]],
 ) -> int:
-    """The tokens that the chat template makes of the system messages a conversation begins with.
+    """The tokens that the chat template makes of the system messages a conversation begins with;
+    without any, all that the template puts before the text of the first message, where it may have
+    a system prompt of its own.
 
     Args:
         messages: of the request.
@@ -33,7 +35,7 @@ def count_system_tokens(
             "a system message after the others cannot be hidden: put it first", "messages"
         )
     if not count:
-        return 0
+        return _before_first(messages, tokens, tokenize)
     cannot = "the model's chat template does not allow the system prompt to be hidden"
     remedy = "use attention_mask_prefix with a number of tokens"
     try:
@@ -44,3 +46,16 @@ def count_system_tokens(
     if list(tokens[: len(own)]) != own:
         raise RequestError(f"{cannot}: {remedy}", "messages")
     return len(own)
+
+
+def _before_first(
+    messages: Sequence[Message],
+    tokens: Sequence[int],
+    tokenize: Callable[[list[Message]], Sequence[int]],
+) -> int:
+    """The tokens before the text of the first message: those that another text leaves as they
+    are."""
+    text = str(messages[0].get("content", ""))
+    other = tokenize([{**messages[0], "content": "b" if text[:1] == "a" else "a"}, *messages[1:]])
+    pairs = zip(tokens, other, strict=False)
+    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(tokens))
