@@ -15,6 +15,7 @@ from discovery.commands.classify import classify
 from discovery.commands.discover import discover
 from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
+from pipeline.serve_command import ANYTHING, serve
 from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
 from pipeline.stream.commands import stream_app
@@ -71,6 +72,7 @@ def attn(
 
 
 app.command()(capture)
+app.command(context_settings=ANYTHING)(serve)
 app.command()(discover)
 app.command()(classify)
 app.command()(sidecar)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,42 +16,21 @@ from typing import Any, Literal
 import msgspec
 
 from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.options import choose_heads, choose_layers
 
+from .body import ASKING, RequestError, asked_fields, asks, check_one_choice, is_no
 from .options import INT32, MOST_TOP_K, ServeOptions
 
 Mode = Literal["raw", "sketch", "fingerprint"]
 # Where a request travels in the engine's `custom_params`.
 CUSTOM_PARAM = "attn"
 SKETCH_TOP_K = 32
-FIELDS = (
-    "return_attention_tokens", "top_k_attention", "attention_sketch_mode",
-    "attention_fingerprint_mode", "attention_capture_layers", "attention_capture_head_ids",
-    "attention_mask_prefix", "include_prompt_attention", "attention_hubs", "attn_capture",
-    "attn_capture_layers",
-)  # fmt: skip
-# Fields that ask; the others say how.
-ASKING = ("return_attention_tokens", "attn_capture")
 # Text in a field is indices or a name.
-MOST_TEXT = 4_096
+MOST_TEXT = 1_024
 MOST_ID_BYTES = 1_024
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAC_CHARACTERS = 32
-
-
-class RequestError(Exception):
-    """A request that is not answered; HTTP 400 unless it says otherwise.
-
-    Args:
-        message: what is wrong and what to do, in a line.
-        param: the field that is wrong.
-    """
-
-    def __init__(
-        self, message: str, param: str | None, *, status: int = 400, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -141,81 +119,6 @@ class ModelFacts:
     capture_id: str | None = None
 
 
-class Repeated(dict[str, Any]):
-    """A JSON object in which a field of `FIELDS` stood more than once: `name`."""
-
-    name = ""
-
-
-def read_body(raw: bytes) -> Any:
-    """The JSON value of a body. RequestError: it has none."""
-    try:
-        return json.loads(raw, object_pairs_hook=_object)
-    except RecursionError:
-        raise RequestError("the body is nested too deeply", None) from None
-    except ValueError as error:  # among them: no UTF-8, a number of 5,000 digits
-        reason = str(error).splitlines()[0][:100]
-        raise RequestError(f"the body is not JSON: {reason}", None) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    names = [name for name, _ in pairs]
-    for name in FIELDS:
-        if names.count(name) > 1:
-            made = Repeated(made)
-            made.name = name
-            return made
-    return made
-
-
-def asked_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Our fields of a body, those of an `extra_body` that was sent as such too, without null.
-
-    Raises:
-        RequestError: a field stands twice.
-    """
-    found: dict[str, Any] = {}
-    for place in (body, body.get("extra_body")):
-        if not isinstance(place, dict):
-            continue
-        if isinstance(place, Repeated):
-            raise RequestError(f"{place.name} stands twice in the body: give it once", place.name)
-        for name in FIELDS:
-            if place.get(name) is None:
-                continue
-            if name in found:
-                raise RequestError(f"{name} stands in the body and in extra_body", name)
-            found[name] = place[name]
-    return found
-
-
-def asks(fields: Mapping[str, Any]) -> bool:
-    """Whether `asked_fields` ask for attention, rightly or wrongly. What says how, without what
-    asks, is a mistake; after an explicit no it is not."""
-    asking = [fields[name] for name in ASKING if name in fields]
-    if asking:
-        return not all(_is_no(value) for value in asking)
-    return not all(_is_no(value) for value in fields.values())
-
-
-def _is_no(value: object) -> bool:
-    return value is False or (type(value) is int and value == 0)
-
-
-def without_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a body without our fields."""
-    kept = {name: value for name, value in body.items() if name not in FIELDS}
-    extra = kept.get("extra_body")
-    if isinstance(extra, dict) and not extra.keys().isdisjoint(FIELDS):
-        kept["extra_body"] = {name: extra[name] for name in extra if name not in FIELDS}
-        if not kept["extra_body"]:
-            del kept["extra_body"]
-    return kept
-
-
 def parse_request(
     body: dict[str, Any], headers: Mapping[str, str], options: ServeOptions, facts: ModelFacts
 ) -> CaptureRequest | None:
@@ -239,10 +142,10 @@ def sampled_request(
     body: dict[str, Any], headers: Mapping[str, str], options: ServeOptions, facts: ModelFacts
 ) -> CaptureRequest | None:
     """What is recorded of a request that asked for nothing; None if it cannot be."""
-    if "capture" in facts.reasons or "fingerprint" in facts.reasons:
+    if not facts.layers or not facts.reasons.keys().isdisjoint(("capture", "fingerprint")):
         return None
     try:
-        _check_one_choice(body)
+        check_one_choice(body)
     except RequestError:
         return None
     return CaptureRequest(
@@ -263,7 +166,7 @@ class _Reader:
         entries = self.flag("return_attention_tokens")
         scores = self.flag("attn_capture", numbers=True)
         if not entries and not scores:
-            stray = next(name for name in self.fields if not _is_no(self.fields[name]))
+            stray = next(name for name in self.fields if not is_no(self.fields[name]))
             ask = "attn_capture: 1" if stray == "attn_capture_layers" else (
                 "return_attention_tokens: true")  # fmt: skip
             raise RequestError(f"{stray} needs {ask}", stray)
@@ -287,7 +190,12 @@ class _Reader:
             **_common(body, headers, self.options, mode)
             | {"mask_prefix": max(self.mask_prefix(), self.options.mask_prefix)},
         )
-        _check_one_choice(body)
+        check_one_choice(body)
+        layered = mode == "fingerprint" and self.options.layout is Layout.LAYERED
+        if layered and len(request.layers) < 2:
+            raise RequestError(
+                "fingerprints of layout layered need several layers", "attention_capture_layers"
+            )
         return request
 
     def mode(self, entries: bool) -> Mode:
@@ -310,12 +218,6 @@ class _Reader:
             )
         asked = "sketch" if sketch else "fingerprint" if fingerprint else None
         param = f"attention_{asked}_mode" if asked else ASKING[0]
-        refused = next((m for m in ("sketch", "fingerprint")
-                        if m == modes[0] and self.fields.get(f"attention_{m}_mode") is False), None)  # fmt: skip
-        if refused and asked is None:
-            raise RequestError(
-                f"this server gives no more than {refused} entries", f"attention_{refused}_mode"
-            )
         if asked is not None and asked not in modes:
             raise RequestError(f"this server gives {modes[0]} entries only", param)
         chosen: Any = asked or modes[0]
@@ -332,6 +234,8 @@ class _Reader:
         if given is None:
             return list(allowed)
         text = self.indices(name, given)
+        if not allowed:
+            raise RequestError("no layer is captured here", name, code="attention_unavailable")
         try:
             chosen = choose_layers(text, allowed, self.facts.num_layers)
         except OptionError as error:
@@ -417,10 +321,8 @@ class _Reader:
 
     @staticmethod
     def wrong(name: str, given: object, what: str) -> RequestError:
-        kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-        shown = str(given) if type(given) in (int, float) else kinds.get(type(given), "a value")
-        if isinstance(given, bool):
-            shown = str(given).lower()
+        kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+        shown = kinds.get(type(given), str(given).lower())
         return RequestError(f"{name} must be {what}, got {shown[:40]}", name)
 
 
@@ -451,23 +353,3 @@ def _session(*found: object) -> str | None:
             if encoded.decode() == value and len(encoded) <= MOST_ID_BYTES:
                 return value
     return None
-
-
-def _check_one_choice(body: dict[str, Any]) -> None:
-    """RequestError if a request would be answered by several sequences: rows are of one."""
-    params = body.get("sampling_params")
-    places = {"": body, "sampling_params.": params}
-    for where, place in places.items():
-        if not isinstance(place, dict):
-            continue
-        for name in ("n", "best_of", "beam_width"):
-            if place.get(name) not in (None, 1, "1"):
-                raise RequestError(
-                    f"attention is captured of one choice: {where}{name} must be 1", where + name
-                )
-    if isinstance(params, list):
-        raise RequestError("attention is captured of one prompt in a request", "sampling_params")
-    for name in ("prompt", "text", "input_ids"):
-        given = body.get(name)
-        if isinstance(given, list) and len(given) > 1 and isinstance(given[0], str | list):
-            raise RequestError("attention is captured of one prompt in a request", name)

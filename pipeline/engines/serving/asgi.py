@@ -1,0 +1,130 @@
+"""Bodies and answers of ASGI: what the gate reads, replays and sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from .body import RequestError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+# How long what a refused client still sends is read and thrown away, so that it reads the answer.
+LINGER_S = 2.0
+# `type` of an error by its status, as OpenAI's clients know them.
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_HEADERS: dict[int, Headers] = {
+    401: [(b"www-authenticate", b'Bearer realm="attention"')],
+    413: [(b"connection", b"close")],
+    429: [(b"retry-after", b"1")],
+}
+
+
+class TooLargeError(RequestError):
+    """A body past the limit, of which the client may still be sending."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"the body is larger than {most:,} bytes: see --attention-max-body-mb",
+            None, status=413, code="body_too_large",
+        )  # fmt: skip
+
+
+class ClientGoneError(Exception):
+    """The client left before its body was whole."""
+
+
+async def whole_body(scope: Scope, receive: Receive, most: int) -> bytes:
+    """The body of a request, at most `most` bytes.
+
+    Raises:
+        TooLargeError: it has more.
+        ClientGoneError: it will never be whole.
+    """
+    length = header(scope, b"content-length")
+    if length.isdigit() and int(length[:20]) > most:
+        raise TooLargeError(most)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise TooLargeError(most)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first value of a header, empty without one."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def with_length(scope: Scope, length: int) -> Scope:
+    """A copy of the scope of a request whose body was replaced by one of `length` bytes."""
+    gone = (b"content-length", b"transfer-encoding")
+    kept = [pair for pair in scope["headers"] if pair[0] not in gone]
+    return {**scope, "headers": [*kept, (b"content-length", str(length).encode())]}
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` of a request whose body was read: the body in one message, then what follows."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+async def answer(send: Send, status: int, value: Any, headers: Headers) -> None:
+    """Send a JSON value."""
+    await _answer(send, status, msgspec.json.encode(value), headers)
+
+
+async def refuse(send: Send, receive: Receive, error: RequestError) -> None:
+    """Answer with an error as OpenAI's API has them."""
+    headers = list(_HEADERS.get(error.status, ()))
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    content = msgspec.json.encode(
+        {"error": {"message": error.message, "type": kind, "param": error.param,
+                   "code": error.code}}
+    )  # fmt: skip
+    if not isinstance(error, TooLargeError):
+        await _answer(send, error.status, content, headers)
+        return
+    await _answer(send, error.status, content, headers, more=True)
+    # With a connection that is closed at once the client would not see the answer.
+    try:
+        async with asyncio.timeout(LINGER_S):
+            message = await receive()
+            while message["type"] == "http.request" and message.get("more_body"):
+                # Input that is always there never lets a timeout through.
+                await asyncio.sleep(0)
+                message = await receive()
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer(
+    send: Send, status: int, content: bytes, headers: Headers, *, more: bool = False
+) -> None:
+    head = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": content, "more_body": more})
