@@ -16,11 +16,9 @@ from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.options import CaptureOptions
 
 from .capture import CaptureSummary, read_prompts, run_capture
+from .interrupts import INTERRUPTED
 from .progress import shown_progress
 from .store.commands import AsJson
-
-# Exit code of a program that Ctrl+C ended: 128 + SIGINT.
-INTERRUPTED = 130
 
 
 def capture(

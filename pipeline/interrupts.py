@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Exit code of a program that Ctrl+C ended: 128 + SIGINT.
+INTERRUPTED = 130
 # Seconds until a lost interrupt is raised again: time for the callback that lost it to return.
 RETRY_S = 0.02
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.capture_command import INTERRUPTED
-from pipeline.interrupts import lost_interrupts_raised_again
+from pipeline.interrupts import INTERRUPTED, lost_interrupts_raised_again
 from pipeline.progress import shown_progress
 from pipeline.store.commands import PROGRESS_ROWS, AsJson, Format
 

@@ -58,7 +58,7 @@ def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) ->
 
 
 def sketch_entry(rows: list[LayerRow], k: int, *, step: int, phase: str) -> Entry:
-    """Where each layer of a row attends to: its k largest positions, and a histogram of distance."""
+    """Where each layer of a row attends to: at most k positions, and a histogram of distance."""
     return {
         "mode": "sketch",
         "layer_sketches": {str(row.layer): _sketch(row, k) for row in rows},
