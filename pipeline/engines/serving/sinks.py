@@ -154,9 +154,9 @@ class RecordSink:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_due, self._seconds_left())
-                if not self._is_due():
-                    continue
+                while not self._is_due():
+                    # Anew each time: the first row to wait sets when its batch is due.
+                    self._changed.wait(self._seconds_left())
                 batches = self._take()
                 if not batches:
                     return  # closing, and nothing is left

@@ -211,4 +211,3 @@ def test_a_stride_and_a_limit_choose_the_same_rows_everywhere(demo):
             multiples = [p - prompt + 1 for p in range(prompt, prompt + 19) if p % 3 == 0]
             assert steps == multiples[:rows]
             assert usage["rows"] == rows
-
