@@ -73,7 +73,7 @@ def test_a_sidecar_receives_the_records_and_its_end_stops_nobody(demo):
                 message = decode(receiver.recv(), max_rows=10_000, max_bytes=1 << 20)
                 received += message.batch.num_rows
                 assert set(message.batch.column("response_id").to_pylist()) == {found["id"]}
-            assert sink.counts.delivered == received == 19
+            wait_until(lambda: sink.counts.delivered == received == 19)
             receiver.close()
             for _ in range(3):
                 again = live.complete(max_tokens=20, ignore_eos=True)
