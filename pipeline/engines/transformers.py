@@ -137,7 +137,7 @@ class TransformersEngine:
     ) -> list[int]:
         """Decode greedily and add a step for each forward pass; returns the generated tokens."""
         cache = DynamicCache(config=self.model.config)
-        ends = self._end_tokens
+        ends = self.end_tokens
         feed, begin, captured = prompt, 0, 0
         new: list[int] = []
         while True:
@@ -148,7 +148,7 @@ class TransformersEngine:
                     wanted = wanted[:0]
                 captured += len(wanted)
             steps.append(_Step(begin, len(feed), torch.from_numpy(wanted), clock()))
-            token = int(self._forward(feed, cache)[-1].argmax())
+            token = int(self.forward(feed, cache)[-1].argmax())
             if missing := sorted(set(self.layers) - steps[-1].seen):
                 raise self._refusal(missing[0], _NO_SOFTMAX)
             if len(new) < self.options.max_new_tokens:
@@ -159,7 +159,7 @@ class TransformersEngine:
                 return new
             feed = [token]
 
-    def _forward(self, tokens: list[int], cache: DynamicCache) -> Tensor:
+    def forward(self, tokens: list[int], cache: DynamicCache) -> Tensor:
         """Logits float[n, V]: of the last token, or of all if the model cannot choose."""
         device = self.model.device
         extra: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class TransformersEngine:
         return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[0]
 
     @cached_property
-    def _end_tokens(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id
         if ends is None:
             ends = self.tokenizer.eos_token_id
@@ -225,7 +225,7 @@ class TransformersEngine:
 
         with torch.inference_mode(), AttentionTap(self.model, observe):
             try:
-                self._forward([0, 0], DynamicCache(config=self.model.config))
+                self.forward([0, 0], DynamicCache(config=self.model.config))
             # The model needs another kind of cache or input.
             except (TypeError, ValueError) as error:
                 raise OptionError(f"{self.name} cannot be captured: {error}") from error

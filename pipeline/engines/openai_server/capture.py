@@ -1,0 +1,260 @@
+"""What one request captures while its tokens run through the model, through `AttentionTap`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from capture_kernels.arrays import Floats
+from capture_kernels.decode.answers import Statistics
+from capture_kernels.decode.host import HostStatisticsPlan
+from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.eager import head_logits
+from capture_kernels.fingerprint.vector import Visibility, chosen_heads
+from pipeline.engines.attention_scores import Scores, check_output, read_first_keys, read_scores
+from pipeline.engines.attention_tap import AttentionCall
+from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.request import RequestError
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Row
+
+# What the full scores of one request may take, as float16.
+SCORES_BYTES = 256 << 20
+# Queries of a prompt whose scores are computed at a time.
+_SCORES_ROWS = 128
+# The prompt and the first generated token take every path through the model's code, so that later
+# steps need no check.
+_CHECKED_STEPS = 2
+_NO_POSITIONS, _NO_MASSES = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+class _Kind(NamedTuple):
+    """Layers that one plan can take together."""
+
+    window: int  # the model's own; 0 for none
+    heads: int
+    key_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float | None
+
+
+class RequestCapture:
+    """Rows and scores of one request, step by step: `begin`, the model's layers through `observe`,
+    then `end`.
+
+    Args:
+        collector: says which rows are wanted, and takes them.
+        windows: the sliding window of each layer of the model; 0 for none.
+        sink_tokens: as of `Visibility`.
+        longest: the most tokens that the request can have.
+    """
+
+    def __init__(
+        self, collector: RequestCollector, *, windows: Sequence[int], sink_tokens: int, longest: int
+    ) -> None:
+        self.collector, self.request = collector, collector.request
+        self._windows, self._longest = windows, longest
+        request = self.request
+        self._visibility = Visibility(sink_tokens, request.mask_prefix, request.window)
+        self._scores: dict[int, list[Tensor]] = {layer: [] for layer in request.scores or ()}
+        self._scores_bytes = 0
+        self._hubs = torch.zeros((1, longest)) if request.hubs else None
+        # Of the current step.
+        self._steps, self._begin, self._wanted = 0, 0, torch.empty(0, dtype=torch.int64)
+        self._tokens: list[int] = []
+        # A plan of each kind of layer, and how many have run.
+        self._plans: dict[_Kind, tuple[HostStatisticsPlan, int]] = {}
+        self._rows_hubs: Tensor | None = None
+        self._answers: dict[int, Statistics] = {}
+        self._seconds = 0.0
+
+    def begin(self, begin: int, tokens: list[int]) -> None:
+        """Begin a step that feeds these tokens, the first at position `begin`."""
+        positions = range(begin, begin + len(tokens))
+        wanted = [position for position in positions if self.collector.wants(position)]
+        self._wanted = torch.tensor(wanted, dtype=torch.int64)
+        self._begin, self._tokens, self._seconds = begin, tokens, 0.0
+        self._steps += 1
+        self._plans, self._answers = {}, {}
+        if self._hubs is not None and wanted:
+            self._rows_hubs = torch.zeros((len(wanted), self._longest))
+
+    def observe(self, call: AttentionCall) -> None:
+        """Take one layer of the step.
+
+        Raises:
+            OptionError: the model did something that cannot be captured.
+            RequestError: the scores take more memory than a request may have.
+        """
+        started = time.perf_counter()
+        wants_rows = call.layer in self.request.layers and len(self._wanted)
+        wants_scores = call.layer in self._scores
+        if wants_rows or wants_scores:
+            scores, offset = self._read(call)
+            if wants_rows:
+                self._take_rows(call, scores, offset)
+            if wants_scores:
+                self._take_scores(call, scores, offset)
+        self._seconds += time.perf_counter() - started
+
+    def end(self, captured_at: datetime) -> list[dict[str, object]]:
+        """End the step; returns the entries of the response that it gave."""
+        started = time.perf_counter()
+        if len(self._wanted) and (missing := set(self.request.layers) - set(self._answers)):
+            raise OptionError(f"layer {min(missing)} cannot be captured: it has no attention")
+        if self._hubs is not None and self._rows_hubs is not None:
+            self._hubs += self._rows_hubs.sum(dim=0)
+            self._rows_hubs = None
+        rows = [
+            self._row(number, position, captured_at)
+            for number, position in enumerate(self._wanted.tolist())
+        ]
+        self.collector.add_seconds(self._seconds + time.perf_counter() - started)
+        return [entry for row in rows for entry in self.collector.add(row)]
+
+    @property
+    def hubs(self) -> Floats | None:
+        """Sums by position, as `RequestCollector.finish` takes them."""
+        return None if self._hubs is None else self._hubs[0].numpy()
+
+    def scores(self) -> dict[int, NDArray[np.float16]]:
+        """Full scores by layer: float16[T, H, T] without the masked prefix, of all tokens fed."""
+        found = {}
+        for layer, steps in self._scores.items():
+            total = sum(len(step) for step in steps)
+            heads = steps[0].shape[1]
+            whole = np.zeros((total, heads, total), np.float16)
+            begin = 0
+            for step in steps:
+                whole[begin : begin + len(step), :, : step.shape[2]] = step.numpy()
+                begin += len(step)
+            hidden = self.request.mask_prefix
+            found[layer] = whole[hidden:, :, hidden:]
+        return found
+
+    def _read(self, call: AttentionCall) -> tuple[Scores, int]:
+        """How the call computed its scores, and the position of its first key."""
+        if call.query.shape[2] != len(self._tokens) or call.layer in self._answers:
+            raise OptionError(
+                f"layer {call.layer} cannot be captured: it does not run its attention once over "
+                "every token"
+            )
+        scores = read_scores(call)
+        offset = self._begin + len(self._tokens) - call.key.shape[2]
+        if self._steps <= _CHECKED_STEPS:
+            queries = torch.arange(len(self._tokens))
+            first = read_first_keys(call, queries)
+            window = self._windows[call.layer]
+            starts = self._begin + queries - window + 1 if window else torch.zeros_like(queries)
+            expected = starts.clamp(min=0) - offset
+            found = torch.zeros_like(queries) if first is None else first
+            if not torch.equal(found, expected.clamp(min=0)):
+                raise OptionError(
+                    f"layer {call.layer} cannot be captured: its tokens see neither all keys "
+                    "before them nor a sliding window of these"
+                )
+            check_output(call, scores, int(found[-1]))
+        return scores, offset
+
+    def _take_rows(self, call: AttentionCall, scores: Scores, offset: int) -> None:
+        heads, depth = call.query.shape[1], call.query.shape[3]
+        window = self._windows[call.layer]
+        kind = _Kind(window, heads, call.key.shape[1], depth, scores.scale, scores.soft_cap)
+        plan, ran = self._plans.get(kind) or (self._plan(kind, offset), 0)
+        query = call.query[0].transpose(0, 1)[self._wanted - self._begin].cpu()
+        sinks = None if scores.sinks is None else scores.sinks.reshape(-1).cpu()
+        plan.run(query, call.key[0].transpose(0, 1).cpu(), sinks=sinks)
+        self._answers[call.layer] = plan.answer(ran)
+        self._plans[kind] = plan, ran + 1
+
+    def _plan(self, kind: _Kind, offset: int) -> HostStatisticsPlan:
+        request, rows = self.request, len(self._wanted)
+        raw_heads = request.mode == "raw" and request.heads is not None
+        plan = HostStatisticsPlan(
+            max_rows=rows,
+            max_length=self._longest,
+            device="cpu",
+            layers=len(request.layers),
+            visibility=self._visibility,
+            chosen=request.heads,
+            top_k=request.top_k if raw_heads else 0,
+            mean_top_k=0 if request.mode == "fingerprint" else request.top_k,
+            hubs=request.hubs,
+            **kind._asdict(),
+        )
+        # The keys lie one after the other; those that a sliding window has dropped are not read.
+        length = self._begin + len(self._tokens)
+        slots = (torch.arange(length, dtype=torch.int32) - offset).clamp(min=0)[None]
+        table = PageTable.of_requests(
+            slots, torch.zeros(rows, dtype=torch.int32), (self._wanted + 1).to(torch.int32)
+        )
+        plan.schedule(table, hubs=self._rows_hubs)
+        return plan
+
+    def _row(self, number: int, position: int, captured_at: datetime) -> Row:
+        layers = []
+        for layer in sorted(self._answers):
+            found = self._answers[layer]
+            top, heads = found.top, None
+            if top is not None and top.positions.shape[2]:
+                numbers = sorted(self.request.heads or ())
+                heads = HeadRows(
+                    numbers,
+                    top.positions[number].numpy(),
+                    top.logits[number].numpy(),
+                    found.logsumexp[number].numpy(),
+                )
+            layers.append(
+                LayerRow(
+                    layer,
+                    found.mean[number].numpy(),
+                    float(found.logsumexp[number].double().mean()),
+                    _NO_POSITIONS if top is None else top.mean_positions[number].numpy(),
+                    _NO_MASSES if top is None else top.mean_masses[number].numpy(),
+                    heads,
+                )
+            )
+        return Row(position, self._tokens[position - self._begin], layers, captured_at)
+
+    def _take_scores(self, call: AttentionCall, scores: Scores, offset: int) -> None:
+        """Probabilities of all rows of the step, float16[Q, H, position + 1 of the last]: softmax
+        in float32 over the keys that are not hidden, learned sinks in the denominator."""
+        heads = chosen_heads(call.query.shape[1], call.key.shape[1], self.request.heads)
+        rows, end = len(self._tokens), self._begin + len(self._tokens)
+        self._scores_bytes += 2 * rows * len(heads) * end
+        if self._scores_bytes > SCORES_BYTES:
+            raise RequestError(
+                f"attn_capture of {end} tokens takes more than {SCORES_BYTES >> 20} MiB: name "
+                "fewer attn_capture_layers or attention_capture_head_ids, or set max_tokens",
+                "attn_capture",
+            )
+        window, hidden = self._windows[call.layer], self.request.mask_prefix
+        query = call.query[0].transpose(0, 1).float() * scores.scale
+        key = call.key[0].transpose(0, 1)
+        keys = torch.arange(offset, end)
+        taken = torch.zeros((rows, len(heads), end), dtype=torch.float16)
+        for begin in range(0, rows, _SCORES_ROWS):
+            part = slice(begin, min(begin + _SCORES_ROWS, rows))
+            logits = head_logits(query[part], key)[heads].transpose(0, 1).cpu()
+            if scores.soft_cap is not None:
+                logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
+            position = torch.arange(self._begin + part.start, self._begin + part.stop)[:, None]
+            first = (position - window + 1).clamp(min=hidden) if window else hidden
+            seen = (keys <= position) & (keys >= first)
+            logits = logits.masked_fill(~seen[:, None], -math.inf)
+            if scores.sinks is not None:
+                sinks = scores.sinks.reshape(-1)[heads].float().cpu()
+                logits = torch.cat([logits, sinks[:, None].expand(len(logits), -1, 1)], dim=2)
+            # A row without keys is 0 throughout, where softmax gives NaN.
+            p = logits.softmax(dim=2).nan_to_num(0.0)[:, :, : len(keys)]
+            taken[part, :, offset:] = p.half()
+        self._scores[call.layer].append(taken)

@@ -1,0 +1,189 @@
+"""One request's captured rows: which are wanted, what its response says, and its records."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from capture_kernels.arrays import Floats
+from capture_kernels.fingerprint.columns import vectors_of_columns
+from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.fingerprint.zones import ZoneRules
+from pipeline.record import MEAN_LAYER, make_batch
+
+from .phases import PhaseTracker
+from .request import CaptureRequest
+from .responses import Entry, fingerprint_entry, hub_list, raw_entry, sketch_entry
+from .rows import Row
+
+
+class RequestCollector:
+    """Makes the response's entries and the records of one request's captured rows.
+
+    The engine gives every generated token that it feeds to `feed`, and every row that `wants`
+    names to `add`; a row may come later than its token.
+
+    Args:
+        request: what is wanted. Its `mask_prefix` is what is in force: with `mask_system`, too.
+        request_id: of its records.
+        model: what the records call the model.
+        capture_id: what makes its vectors comparable (`record.capture_id`).
+        layout: of the fingerprints.
+        prompt_len: tokens of the prompt.
+        phases: of its generated tokens; by default all are output.
+        response_id: the response's `id`.
+        keep_records: whether `records` will be taken.
+        rules: what decides zones.
+    """
+
+    def __init__(
+        self,
+        request: CaptureRequest,
+        *,
+        request_id: str,
+        model: str,
+        capture_id: str,
+        layout: Layout,
+        prompt_len: int,
+        phases: PhaseTracker | None = None,
+        response_id: str | None = None,
+        keep_records: bool = True,
+        rules: ZoneRules | None = None,
+    ) -> None:
+        self.request, self.prompt_len, self.layout = request, prompt_len, layout
+        self._common = {
+            "request_id": request_id,
+            "session_id": request.session_id,
+            "prompt_len": prompt_len,
+            "layer": MEAN_LAYER,
+            "model": model,
+            "capture_id": capture_id,
+            "layout": int(layout),
+            "response_id": response_id,
+            "traceparent": request.traceparent,
+        }
+        self._tracker = phases or PhaseTracker(None)
+        self._phases: list[str] = []  # of the generated tokens
+        self._keep, self._rules = keep_records, rules or ZoneRules()
+        self._kept: list[tuple[Row, str]] = []
+        self.rows = 0  # captured, with a key to describe or not
+        self.bytes = 0  # of entries, as JSON
+        self._seconds = 0.0
+
+    def feed(self, token: int) -> str:
+        """The phase of the next generated token, which is now fed to the model."""
+        self._phases.append(self._tracker.feed(token))
+        return self._phases[-1]
+
+    def wants(self, position: int) -> bool:
+        """Whether the row at an absolute position is to be captured.
+
+        Of the prompt the last `prompt_rows` rows; of the generated ones those at multiples of
+        `stride`, up to `max_steps` of them; none within the masked prefix.
+        """
+        request = self.request
+        if position < request.mask_prefix:
+            return False
+        if position < self.prompt_len:
+            return position >= self.prompt_len - request.prompt_rows
+        if position % request.stride:
+            return False
+        before = (position - 1) // request.stride - (self.prompt_len - 1) // request.stride
+        return not request.max_steps or before < request.max_steps
+
+    def phase(self, position: int) -> str:
+        """prompt, think or output."""
+        return "prompt" if position < self.prompt_len else self._phases[position - self.prompt_len]
+
+    def add(self, row: Row) -> list[Entry]:
+        """Take a captured row; returns its entries of the response: one, in raw mode one a layer,
+        none where the row has no key to describe or the response has no entries."""
+        started = time.perf_counter()
+        self.rows += 1
+        phase = self.phase(row.position)
+        if self._keep:
+            self._kept.append((row, phase))
+        entries = self._entries(row, phase) if self.request.stream_entries else []
+        self.bytes += sum(len(msgspec.json.encode(entry)) for entry in entries)
+        self.add_seconds(time.perf_counter() - started)
+        return entries
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count time that the engine spent on this request's capture."""
+        self._seconds += seconds
+
+    @property
+    def waiting(self) -> int:
+        """Rows that `records` would take."""
+        return len(self._kept)
+
+    def records(self) -> pa.RecordBatch:
+        """The records of rows that have not been taken yet, in `record.SCHEMA`; rows without a key
+        to describe have none."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return make_batch({**self._common, **_no_rows()}, 0)
+        columns = np.stack([[layer.mean for layer in row.layers] for row, _ in kept], axis=1)
+        vector, sink_mass, valid = vectors_of_columns(columns, self.layout)
+        rows = [pair for pair, there in zip(kept, valid, strict=True) if there]
+        changing = {
+            "position": pa.array([row.position for row, _ in rows], pa.int32()),
+            "captured_at": pa.array(
+                [row.captured_at for row, _ in rows], pa.timestamp("us", tz="UTC")
+            ),
+            "phase": pa.array([phase for _, phase in rows], pa.string()),
+            "token_id": pa.array([row.token_id for row, _ in rows], pa.int32()),
+            "sink_mass": sink_mass[valid],
+            "vector": vector[valid],
+        }
+        return make_batch({**self._common, **changing}, len(rows))
+
+    def finish(self, hubs: Floats | None = None) -> dict[str, Any]:
+        """`usage.attention` of the response.
+
+        Args:
+            hubs: float32[n], what the request's rows and layers added up by position.
+        """
+        usage: dict[str, Any] = {
+            "mode": self.request.mode,
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "overhead_ms": round(1e3 * self._seconds, 3),
+        }
+        if hubs is not None:
+            usage["hubs"] = hub_list(hubs, len(self.request.layers))
+        return usage
+
+    def _entries(self, row: Row, phase: str) -> list[Entry]:
+        request = self.request
+        step = row.position - self.prompt_len + 1
+        if request.mode == "raw":
+            # Counted as the positions of its keys are, so that no entry tells how much is hidden.
+            position = row.position - request.mask_prefix
+            return [
+                raw_entry(layer, request.top_k, step=step, position=position, phase=phase)
+                for layer in row.layers
+                if (layer.positions >= 0).any()
+            ]
+        columns = np.stack([layer.mean for layer in row.layers])[:, None]
+        described = vectors_of_columns(columns, self.layout)
+        if request.mode == "sketch":
+            seen = [layer for layer in row.layers if (layer.positions >= 0).any()]
+            return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
+        if not described.valid[0]:
+            return []
+        vector = described.vector[0]
+        return [fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase)]
+
+
+def _no_rows() -> dict[str, Any]:
+    return {
+        "position": pa.array([], pa.int32()),
+        "captured_at": pa.array([], pa.timestamp("us", tz="UTC")),
+        "phase": pa.array([], pa.string()),
+        "vector": np.empty((0, 20), np.float32),
+    }

@@ -1,0 +1,153 @@
+"""What a response says of captured rows: raw, sketch and fingerprint entries, and full scores.
+
+Numbers are rounded, so that an entry is small: probabilities to `SHARE` decimals, logits and
+logsumexp to `LOGIT`, a fingerprint's numbers to `VECTOR`, with which its sums keep the invariants
+of DESIGN.md section 2. exp(logit - logsumexp) is then p within a factor of exp(1e-4).
+
+Source: DESIGN.md section 7.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capture_kernels.arrays import Doubles, Floats, Int32s
+from capture_kernels.fingerprint.vector import HIST_BINS, Layout
+from capture_kernels.fingerprint.zones import ZoneRules
+
+from .rows import HeadRows, LayerRow
+
+Entry = dict[str, Any]
+# Decimals.
+SHARE, LOGIT, VECTOR = 4, 4, 5
+HUBS = 32
+# Column of `LayerRow.mean`.
+_ENTROPY = 27
+# Fast: attention hardly gets smaller with more effort.
+_GZIP_LEVEL = 1
+
+
+def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) -> Entry:
+    """The k most attended positions of one layer of a row.
+
+    Args:
+        step: the decode step, position - prompt_len + 1.
+        position: of the query, counted from the end of the masked prefix.
+    """
+    positions, masses = _most(row, k)
+    total = masses.sum()
+    logsumexp = round(row.logsumexp, LOGIT)
+    entry: Entry = {
+        "token_positions": positions.tolist(),
+        "attention_scores": _rounded(masses / total if total else masses, SHARE),
+        "topk_logits": _rounded(np.log(masses) + logsumexp, LOGIT),
+        "logsumexp_candidates": logsumexp,
+        "layer_id": row.layer,
+        "decode_step": step,
+        "position": position,
+        "think_phase": phase,
+    }
+    if row.heads is not None:
+        entry["heads"] = _heads(row.heads, k)
+    return entry
+
+
+def sketch_entry(rows: list[LayerRow], k: int, *, step: int, phase: str) -> Entry:
+    """Where each layer of a row attends to: at most k positions, and a histogram of distance."""
+    return {
+        "mode": "sketch",
+        "layer_sketches": {str(row.layer): _sketch(row, k) for row in rows},
+        "decode_step": step,
+        "think_phase": phase,
+    }
+
+
+def fingerprint_entry(
+    vector: Floats, layout: Layout, rules: ZoneRules, *, step: int, phase: str
+) -> Entry:
+    """A row's fingerprint float32[20] and its zone."""
+    zoned = rules.classify(vector, layout)
+    return {
+        "fingerprint": _rounded(vector.astype(np.float64), VECTOR),
+        "manifold": zoned.names[0],
+        "confidence": round(float(zoned.confidence[0]), SHARE),
+        "step": step,
+        "think_phase": phase,
+    }
+
+
+def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
+    """The most attended positions of a request, best first: [position, mass].
+
+    Args:
+        hubs: float32[n], sums over its rows and layers of the heads' mean probability, by position
+            as counted from the end of the masked prefix.
+        layers: how many layers were added up; the mass is of the mean layer.
+    """
+    order = np.argsort(-hubs, kind="stable")[:count]
+    order = order[hubs[order] > 0]
+    masses = _rounded(hubs[order].astype(np.float64) / layers, SHARE)
+    return [list(pair) for pair in zip(order.tolist(), masses, strict=True)]
+
+
+def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> Entry:
+    """One layer's entry of `attn_capture_data`.
+
+    The last generated token is never fed to the model, so it has no row: T is one less than the
+    tokens of prompt and answer. `token_meta` says so as `last_token_fed`.
+
+    Args:
+        scores: float16[T, H, T], query, head and key, without the masked prefix.
+        prompt_len: tokens of the prompt, without the masked prefix.
+    """
+    packed = gzip.compress(np.ascontiguousarray(scores).data, _GZIP_LEVEL, mtime=0)
+    return {
+        "layer_idx": layer,
+        "data": base64.b64encode(packed).decode(),
+        "shape": list(scores.shape),
+        "token_meta": {
+            "prompt_len": prompt_len,
+            "total_len": len(scores),
+            "vision_ranges": [],
+            "lang_ranges": [{"start": 0, "end": prompt_len}],
+            "last_token_fed": False,
+        },
+    }
+
+
+def _sketch(row: LayerRow, k: int) -> Entry:
+    positions, masses = _most(row, k)
+    hubs = zip(positions.tolist(), _rounded(masses, SHARE), strict=True)
+    return {
+        "top_hubs": [list(pair) for pair in hubs],
+        "dist_hist": _rounded(row.mean[:HIST_BINS].astype(np.float64), SHARE),
+        "entropy": round(float(row.mean[_ENTROPY]), SHARE),
+        "mass_captured": round(float(masses.sum()), SHARE),
+    }
+
+
+def _most(row: LayerRow, k: int) -> tuple[Int32s, Doubles]:
+    """The at most k largest positions, and their masses above 0: float64."""
+    kept = (row.positions[:k] >= 0) & (row.masses[:k] > 0)
+    return row.positions[:k][kept], row.masses[:k][kept].astype(np.float64)
+
+
+def _heads(heads: HeadRows, k: int) -> Entry:
+    found = {}
+    for number, positions, logits, lse in zip(*heads, strict=True):
+        kept = (positions[:k] >= 0) & np.isfinite(logits[:k])
+        found[str(number)] = {
+            "token_positions": positions[:k][kept].tolist(),
+            "topk_logits": _rounded(logits[:k][kept].astype(np.float64), LOGIT),
+            "logsumexp_candidates": round(float(lse), LOGIT),
+        }
+    return found
+
+
+def _rounded(values: Doubles, decimals: int) -> list[float]:
+    return np.round(values, decimals).tolist()

@@ -1,0 +1,38 @@
+"""One captured row, as an engine hands it to `collect.RequestCollector`: numpy, on the host."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from capture_kernels.arrays import Floats, Int32s
+
+
+class HeadRows(NamedTuple):
+    """The top k of each chosen head. Positions are counted from the end of the masked prefix; -1
+    where a head has fewer keys."""
+
+    numbers: list[int]  # query heads, ascending
+    positions: Int32s  # int32[H, k], best first
+    logits: Floats  # float32[H, k], natural; -inf where there are fewer
+    logsumexp: Floats  # float32[H], natural
+
+
+class LayerRow(NamedTuple):
+    """One layer of a row. With p the mean of the chosen heads' probabilities:"""
+
+    layer: int
+    mean: Floats  # float32[32]: the columns of `capture_kernels.decode.plan`
+    logsumexp: float  # natural, mean over the chosen heads
+    positions: Int32s  # int32[k]: of the largest p, from the end of the masked prefix; -1: fewer
+    masses: Floats  # float32[k]: p there, falling; 0 where there are fewer
+    heads: HeadRows | None = None
+
+
+class Row(NamedTuple):
+    """What one query row did in the layers of its request."""
+
+    position: int  # of the query, absolute
+    token_id: int | None  # the token fed there
+    layers: list[LayerRow]  # ascending
+    captured_at: datetime

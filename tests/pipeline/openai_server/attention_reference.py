@@ -1,0 +1,68 @@
+"""What a model's attention is, in float64: by transformers' own eager attention on the same tokens.
+
+Probabilities are what transformers returns as `attentions`. Logits it does not return: they are
+made of the queries and keys that its attention was called with, and their softmax is compared with
+its probabilities.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from capture_kernels.fingerprint.vector import Layout, Visibility, fingerprint
+from pipeline.engines.attention_tap import AttentionCall, AttentionTap
+
+Doubles = NDArray[np.float64]
+
+
+class AttentionReference:
+    """Logits and probabilities of some tokens: float64[L, H, T, T]."""
+
+    def __init__(self, folder: Path, tokens: list[int]) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        logits = {}
+
+        def observe(call: AttentionCall) -> None:
+            keys = call.key[0].repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=0)
+            logits[call.layer] = call.query[0] @ keys.transpose(1, 2) * call.options["scaling"]
+
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            self.p = torch.stack(model(ids, output_attentions=True).attentions)[:, 0].numpy()
+            with AttentionTap(model, observe):
+                model(ids)
+        later = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+        stacked = np.stack([logits[layer].numpy() for layer in sorted(logits)])
+        self.logits = np.where(later, -np.inf, stacked)
+        own = np.exp(self.logits - np.logaddexp.reduce(self.logits, axis=3, keepdims=True))
+        # Its eager attention takes the softmax in float32, whatever the model's type.
+        np.testing.assert_allclose(own, self.p, rtol=0, atol=2e-6)
+
+    def row(
+        self, layer: int, position: int, heads: list[int] | None = None, mask: int = 0,
+        window: int = 0,
+    ) -> tuple[Doubles, Doubles]:  # fmt: skip
+        """p float64[H, n] and logsumexp float64[H] over the keys mask..position of one row."""
+        first = max(mask, position - window + 1 if window else 0)
+        chosen = slice(None) if heads is None else heads
+        logits = self.logits[layer, chosen, position, first : position + 1]
+        logsumexp = np.logaddexp.reduce(logits, axis=1)
+        hidden = np.zeros((len(logits), first - mask))
+        p = np.exp(logits - logsumexp[:, None])
+        return np.concatenate([hidden, p], axis=1), logsumexp
+
+    def fingerprint(
+        self, layers: list[int], position: int, *, heads: list[int] | None = None,
+        layout: Layout = Layout.LOG16, visibility: Visibility | None = None,
+    ) -> NDArray[np.float32] | None:  # fmt: skip
+        chosen = slice(None) if heads is None else heads
+        rows = [self.p[layer, chosen, position, : position + 1] for layer in layers]
+        found = fingerprint(rows, position, layout, visibility)
+        return None if found is None else found.vector
