@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -106,14 +107,11 @@ class SGLangServer:
         """SIGTERM, and after `within_s` seconds SIGKILL for whatever of its group is left."""
         self.process.terminate()
         try:
-            self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(within_s)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ MISSING = {
     "IPython": "9.18.1",
     # SGLang's kernels: the wheel holds CUDA's alone. `torch_native` attention needs none.
     "sgl_kernel": "0.4.10",
-    # Built against the CUDA torch, it does not load beside the CPU's. The processors of images use it.
+    # Processes images. Built against a torch for CUDA, it does not load beside one for a CPU.
     "torchvision": "0.28.0",
 }
 
