@@ -9,7 +9,7 @@ DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu clean
+.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu sglang clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,8 @@ $(SGLANG_VENV)/.ready: tests/sglang/requirements.txt pyproject.toml
 	printf '%s\n' '$(CURDIR)/tests/sglang/standins' 'import cpu_standins' \
 		> $$($(SGLANG_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/cpu_standins.pth
 	touch $@
+
+sglang: $(SGLANG_VENV)/.ready
 
 # The main job, on the fingerprints of the demo model that ship with the project.
 discover: $(VENV)/.base
