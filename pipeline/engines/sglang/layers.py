@@ -49,9 +49,9 @@ def attention_layers(model: Any) -> dict[int, Any]:
 
     found = {}
     for module in model.modules():
-        if isinstance(module, RadixAttention) and module.attn_type is AttentionType.DECODER:
-            if not module.is_cross_attention:
-                found[module.layer_id] = module
+        decodes = isinstance(module, RadixAttention) and not module.is_cross_attention
+        if decodes and module.attn_type is AttentionType.DECODER:
+            found[module.layer_id] = module
     return dict(sorted(found.items()))
 
 

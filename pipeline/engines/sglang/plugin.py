@@ -156,13 +156,16 @@ def streamer_class(result: type, scheduler: Any) -> type:
     if recorder is None:
         return result
     recorder.use_tokenizer(scheduler.tokenizer)
+    outputs: Callable[[list[Any]], dict[str, list[Any]]] = recorder.outputs
 
-    class Streamer(result):  # type: ignore[misc, valid-type]
+    base: Any = result
+
+    class Streamer(base):
         __slots__ = ()
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            return recorder.outputs(reqs)  # type: ignore[no-any-return]
+            return outputs(reqs)
 
     return Streamer
 

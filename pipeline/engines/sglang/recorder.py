@@ -66,9 +66,9 @@ class RequestState:
 
 
 class NotedRow(NamedTuple):
-    """A row that is captured. index: of its request in the batch; row: of the results."""
+    """A row that is captured. request: its number in the batch; row: of the results."""
 
-    index: int
+    request: int
     row: int
     state: RequestState
     position: int
@@ -214,9 +214,9 @@ class Recorder:
         self._noted, self._rows = noted, len(noted)
         device = self._tokens.device
         columns = [
-            [batch.reqs[note.index].kv.req_pool_idx for note in noted],
+            [batch.reqs[note.request].kv.req_pool_idx for note in noted],
             [note.position + 1 for note in noted],
-            [starts[note.index] + note.position - prefixes[note.index] for note in noted],
+            [starts[note.request] + note.position - prefixes[note.request] for note in noted],
         ]
         pools, lens, queries = torch.tensor(columns, dtype=torch.int64).to(device)
         self._extend = ExtendRows(PageTable.of_requests(self._tokens, pools, lens), queries)
@@ -335,7 +335,7 @@ class Recorder:
             tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
         )
         for note in noted:
-            state, commit = note.state, commits[note.index]
+            state, commit = note.state, commits[note.request]
             collector = state.collector
             # A row past the prompt whose token was never committed belongs to no answer: its
             # request ended with the step before.
@@ -350,7 +350,7 @@ class Recorder:
             ]  # fmt: skip
             token = note.token
             if token is None:
-                token = self._token(batch.reqs[note.index], note.position)
+                token = self._token(batch.reqs[note.request], note.position)
             state.entries += collector.add(Row(note.position, token, layers, at))
         for req, commit in zip(batch.reqs, commits, strict=True):
             state_of = getattr(req, ATTRIBUTE, None)
