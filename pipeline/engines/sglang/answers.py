@@ -170,7 +170,8 @@ class Writing:
 
     def _chunk(self, event: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-        choice |= {"delta": {}} if self._chat else {"text": ""}
+        if not self._chat:
+            choice["text"] = ""
         self._put(choice)
         return DATA + _json({**event, "choices": [choice]}) + b"\n\n"
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving.gate import CaptureGate
-from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.option_table import PREFIX
+from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 
 from .answers import AnswerWriter, heard, hide_system_prompt
@@ -55,11 +56,25 @@ ATTRIBUTE = "_attn_recorder"
 
 
 def register() -> None:
-    """Install the hooks of this process. Called by SGLang."""
+    """Install the hooks of this process. Called by SGLang, which only logs what is raised here: so
+    where capture was asked for, the program ends."""
+    try:
+        install_hooks()
+    except Exception as error:
+        ours = {name for option in TABLE for name in option.names}
+        asked = any(variable.startswith(PREFIX) for variable in os.environ)
+        if asked or not ours.isdisjoint(word.partition("=")[0] for word in sys.argv):
+            LOG.exception("the hooks of this process cannot be installed")
+            print(f"attn: cannot hook into this SGLang: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        raise
+
+
+def install_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def hook(target: str, function: Callable[..., Any], kind: Any) -> None:
-        HookRegistry.register(target, function, kind, source="attn")
+        HookRegistry.register(target, function, kind)
 
     if FACTS_VARIABLE not in os.environ:
         # The first process: what is captured is not known before the command line is read.
@@ -131,11 +146,11 @@ def start_recorder(result: None, runner: Any) -> None:
         runner.sampling_observer = recorder
         setattr(runner, ATTRIBUTE, recorder)
         facts = asdict(recorder.facts)
-    if runner.tp_rank == 0:
-        path = Path(os.environ[FACTS_VARIABLE])
-        partial_path = path.with_suffix(".part")
-        partial_path.write_text(json.dumps(facts), encoding="utf-8")
-        partial_path.replace(path)
+    path = Path(os.environ[FACTS_VARIABLE])
+    # Of several processes each says the same.
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(facts), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def raise_refused(reason: str) -> None:
