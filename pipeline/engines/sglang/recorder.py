@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -56,13 +57,21 @@ BUDGET_EVERY_S = 10.0
 @dataclass(eq=False)
 class RequestState:
     """One captured request. entries: those that no response has yet; last: position of the last
-    row that was captured, as a request that was put back is run again."""
+    row that was captured, as a request that was put back is run again; fed: tokens whose phase is
+    known; ended: whether its response was told how it ended."""
 
     collector: RequestCollector
     layers: list[int]  # indices among the captured layers
     entries: list[dict[str, Any]] = field(default_factory=list)
     last: int = -1
-    usage_given: bool = False
+    fed: int = 0
+    ended: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether its client asked for attention."""
+        request = self.collector.request
+        return request.stream_entries or request.scores is not None
 
 
 class NotedRow(NamedTuple):
@@ -80,6 +89,29 @@ class ExtendRows(NamedTuple):
 
     table: PageTable
     queries: Tensor  # int64[R]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def ends_capture_not_serving(method: Method) -> Method:
+    """Of a `Recorder`'s method that SGLang's own steps call: what it raises is logged, and capture
+    is off from then on, because a server that stops answering is worse than one that says no more
+    of its attention."""
+
+    @wraps(method)
+    def guarded(self: Recorder, *given: Any, **named: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return method(self, *given, **named)
+        except Exception:
+            self.failed = True
+            self._noted, self._extend = [], None
+            LOG.exception("capture is switched off for good, after an error")
+            return None
+
+    return cast("Method", guarded)
 
 
 class Recorder:
@@ -129,6 +161,7 @@ class Recorder:
         self._extend: ExtendRows | None = None
         self._is_decode = False
         self._budget = Budget(options.overhead_budget)
+        self.failed = False
 
     def _facts(self, kinds: list[LayerKind], chosen: Sequence[int], config: Any) -> ModelFacts:
         later = "the SGLang plug-in does not have it yet"
@@ -178,6 +211,7 @@ class Recorder:
 
     # The step ------------------------------------------------------------------------------------
 
+    @ends_capture_not_serving
     def prepare(self, forward_batch: Any, batch: Any) -> None:
         """Note the rows of a step, and switch their requests on."""
         began = time.perf_counter()
@@ -281,6 +315,7 @@ class Recorder:
         )
         return RequestState(collector, [self.capture.layers.index(n) for n in request.layers])
 
+    @ends_capture_not_serving
     def layer(
         self, layer: Any, query: Tensor, forward_batch: Any, *, decode: bool, sinks: Tensor | None
     ) -> None:
@@ -319,12 +354,14 @@ class Recorder:
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
         return True
 
+    @ends_capture_not_serving
     def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
         """The step's results, as copies that no later step changes."""
         if not self._noted:
             return None
         return DeviceStep(self, self._noted, self.capture.results(self._rows), datetime.now(UTC))
 
+    @ends_capture_not_serving
     def consume(
         self, noted: list[NotedRow], found: StepResults, at: datetime, batch: Any,
         commits: Sequence[Any],
@@ -348,27 +385,19 @@ class Recorder:
                 )
                 for i in state.layers
             ]  # fmt: skip
-            token = note.token
-            if token is None:
-                token = self._token(batch.reqs[note.request], note.position)
+            req = batch.reqs[note.request]
+            # Steps without a captured row were not seen here, but their tokens are known by now.
+            for token in req.output_ids[state.fed : note.position - collector.prompt_len + 1]:
+                collector.feed(token)
+                state.fed += 1
+            token = note.token if note.token is not None else self._token(req, note.position)
             state.entries += collector.add(Row(note.position, token, layers, at))
-        for req, commit in zip(batch.reqs, commits, strict=True):
-            state_of = getattr(req, ATTRIBUTE, None)
-            if state_of is None:
-                continue
-            if commit is not None:
-                for token in commit.token_ids:
-                    state_of.collector.feed(token)
-            self._store(state_of, finished=req.finished())
+            if self.sink is not None and collector.waiting >= RECORDS_AT_ONCE:
+                self.sink.put(collector.records())
         seconds = time.perf_counter() - began
         for state in {id(note.state): note.state for note in noted}.values():
             state.collector.add_seconds(seconds / len(noted))
         self._budget.add(seconds)
-
-    def _store(self, state: RequestState, *, finished: bool) -> None:
-        waiting = state.collector.waiting
-        if self.sink is not None and waiting and (finished or waiting >= RECORDS_AT_ONCE):
-            self.sink.put(state.collector.records())
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
@@ -376,11 +405,16 @@ class Recorder:
         usage: list[list[Any]] = []
         for req in reqs:
             state = getattr(req, ATTRIBUTE, None)
-            last = state is not None and req.finished() and not state.usage_given
-            entries.append(state.entries if state else [])
-            usage.append([state.collector.finish()] if state and last else [])
-            if state:
-                state.entries, state.usage_given = [], state.usage_given or last
+            if state is None:
+                entries.append([])
+                usage.append([])
+                continue
+            ends = req.finished() and not state.ended
+            entries.append(state.entries)
+            usage.append([state.collector.finish()] if ends and state.is_asked else [])
+            state.entries, state.ended = [], state.ended or ends
+            if ends and self.sink is not None:
+                self.sink.put(state.collector.records())
         return {ENTRIES: entries, USAGE: usage}
 
     def close(self) -> None:
