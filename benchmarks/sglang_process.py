@@ -1,0 +1,94 @@
+"""SGLang's server as a process of this interpreter's own installation, on a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+PATIENCE_S = 300.0
+STOPS_WITHIN_S = 30.0
+# Kernels that come with every installation, and decode graphs of few sizes.
+OPTIONS = (
+    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph",
+    "--skip-server-warmup",
+)  # fmt: skip
+
+
+class SGLangProcess:
+    """A running `python -m sglang.launch_server`; leaving it ends all of its processes.
+
+    Args:
+        model: its folder.
+        log: file for what it prints.
+        options: more of its options.
+        environment: more environment variables.
+
+    Attributes:
+        url: of its API.
+
+    Raises:
+        RuntimeError: it ended, or does not answer in time; with the end of its log.
+    """
+
+    def __init__(
+        self, model: Path, log: Path, *options: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+        self.url, self._log = f"http://127.0.0.1:{port}", log
+        command = [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
+            "--port", str(port), *OPTIONS, *options,
+        ]  # fmt: skip
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+            )  # fmt: skip
+
+    def wait(self) -> SGLangProcess:
+        """Wait until it answers."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=30).is_success:
+                    return self
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"SGLang does not start:\n{self.end_of_log()}")
+            time.sleep(0.5)
+
+    def end_of_log(self, lines: int = 60) -> str:
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for whatever of its group is left."""
+        self._process.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOPS_WITHIN_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def __enter__(self) -> SGLangProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.stop()

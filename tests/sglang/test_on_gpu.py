@@ -1,0 +1,111 @@
+"""Capture in SGLang on a real GPU, CUDA graphs on: the numbers of transformers in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from shared import REPO
+
+sys.path.insert(0, str(REPO / "tests" / "pipeline" / "openai_server"))
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+MODEL = REPO / "examples" / "demo_model"
+NEW = 24
+
+
+async def generate(url: str, prompts: list[list[int]], **fields: object) -> list[dict]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def one(prompt: list[int]) -> dict:
+            sampling = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 0}
+            body = {"input_ids": prompt, "sampling_params": sampling, **fields}
+            answer = await client.post("/generate", json=body)
+            answer.raise_for_status()
+            return answer.json()
+
+        return await asyncio.gather(*map(one, prompts))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    from benchmarks.sglang_process import SGLangProcess
+
+    os.environ.pop("SGLANG_PLUGINS", None)
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    started = SGLangProcess(
+        MODEL, log, "--dtype", "float32", "--max-total-tokens", "65536",
+        "--cuda-graph-bs-decode", "1", "4", "8", "16", "--mem-fraction-static", "0.3",
+        "--return-attention-tokens", "--attention-capture-layers", "all",
+    )  # fmt: skip
+    with started as running:
+        yield running.wait()
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(3, 2048, random.integers(5, 700)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_raw_entries_are_the_models_attention(server, count):
+    from attention_reference import AttentionReference
+
+    prompts = prompts_of(count)
+    answers = asyncio.run(
+        generate(server.url, prompts, return_attention_tokens=True, top_k_attention=8)
+    )
+    seen = 0
+    for prompt, answer in list(zip(prompts, answers, strict=True))[:4]:
+        entries = answer["meta_info"]["attention_tokens"]
+        assert len(entries) == 4 * (NEW - 1), server.end_of_log(30)
+        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+        for entry in entries:
+            p, logsumexp = truth.row(entry["layer_id"], entry["position"])
+            mean = p.mean(axis=0)
+            found = [
+                math.exp(logit - entry["logsumexp_candidates"]) for logit in entry["topk_logits"]
+            ]
+            np.testing.assert_allclose(found, mean[entry["token_positions"]], atol=2e-3)
+            assert entry["logsumexp_candidates"] == pytest.approx(logsumexp.mean(), abs=5e-3)
+            # The smallest of the named is no smaller than any other.
+            assert min(found) >= np.sort(mean)[-len(found)] - 2e-3
+            seen += 1
+    assert seen == min(count, 4) * 4 * (NEW - 1)
+
+
+def test_who_does_not_ask_is_answered_the_same_and_mixed_batches_are_right(server):
+    prompts = prompts_of(12)
+    plain = asyncio.run(generate(server.url, prompts))
+    assert not any("attention_tokens" in a["meta_info"] and a["meta_info"]["attention_tokens"]
+                   for a in plain)  # fmt: skip
+
+    async def mixed() -> list[list[dict]]:
+        return await asyncio.gather(
+            generate(server.url, prompts[::2]),
+            generate(server.url, prompts[1::2], return_attention_tokens=True,
+                     attention_fingerprint_mode=True, attention_mask_prefix=3),
+        )  # fmt: skip
+
+    silent, asking = asyncio.run(mixed())
+    assert not any(a["meta_info"].get("attention_tokens") for a in silent)
+    for answer in asking:
+        entries = answer["meta_info"]["attention_tokens"]
+        assert [entry["step"] for entry in entries] == list(range(1, NEW))
+        for entry in entries:
+            vector = entry["fingerprint"]
+            assert sum(vector[4:]) == pytest.approx(1, abs=1e-3)
+            assert 0 <= vector[3] <= 1
