@@ -19,8 +19,8 @@ PATIENCE_S = 300.0
 STOPS_WITHIN_S = 30.0
 # Kernels that come with every installation, and decode graphs of few sizes.
 OPTIONS = (
-    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph",
-    "--skip-server-warmup",
+    "--attention-backend", "triton", "--sampling-backend", "pytorch",
+    "--disable-prefill-cuda-graph", "--skip-server-warmup",
 )  # fmt: skip
 
 
