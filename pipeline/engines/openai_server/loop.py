@@ -93,11 +93,16 @@ class ModelLoop:
         with self._changed:
             return {"active": len(self._active), "waiting": len(self._waiting)}
 
-    def close(self) -> None:
-        """End the thread after the step that is running; what is unfinished gets a BusyError."""
+    def end(self) -> None:
+        """End after the step that is running, without waiting for it; what is unfinished gets a
+        BusyError. A signal handler may call it: the lock is one that its thread may have."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """`end`, and wait for it."""
+        self.end()
         self._thread.join()
 
     def __enter__(self) -> ModelLoop:

@@ -22,7 +22,7 @@ from .loop import ModelLoop
 from .model import ServedModel
 
 LOG = logging.getLogger("attn.serve")
-# Seconds that requests under way may take after a signal; then they are cut off.
+# Seconds that answers may take to end after a signal, which ends the model's work at once.
 SHUTDOWN_S = 2
 MOST_CONNECTIONS = 1_024
 
@@ -78,7 +78,7 @@ def serve(
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        server = _Server(config)
+        server = _Server(config, loop)
         place = listening.getsockname()
         captured = ", ".join(map(str, model.layers)) if options.is_on else "none"
         _say(f"serving {model.name} on http://{host}:{place[1]}; captured layers: {captured}")
@@ -105,7 +105,12 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends with exit code 0 after a signal, where uvicorn raises it again."""
+    """Ends with exit code 0 after a signal, where uvicorn raises it again. The signal ends the
+    requests under way, too: their clients are told."""
+
+    def __init__(self, config: uvicorn.Config, loop: ModelLoop) -> None:
+        super().__init__(config)
+        self._loop = loop
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,3 +129,4 @@ class _Server(uvicorn.Server):
         if self.should_exit and number == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+        self._loop.end()
