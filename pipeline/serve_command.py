@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,8 +20,8 @@ from pipeline.engines.serving.option_table import Option
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.stream.curve import is_loopback
 
-# SGLang's own: what else looks like an option of ours is a slip.
-SGLANG_OPTIONS = ("--attention-backend",)
+# What is so like an option of ours is a slip. No option of SGLang 0.5.23 is: 0.79 at most.
+ALIKE = 0.85
 # What MODEL, --host and --port are to SGLang.
 TAKEN = ("--model-path", "--model")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -53,14 +53,16 @@ def serve_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _type(option: Option) -> Any:
-    kind = {tuple: list[str], Layout: str}.get(option.kind, option.kind)
+    if option.kind is tuple:
+        return list[str] | None
+    kind = str if option.kind is Layout else option.kind
     return kind | None if option.default is None else kind
 
 
 def _shown(option: Option) -> Any:
-    if isinstance(option.default, Layout):
-        return option.default.label
-    return list(option.default) if option.kind is tuple else option.default
+    if option.kind is tuple:
+        return None  # the help says what that is
+    return option.default.label if isinstance(option.default, Layout) else option.default
 
 
 @serve_options
@@ -74,6 +76,12 @@ def serve(
     port: Annotated[int, typer.Option(help="HTTP port.")] = 30000,
     device: Annotated[
         str | None, typer.Option(help="Device of the engine: cpu, cuda; by default its own choice.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Whose tags begin and end thinking: qwen3, deepseek-r1, ...")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API; by default, MODEL.")
     ] = None,
     **given: Any,
 ) -> None:
@@ -95,10 +103,17 @@ def serve(
         )
     options.check_files()
     _announce(options, host)
-    if engine is Engine.TRANSFORMERS:
-        _serve_transformers(model, options, host, port, device or "auto")
-    else:
-        _become_sglang(model, options, host, port, device, ctx.args)
+    named = {
+        "device": device, "reasoning-parser": reasoning_parser,
+        "served-model-name": served_model_name,
+    }  # fmt: skip
+    if engine is Engine.SGLANG:
+        own = [word for name, value in named.items() if value for word in (f"--{name}", value)]
+        _become_sglang(model, options, ["--host", host, "--port", str(port), *own, *ctx.args])
+    transformers_server().serve(
+        model, options, host=host, port=port, device=device or "auto",
+        reasoning_parser=reasoning_parser, served_name=served_model_name,
+    )  # fmt: skip
 
 
 def _chosen(ctx: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +137,7 @@ def _check_rest(engine: Engine, rest: list[str]) -> None:
     names = [word.partition("=")[0] for word in rest if word.startswith("--")]
     ours = [name for option in TABLE for name in option.names]
     for name in names:
-        close = get_close_matches(name, ours, 1, 0.85)
-        if close and name not in SGLANG_OPTIONS:
+        if close := get_close_matches(name, ours, 1, ALIKE):
             raise OptionError(f"there is no option {name}: did you mean {close[0]}?")
         if name in TAKEN:
             raise OptionError(f"{name} is the first argument here: attn serve MODEL")
@@ -157,30 +171,23 @@ def _captured(options: ServeOptions) -> str:
     return ", ".join(parts)
 
 
-def _serve_transformers(
-    model: str, options: ServeOptions, host: str, port: int, device: str
-) -> None:  # fmt: skip
+def transformers_server() -> Any:
+    """The module that serves from `transformers`. MissingExtraError: it cannot be imported."""
     try:
-        server = importlib.import_module("pipeline.engines.openai_server")
+        return importlib.import_module("pipeline.engines.openai_server.server")
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers"):
             raise
         raise MissingExtraError(
             "--engine transformers needs torch and transformers: pip install 'attn[capture]'"
         ) from None
-    server.serve(model, options, host=host, port=port, device=device)
 
 
-def _become_sglang(
-    model: str, options: ServeOptions, host: str, port: int, device: str | None, rest: list[str]
-) -> None:  # fmt: skip
+def _become_sglang(model: str, options: ServeOptions, arguments: list[str]) -> NoReturn:
     """Replace this process by SGLang's server, whose plug-in reads the variables."""
-    arguments = ["--model-path", model, "--host", host, "--port", str(port)]
-    if device is not None:
-        arguments += ["--device", device]
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments, *rest]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *arguments]
     os.execve(sys.executable, command, {**os.environ, **options.environment()})
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from .asgi import (
+from .body import RequestError, asked_fields, asks, read_body, without_fields
+from .capabilities import capabilities, refusals
+from .http.asgi import (
     App,
     ClientGoneError,
     Headers,
@@ -27,9 +29,7 @@ from .asgi import (
     whole_body,
     with_length,
 )
-from .body import RequestError, asked_fields, asks, read_body, without_fields
-from .capabilities import capabilities, refusals
-from .cors import Origins
+from .http.cors import Origins
 from .options import ServeOptions
 from .request import (
     CUSTOM_PARAM,

@@ -105,7 +105,7 @@ class ServeOptions:
         Path,
     )  # fmt: skip
     cors_origins: tuple[str, ...] = option(
-        "--attention-cors-origins", "Origin whose pages may ask for attention; repeatable.",
+        "--attention-cors-origins", "Origin whose pages may ask; repeatable. Default: any.",
         tuple, ("*",),
     )  # fmt: skip
     max_concurrent_capture: int = option(

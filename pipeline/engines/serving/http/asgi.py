@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .body import RequestError
+from pipeline.engines.serving.body import RequestError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

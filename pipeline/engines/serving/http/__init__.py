@@ -1,0 +1,1 @@
+"""What the gate speaks: ASGI bodies, answers and CORS."""
