@@ -30,7 +30,8 @@ FACTS = ModelFacts(
 
 
 class EchoApp:
-    """The app. A body may ask for `raise`, `hold` (until `release`) or `chunks` of a stream.
+    """The app. A body may ask for `raise`, `hold` (until `release`; `deaf`: whether or not the
+    client has gone) or `chunks` of a stream.
 
     Attributes:
         started: how often its lifespan began. holding: requests that wait in it.
@@ -69,7 +70,7 @@ class EchoApp:
             self.holding += 1
             try:
                 while not self.release.is_set():
-                    if await request.is_disconnected():
+                    if not body.get("deaf") and await request.is_disconnected():
                         self.closed += 1
                         break
                     await asyncio.sleep(0.005)
