@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.attention_tap import AttentionCall, AttentionTap
+from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.request import RequestError
 
 from .errors import BusyError
@@ -43,6 +45,9 @@ class ModelLoop:
 
     Args:
         records: takes the records of captured rows, without waiting.
+
+    Attributes:
+        budget: what capture costs, and whether that is too much.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class ModelLoop:
         most_waiting: int = MOST_WAITING,
     ) -> None:
         self._model, self._records = model, records
+        self.budget = OverheadBudget(model.options.overhead_budget)
         self._most_active, self._most_waiting = most_active, most_waiting
         self._active: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
@@ -161,7 +167,7 @@ class ModelLoop:
         try:
             if job.sequence is None:
                 job.sequence = Sequence(self._model, job.work, self._records)
-            event = job.sequence.step()
+            event = self._timed(job.sequence)
         except Exception as error:  # of this request: the others go on
             if not isinstance(error, AttnError | RequestError):
                 LOG.error("request %s failed: %s", job.work.id, error, exc_info=error)
@@ -174,6 +180,17 @@ class ModelLoop:
         if over:
             job.sequence = None
         job.emit(event)
+
+    def _timed(self, sequence: Sequence) -> Step:
+        before, started = sequence.capture_seconds, time.perf_counter()
+        event = sequence.step()
+        after = sequence.capture_seconds
+        # Not the prompt's step, and no step of which nothing was wanted.
+        if before is not None and after is not None and sequence.generated > 1 and event.entries:
+            seconds = time.perf_counter() - started
+            if self.budget.add(seconds, after - before):
+                LOG.warning("capture is off: %s", self.budget.exceeded)
+        return event
 
     def _observe(self, call: AttentionCall) -> None:
         job = self._running

@@ -62,8 +62,12 @@ class ServedModel:
         )
         self._windowed = any(cache.is_sliding)
 
-    @property
-    def facts(self) -> ModelFacts:
+    def facts(self, *, off: str | None = None) -> ModelFacts:
+        """What requests may ask.
+
+        Args:
+            off: why nothing is captured any more.
+        """
         config, options = self.engine.config, self.options
         plain = CaptureRequest(
             layers=list(self.layers), mask_prefix=options.mask_prefix, window=options.tokens_window
@@ -76,7 +80,8 @@ class ServedModel:
             capture_id=self.capture_id(plain),
             heads=config.num_attention_heads,
             max_context=self.context,
-            reasons={
+            reasons=({} if off is None else {"capture": off})
+            | {
                 "moe_routing": "the transformers engine does not record the routing of experts",
                 "logit_lens": "the transformers engine has no logit lens",
             },

@@ -67,10 +67,9 @@ def serve(
         if sink is not None:
             stack.callback(lambda: _say_counts(sink.close()))
         loop = stack.enter_context(ModelLoop(model, records=None if sink is None else sink.put))
-        facts = model.facts
         app = create_app(model, loop, sink, options.max_body_mb << 20)
         config = uvicorn.Config(
-            CaptureGate(app, options, lambda: facts),
+            CaptureGate(app, options, lambda: model.facts(off=loop.budget.exceeded)),
             log_config=None,
             access_log=False,
             lifespan="off",

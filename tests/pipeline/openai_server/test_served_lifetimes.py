@@ -241,3 +241,16 @@ def test_a_port_in_use_or_a_model_that_is_not_there_is_one_line(demo, tmp_path):
         serve(str(demo), ON, port=taken.getsockname()[1])
     with pytest.raises(OptionError, match="cannot load model"):
         serve(str(tmp_path / "nothing"), ON, port=0)
+
+
+def test_capture_that_costs_more_than_its_budget_is_switched_off_and_it_is_said(demo):
+    options = ServeOptions(return_attention_tokens=True, overhead_budget=0.01)
+    with running(demo, options) as live:
+        asked = {"return_attention_tokens": True, "max_tokens": 40, "ignore_eos": True}
+        assert live.complete(**asked)["choices"][0]["attention_tokens"]
+        status, error = live.refused(prompt=NEEDLE, **asked)
+        assert status == 400
+        assert "--attention-overhead-budget 0.01" in error["message"]
+        known = live.client.get("/v1/attention/capabilities").json()
+        assert "decode time" in known["reasons"]["capture"]
+        assert live.complete()["choices"][0]["text"].startswith(" 1729")
