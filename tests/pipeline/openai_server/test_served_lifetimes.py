@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from live_server import NEEDLE, LiveServer, running, wait_until
-from shared import REPO
+from processes import AttnProcess
 
 from capture_kernels.errors import OptionError
 from pipeline.engines.openai_server import capture
@@ -189,16 +186,6 @@ def test_scores_that_take_too_much_memory_are_refused_with_what_to_do(demo, monk
         assert live.loop.counts["active"] == 0
 
 
-SERVE = """
-import sys
-from pathlib import Path
-from pipeline.engines.openai_server.server import serve
-from pipeline.engines.serving.options import ServeOptions
-options = ServeOptions(return_attention_tokens=True, store=Path(sys.argv[2]))
-serve(sys.argv[1], options, port=0, device="cpu")
-"""
-
-
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
@@ -206,33 +193,35 @@ serve(sys.argv[1], options, port=0, device="cpu")
 )
 def test_a_signal_ends_the_server_and_records_of_a_request_cut_off_are_kept(demo, tmp_path, number):
     store = tmp_path / "fingerprints.db"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(demo), str(store)], stderr=subprocess.PIPE, text=True,
-        cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)},
+    process = AttnProcess(
+        "serve", demo, "--engine", "transformers", "--port", "0", "--device", "cpu",
+        "--return-attention-tokens", "--attention-store", store, "--reasoning-parser", "qwen3",
     )  # fmt: skip
     try:
-        line = next(line for line in process.stderr if line.startswith("serving"))
+        line = next(line for line in process.lines() if line.startswith("serving"))
         url = re.search(r"http://\S+?(?=;)", line).group()
         body = {**LONG, "stream": True, "return_attention_tokens": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
             said = [next(lines) for _ in range(30)]
-            process.send_signal(number)
+            process.signal(number)
             said += list(lines)
-        ended = [line for line in said if line][-1]
-        assert json.loads(ended.removeprefix("data: "))["error"] == {
+        last = [line for line in said if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"] == {
             "message": "the server is ending", "type": "server_error", "param": None,
             "code": "server_busy",
         }  # fmt: skip
-        last = process.stderr.read().splitlines()
-        assert process.wait(20) == 0, last
+        ended = process.finish(30)
+        assert ended.returncode == 0, ended.stderr
     finally:
-        process.kill()
-        process.wait()
+        process.end()
     with open_store(store) as opened:
         rows = opened.counts().rows
     assert rows >= 14
-    assert last == [f"stopped; {rows:,} records handed on, 0 dropped"]
+    # Nothing else is said, such as a traceback.
+    assert ended.stderr.splitlines()[-2:] == [
+        line.strip(), f"stopped; {rows:,} records handed on, 0 dropped"
+    ]  # fmt: skip
 
 
 def test_a_port_in_use_or_a_model_that_is_not_there_is_one_line(demo, tmp_path):
