@@ -21,8 +21,7 @@ from .model import ServedModel
 from .sequence import Sequence, Step, Work
 
 LOG = logging.getLogger("attn.serve")
-# Requests that run in turn, and that wait for their turn; steps that a client may be behind before
-# its request is left out.
+# The defaults of `ModelLoop`.
 MOST_ACTIVE, MOST_WAITING, MOST_BEHIND = 64, 256, 256
 
 
@@ -45,6 +44,9 @@ class ModelLoop:
 
     Args:
         records: takes the records of captured rows, without waiting.
+        most_active: requests that run in turn.
+        most_waiting: requests that wait for their turn.
+        most_behind: steps that a client may be behind before its request is left out.
 
     Attributes:
         budget: what capture costs, and whether that is too much.
@@ -57,10 +59,12 @@ class ModelLoop:
         records: Callable[[pa.RecordBatch], object] | None = None,
         most_active: int = MOST_ACTIVE,
         most_waiting: int = MOST_WAITING,
+        most_behind: int = MOST_BEHIND,
     ) -> None:
         self._model, self._records = model, records
         self.budget = OverheadBudget(model.options.overhead_budget)
         self._most_active, self._most_waiting = most_active, most_waiting
+        self._most_behind = most_behind
         self._active: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -116,8 +120,6 @@ class ModelLoop:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    _most_behind = MOST_BEHIND
 
     def _run(self) -> None:
         with torch.inference_mode(), AttentionTap(self._model.engine.model, self._observe):

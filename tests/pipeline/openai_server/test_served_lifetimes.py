@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import re
@@ -18,7 +19,7 @@ from processes import AttnProcess
 
 from capture_kernels.errors import OptionError
 from pipeline.engines.openai_server import capture
-from pipeline.engines.openai_server import loop as loops
+from pipeline.engines.openai_server.app import create_app
 from pipeline.engines.openai_server.loop import Job
 from pipeline.engines.openai_server.sequence import Work
 from pipeline.engines.openai_server.server import serve
@@ -70,6 +71,40 @@ def test_a_client_that_goes_away_ends_its_request_and_frees_what_it_held(server,
 
     wait_until(freed)
     assert server.complete()["choices"][0]["text"].startswith(" 1729")
+
+
+def test_a_client_that_goes_away_before_the_first_event_ends_its_request(server):
+    """Driven as an ASGI server does it, as no real client can be so exact."""
+
+    async def talk() -> None:
+        asked = json.dumps({**LONG, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": asked, "more_body": False}]
+        begun = asyncio.Event()
+
+        async def receive() -> dict:
+            if messages:
+                return messages.pop()
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            assert message["type"] == "http.response.start"
+            begun.set()
+            await asyncio.sleep(30)  # cut off by the end of the client
+
+        app = create_app(server.model, server.loop, None, 1 << 20)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+            "query_string": b"",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }
+        await app(scope, receive, send)
+
+    asyncio.run(talk())
+    wait_until(lambda: server.loop.counts == {"active": 0, "waiting": 0})
 
 
 def test_a_client_that_goes_away_while_it_waits_is_never_run(demo):
@@ -141,9 +176,8 @@ def test_more_than_can_wait_is_refused_and_the_others_are_answered(demo):
         assert b"200 OK" in answer and b" 17" in answer
 
 
-def test_a_client_that_does_not_read_is_left_behind_and_the_others_go_on(demo, monkeypatch):
-    monkeypatch.setattr(loops.ModelLoop, "_most_behind", 8)
-    with running(demo, ON) as live:
+def test_a_client_that_does_not_read_is_left_behind_and_the_others_go_on(demo):
+    with running(demo, ON, most_behind=8) as live:
         sleepy: list[object] = []
         job = Job(work_of(live), sleepy.append)
         live.loop.submit(job)

@@ -214,8 +214,10 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(demo):
 
 
 def test_an_unknown_route_is_not_found(server):
-    assert server.client.get("/v1/nothing").status_code == 404
-    assert server.client.get("/v1/completions").status_code == 405
+    for route, status in (("nothing", 404), ("completions", 405)):
+        response = server.client.get(f"/v1/{route}")
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_contents_may_come_in_parts_of_text(server):
