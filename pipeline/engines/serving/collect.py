@@ -83,10 +83,12 @@ class RequestCollector:
         """Whether the row at an absolute position is to be captured.
 
         Of the prompt the last `prompt_rows` rows; of the generated ones those at multiples of
-        `stride`, up to `max_steps` of them; none within the masked prefix.
+        `stride`, up to `max_steps` of them; none within the masked prefix, and none at all if
+        nobody gets anything of them, as where full scores alone are asked for.
         """
         request = self.request
-        if position < request.mask_prefix:
+        used = request.stream_entries or request.hubs or self._keep
+        if position < request.mask_prefix or not used:
             return False
         if position < self.prompt_len:
             return position >= self.prompt_len - request.prompt_rows
