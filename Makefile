@@ -3,11 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Also read by the tests that start SGLang.
+export SGLANG_VENV ?= $(VENV)-sglang
 DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu clean
+.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu sglang clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +20,19 @@ $(VENV)/.dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[capture,dev]'
 	touch $@ $(VENV)/.base
+
+# SGLang's wheel as it is, on a CPU. Its own needs are gigabytes for a GPU, so it is installed without
+# them, beside a list of what it imports on a CPU, and cpu_standins.py stands in for the rest.
+$(SGLANG_VENV)/.ready: tests/sglang/requirements.txt pyproject.toml
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	printf '%s\n' '$(CURDIR)/tests/sglang/standins' 'import cpu_standins' \
+		> $$($(SGLANG_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/cpu_standins.pth
+	touch $@
+
+sglang: $(SGLANG_VENV)/.ready
 
 # The main job, on the fingerprints of the demo model that ship with the project.
 discover: $(VENV)/.base
@@ -33,7 +48,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu and not slow'
 
 # Everything that needs no GPU, with more examples of each property.
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev $(SGLANG_VENV)/.ready
 	$(PYTEST) -m 'not gpu' --hypothesis-profile=all
 
 lint: $(VENV)/.dev
@@ -71,4 +86,4 @@ bench-gpu:
 	$(PYTHON) benchmarks/run.py --gpu --out benchmarks/results
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(SGLANG_VENV)

@@ -15,6 +15,7 @@ from discovery.commands.classify import classify
 from discovery.commands.discover import discover
 from discovery.commands.runs import app as runs_app
 from pipeline.capture_command import capture
+from pipeline.examples.command import examples_app
 from pipeline.serve_command import ANYTHING, serve
 from pipeline.standard_streams import OutputLostError, open_standard_streams
 from pipeline.store.commands import db_app
@@ -81,6 +82,7 @@ app.command("drift")(drift)
 app.add_typer(runs_app, name="runs")
 app.add_typer(db_app, name="db")
 app.add_typer(stream_app, name="stream")
+app.add_typer(examples_app, name="examples")
 
 
 def main(arguments: list[str] | None = None) -> None:

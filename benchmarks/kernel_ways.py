@@ -41,7 +41,7 @@ class Beside:
             **tuning,
         )
 
-    def schedule(self, **asked: Tensor) -> None:
+    def schedule(self, **asked: Any) -> None:
         self._plan.schedule(page_table(self._batch), **asked)
 
     def layer(self, number: int) -> None:
@@ -71,7 +71,7 @@ class Fused:
         )
         self.output = torch.empty_like(batch.queries[0])
 
-    def schedule(self, **asked: Tensor) -> None:
+    def schedule(self, **asked: Any) -> None:
         self._plan.schedule(page_table(self._batch), **asked)
 
     def layer(self, number: int) -> None:

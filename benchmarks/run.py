@@ -34,7 +34,7 @@ ON_CPU = {
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
-ON_CPU["sidecar-fuzz"] = ["sidecar_fuzz"]
+ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -50,6 +50,7 @@ ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sa
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["layers"] = ["kernel_layers"]
+ON_GPU["steps"] = ["gpu_server_steps"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
@@ -73,7 +74,7 @@ def gpu_memory_gib() -> float:
 
 def cannot_run(name: str) -> str | None:
     """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
-    if name not in ("capture", "capture-8b", "kernels", "layers"):
+    if name not in ("capture", "capture-8b", "kernels", "layers", "steps"):
         return why_not()
     free = gpu_memory_gib()
     if not free:
@@ -312,6 +313,12 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
 
 
+def of_gpu_server_steps(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, case in found["steps"].items():
+        exact, server = case["exact"]["us"], case["server"]["us"]
+        yield name, f"{server:.1f} us, by the plan of a server; {exact:.1f} us by an exact one"
+
+
 def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
     for part in ("headline", "fused"):
         case = found.get(part, {})
@@ -371,6 +378,19 @@ def of_sidecar_fuzz(found: dict[str, Any]) -> Iterator[Figure]:
     yield "resident memory, MiB", f"{memory['first']:.0f} at first, {memory['last']:.0f} at the end"
 
 
+def of_stream(found: dict[str, Any]) -> Iterator[Figure]:
+    rows = f"{found['batch_rows']} rows"
+    for name, way in (("the sender", found["send"]), ("JSON of each row", found["peer"])):
+        yield (
+            f"us of the caller for {rows}, {name}, median (p99)",
+            f"{way['median_us']:.0f} ({way['p99_us']:.0f})",
+        )
+    yield (
+        f"CPU us to encode {rows}, to decode them",
+        f"{found['encode_cpu_us']:.0f}, {found['decode_cpu_us']:.0f}",
+    )
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar": of_sidecar,
     "store": of_store,
@@ -389,8 +409,10 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_clustering": of_gpu_clustering,
     "gpu_kernels": of_gpu_kernels,
     "kernel_layers": of_kernel_layers,
+    "gpu_server_steps": of_gpu_server_steps,
     "gpu_kills": of_gpu_kills,
     "sidecar_fuzz": of_sidecar_fuzz,
+    "stream": of_stream,
 }
 
 

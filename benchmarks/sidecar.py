@@ -21,20 +21,16 @@ row is missing; a missed target is said, and is no failure of the benchmark.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import psutil
@@ -48,10 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import REPO, SAMPLE, WrongAnswerError
 from benchmarks.sidecar_load import Load, as_fast_as_possible, constant_arrival, post
+from benchmarks.sidecar_process import Sidecar, moving, second_run
 from discovery.artifacts.classifier import ANSWER_VERSION, Classifier
-from discovery.runs.folder import move_latest
 from pipeline import record
-from pipeline.durable import write_json
 from pipeline.store.open import open_store
 from pipeline.stream.wire import encode
 
@@ -62,81 +57,6 @@ INGEST = {"sqlite": 150_000, "parquet": 300_000}
 MESSAGE_ROWS = 2_048
 SINGLES, BATCHES = 2_000, 40
 ARROW = "application/vnd.apache.arrow.stream"
-
-
-class Sidecar:
-    """A running `attn sidecar` and what it used."""
-
-    def __init__(
-        self, folder: Path, output: Path, *options: str, store: str = "sidecar.db"
-    ) -> None:
-        self.store = folder / store
-        self.log = (folder / f"{store}.log").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "sidecar", "--port", "0", "--zmq-bind",
-             "tcp://127.0.0.1:*", "--db", str(self.store), "--discovery-dir", str(output)],
-            cwd=REPO, stderr=self.log,
-        )  # fmt: skip
-        self.usage = psutil.Process(self.process.pid)
-        self.url, self.stream = self._addresses()
-        self.port = int(self.url.rpartition(":")[2])
-
-    def _addresses(self) -> tuple[str, str]:
-        for _ in range(300):
-            said = Path(self.log.name).read_text()
-            words = said.split()
-            if "store" in words:
-                return (
-                    next(word for word in words if word.startswith("http://")),
-                    next(word for word in words if word.startswith("tcp://")),
-                )
-            if self.process.poll() is not None:
-                raise WrongAnswerError(f"the sidecar ended: {said}")
-            time.sleep(0.1)
-        raise WrongAnswerError("the sidecar did not start within 30 s")
-
-    def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()
-        return found
-
-    def cpu_seconds(self) -> float:
-        times = self.usage.cpu_times()
-        return float(times.user + times.system)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        if self.process.wait(30):
-            raise WrongAnswerError(f"the sidecar failed: {Path(self.log.name).read_text()}")
-        self.log.close()
-
-
-def second_run(output: Path, first: Path) -> Path:
-    """A copy of a run under another id, to move `latest` to."""
-    copy = output / "2026-01-11T00-00-00"
-    shutil.copytree(first, copy)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    write_json(copy / "manifest.json", {**manifest, "run_id": copy.name})
-    return copy
-
-
-@contextmanager
-def moving(output: Path, runs: Sequence[Path]) -> Iterator[None]:
-    """Move `latest` from one run to the next every second."""
-    stop = threading.Event()
-
-    def move() -> None:
-        turn = 0
-        while not stop.wait(1.0):
-            turn += 1
-            move_latest(output, runs[turn % len(runs)].name)
-
-    thread = threading.Thread(target=move)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def of_load(load: Load, rows: int, cpu: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import signal
@@ -14,9 +15,9 @@ from typing import Any
 import uvicorn
 
 from capture_kernels.errors import AttnError, OptionError
-from pipeline.api_keys import ApiKeys, read_keys
 
 from .http.app import create_app
+from .http.keys import KeyFile
 from .http.limits import bounded_protocol
 from .http.live import Broadcast
 from .options import SidecarOptions
@@ -50,7 +51,7 @@ def serve(options: SidecarOptions) -> None:
     sys.setswitchinterval(SWITCH_S)
     # From the first row that is received a signal means: store what there is, then end.
     signals = Signals()
-    keys = read_keys(options.api_key_file) if options.api_key_file else None
+    keys = KeyFile(options.api_key_file) if options.api_key_file else None
     most_connections = room_for_connections()
     with bound(options) as listening:
         service = Service(options)
@@ -58,19 +59,26 @@ def serve(options: SidecarOptions) -> None:
 
 
 def serve_with(
-    service: Service, listening: socket.socket, keys: ApiKeys | None, most_connections: int,
+    service: Service, listening: socket.socket, keys: KeyFile | None, most_connections: int,
     signals: Signals,
 ) -> None:  # fmt: skip
     """Answer requests until a signal, then drain. RowsLeftError: as of `serve`."""
     try:
         broadcast = Broadcast()
         config = uvicorn.Config(
-            create_app(service, broadcast, keys), http=bounded_protocol(most_connections),
+            create_app(service, broadcast, keys),
+            http=bounded_protocol(most_connections, on_refusal=service.metrics.connection_refused),
             log_config=None, access_log=False, lifespan="off", server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
         )  # fmt: skip
         server = Server(config)
         signals.end(server, broadcast)
+        if keys:
+            keys.start()
+        # What was made until now stays. A collection that looked at it would hold up every request
+        # for 40 ms, and a large body of JSON begins one.
+        gc.collect()
+        gc.freeze()
         announce(service, listening)
         server.run(sockets=[listening])
     finally:

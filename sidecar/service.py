@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -47,8 +49,9 @@ DRAIN_S = 5.0
 RECEIVE_S = 1.0
 # Seconds between two compactions of a store of many files.
 COMPACT_EVERY_S = 300.0
-# Seconds that one is waited for at the end; a store is whole if it is broken off.
-COMPACT_END_S = 2.0
+# Seconds that what runs beside ingest has at least to end, a compaction among it. A store is whole
+# if one is broken off.
+END_S = 2.0
 # How long a commit waits for another process before it is tried again, in seconds.
 BUSY_S = 5.0
 
@@ -152,7 +155,7 @@ class Service:
     def drain(self, timeout: float = DRAIN_S) -> bool:
         """Stop receiving, write what was received, and close; False if rows could not be written.
 
-        Call it once, not in the event loop. It takes at most about `timeout` seconds.
+        Call it once, not in the event loop. It takes at most about `timeout` + `END_S` seconds.
         """
         deadline = time.monotonic() + timeout
         self._stopping.set()
@@ -163,13 +166,14 @@ class Service:
             # A batch that waited for room was given back when the queue was closed, and is counted.
             self.receiver.stop(0.0)
         self._remember(self.senders)
-        self.serving.close()
+        closes: list[Callable[[], None]] = [
+            part.close for part in (self.serving, self.drift, self.nightly, self._compactor)
+        ]
         if isinstance(self.live_clusters, Reclusterer):
-            self.live_clusters.close()
-        for part in (self.drift, self.nightly, self.spans):
-            if part:
-                part.close()
-        self._compactor.close(COMPACT_END_S)
+            closes.append(self.live_clusters.close)
+        if self.spans:
+            closes.append(self.spans.close)
+        close_all(closes, max(END_S, deadline - time.monotonic()))
         if drained:  # else the writer may be in the store still
             self._opened.close()
         return drained and not self.lost_at_end
@@ -255,9 +259,9 @@ class Service:
     @property
     def _senders_file(self) -> Path:
         """What the senders had sent when the service ended: what was under way to it then is lost,
-        and counted by the next one."""
-        db = self.options.db
-        return db.with_name(f"{db.name}.senders.json")
+        and counted by the next one at the same address. Another service may have the same store."""
+        db, address = self.options.db, self.options.zmq_bind or "none"
+        return db.with_name(f"{db.name}.{re.sub('[^A-Za-z0-9.]+', '-', address)}.senders.json")
 
     def _senders_before(self) -> dict[str, Sender]:
         try:
@@ -282,3 +286,13 @@ class Service:
     def recluster(self) -> dict[str, Any]:
         """Cluster the recent rows now: {"started": bool, "reason": why not, or None}."""
         return self.live_clusters.trigger()
+
+
+def close_all(closes: Iterable[Callable[[], None]], timeout: float) -> None:
+    """Call all of them at once; after `timeout` seconds those that go on are left to themselves."""
+    deadline = time.monotonic() + timeout
+    threads = [threading.Thread(target=close, daemon=True) for close in closes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -42,7 +42,7 @@ class ServedRun:
     Args:
         classifier: of the run.
         clusters: the rows of clusters.parquet.
-        sampling_hints: by cluster id; `sampling_hint` of its zone for a row without a cluster.
+        sampling_hints: by cluster id.
         loaded_at: when it was loaded, UTC.
     """
 
@@ -60,6 +60,10 @@ class ServedRun:
     @property
     def folder(self) -> Path:
         return self.artifacts.folder
+
+    def hint(self, cluster_id: int, zone: str) -> SamplingHint:
+        """The sampling hint of a row: of its cluster, or without one of its zone."""
+        return self.sampling_hints.get(cluster_id) or sampling_hint(zone)
 
     @property
     def model(self) -> str:

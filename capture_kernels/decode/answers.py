@@ -2,7 +2,7 @@
 
 Columns of a row's statistics, of a head or as the mean over the H chosen heads: 0..15 log2 bins;
 16..23 relative positions; 24 mass at d < 10; 25 at 10 <= d < 100; 26 sink mass; 27 entropy; 28
-whether a key is visible, 1 or 0; 29 logsumexp, of a head alone; the rest are 0.
+whether a key is visible, 1 or 0; 29 logsumexp (a mean that is not finite is 0); the rest are 0.
 """
 
 from __future__ import annotations

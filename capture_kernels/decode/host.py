@@ -22,6 +22,9 @@ from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, LOGSUMEXP_COLUMN
 from .answers import Statistics, TopK
 from .step.page_table import PageTable
 
+# The fields of a `TopK` without any keys.
+NO_TOP = (-1, -torch.inf, 0.0, -1, 0.0)
+
 
 class _Row(NamedTuple):
     number: int
@@ -44,14 +47,24 @@ class HostStatisticsPlan(LayerPlan):
     top_k: int = 0
     mean_top_k: int = 0
     hubs: bool = False
+    mean_out: Tensor | None = None  # where `mean` is, as `StatisticsPlan` has it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.order = chosen_heads(self.heads, self.key_heads, self.chosen)
+        rows, heads = (self.layers, self.max_rows), len(self.order)
+        self.mean = torch.zeros((*rows, COLUMNS)) if self.mean_out is None else self.mean_out
+        self.per_head = torch.zeros((*rows, heads, COLUMNS))
+        self.answers = TopK(
+            torch.zeros((*rows, heads, self.top_k), dtype=torch.int32),
+            torch.zeros((*rows, heads, self.top_k)),
+            torch.zeros((*rows, heads * bool(self.top_k))),
+            torch.zeros((*rows, self.mean_top_k), dtype=torch.int32),
+            torch.zeros((*rows, self.mean_top_k)),
+        )
         self._rows: list[_Row] = []
         self._hubs: Tensor | None = None
-        self._answers: list[Statistics] = []
-        self.num_rows = 0
+        self._ran = self.num_rows = 0
 
     def schedule(
         self,
@@ -60,28 +73,29 @@ class HostStatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        by_request: bool = False,
         hubs: Tensor | None = None,
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
         if rows > self.max_rows:
             raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        check(enabled, "enabled", [rows], FLAGS)
+        flags = table.flags_of(rows, by_request)
+        check(enabled, "enabled", [flags], FLAGS)
         check(num_active, "num_active", [1], {torch.int32})
-        check(masks, "masks", [rows], {torch.int32})
+        check(masks, "masks", [flags], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
         check(hubs, "hubs", [rows, None], FLOAT32)
         active = rows if num_active is None else min(int(num_active), rows)
-        wanted = [True] * rows if enabled is None else enabled.bool().tolist()
         own = self.visibility or Visibility()
         lengths, starts = table.seq_lens.tolist(), table.starts.tolist()
         if table.lists:
             table.refuse_wrong_lists(self.window, active)
-        self._rows, self._answers, self._hubs = [], [], hubs
+        self._rows, self._ran, self._hubs = [], 0, hubs
         for row in range(active):
-            length = lengths[row]
-            if not wanted[row] or not 0 < length <= self.max_length:
+            length, flag = lengths[row], starts[row] if by_request else row
+            if not (enabled is None or enabled[flag]) or not 0 < length <= self.max_length:
                 continue
             first, slots = starts[row], table.kv_slots
             if table.lists:
@@ -90,7 +104,7 @@ class HostStatisticsPlan(LayerPlan):
                 slots = slots[first, :length]
             else:
                 slots = slots[first : first + length]
-            prefix = own.mask_prefix if masks is None else max(int(masks[row]), 0)
+            prefix = own.mask_prefix if masks is None else max(int(masks[flag]), 0)
             visibility = Visibility(own.sink_tokens, prefix, own.window)
             self._rows.append(_Row(row, slots.long(), length, visibility))
 
@@ -106,9 +120,14 @@ class HostStatisticsPlan(LayerPlan):
         `StatisticsPlan.run` does."""
         self.check_inputs(self.num_rows, query, keys, sinks)
         self.descales(descale)
-        if len(self._answers) == self.layers:
+        if self._ran == self.layers:
             raise OptionError(f"layer {self.layers + 1} of a plan for {self.layers}: raise layers")
-        self._answers.append(answer := self._nothing())
+        self._ran += 1
+        answer = self.answer(self._ran - 1)
+        answer.per_head.zero_()[..., LOGSUMEXP_COLUMN] = -torch.inf
+        answer.mean.zero_()
+        for tensor, nothing in zip(answer.top or (), NO_TOP, strict=False):
+            tensor.fill_(nothing)
         chosen = list(self.order)
         per_key = self.heads // self.key_heads
         key_heads = [head // per_key for head in chosen]
@@ -146,25 +165,13 @@ class HostStatisticsPlan(LayerPlan):
 
     def answer(self, layer: int = 0, rows: int | None = None) -> Statistics:
         """The statistics of a layer of this step, as `StatisticsPlan.answer` gives them."""
-        if not 0 <= layer < len(self._answers):
-            raise OptionError(f"layer {layer} of a step in which {len(self._answers)} layers ran")
-        return self._answers[layer]
-
-    def _nothing(self) -> Statistics:
-        """Answers of disabled rows."""
-        rows, heads, k, mean_k = self.num_rows, len(self.order), self.top_k, self.mean_top_k
-        per_head = torch.zeros((rows, heads, COLUMNS))
-        per_head[..., LOGSUMEXP_COLUMN] = -torch.inf
+        if not 0 <= layer < self._ran:
+            raise OptionError(f"layer {layer} of a step in which {self._ran} layers have run")
+        rows = self.num_rows if rows is None else rows
         top = None
-        if k or mean_k or self.hubs:
-            top = TopK(
-                torch.full((rows, heads, k), -1, dtype=torch.int32),
-                torch.full((rows, heads, k), -torch.inf),
-                torch.zeros((rows, heads * bool(k))),
-                torch.full((rows, mean_k), -1, dtype=torch.int32),
-                torch.zeros((rows, mean_k)),
-            )
-        return Statistics(per_head, torch.zeros((rows, COLUMNS)), top)
+        if self.top_k or self.mean_top_k or self.hubs:
+            top = TopK(*(each[layer, :rows] for each in self.answers))
+        return Statistics(self.per_head[layer, :rows], self.mean[layer, :rows], top)
 
     def _write(self, answer: Statistics, row: _Row, found: DecodeStatistics) -> None:
         number = row.number
@@ -175,10 +182,12 @@ class HostStatisticsPlan(LayerPlan):
         columns[:, 28] = found.valid
         # A key that is not finite makes its heads invalid, but not the numbers of the mean.
         columns[~np.isfinite(columns).all(axis=1)] = 0.0
+        columns[:, LOGSUMEXP_COLUMN] = found.logsumexp
         mean = columns.mean(axis=0)
         mean[28] = columns[:, 28].all()
+        if not np.isfinite(mean[LOGSUMEXP_COLUMN]):
+            mean[LOGSUMEXP_COLUMN] = 0.0
         answer.mean[number] = torch.from_numpy(mean)
-        columns[:, LOGSUMEXP_COLUMN] = found.logsumexp
         answer.per_head[number] = torch.from_numpy(columns)
         if answer.top is not None:
             for there, here in zip(answer.top, found_top(found), strict=True):

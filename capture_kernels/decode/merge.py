@@ -113,7 +113,9 @@ def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
             sums += tl.sum(loaded, 0)
         # Column 28 is 1 for each head that is valid.
         out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
-        tl.store(mean + row * 32 + c, tl.where(c > 28, 0.0, out))
+        # Of heads without keys, or with one that is not finite, there is no mean logsumexp.
+        no_mean = (c == LOGSUMEXP) & ~(tl.abs(out) < float("inf"))
+        tl.store(mean + row * 32 + c, tl.where((c > 29) | no_mean, 0.0, out))
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_layer", "layers"])

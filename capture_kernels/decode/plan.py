@@ -30,7 +30,7 @@ from capture_kernels.layer_plan import (
     check,
 )
 
-from .answers import Statistics
+from .answers import Statistics, TopK
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
 from .step.layers import PendingLayers
@@ -46,8 +46,8 @@ SCRATCH_BYTES = 288 << 20
 # `finish`: warps a processor of the GPU, and registers of a thread that let as many run at once;
 # without a top k, with one, and with one of many splits.
 FINISH, FINISH_TOP, FINISH_MANY = (24, 80), (20, 96), (16, 128)
-# Splits of a row that `finish` merges at a time: the least and the most.
-MERGED_SPLITS = (8, 32)
+# Splits of a row that `finish` merges at a time: the least, the most, and the most of few rows.
+MERGED_SPLITS = (8, 32, 128)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,6 +79,9 @@ class StatisticsPlan(LayerPlan):
     scratch_bytes: int = SCRATCH_BYTES
     programs: int | None = None  # that share the blocks of a group of heads; None: fill the device
     tuning: Tuning | None = None  # how the pass is compiled and spread; None for what suits
+    # float32[layers, max_rows, 32] where `mean` is to be, as plans of several kinds of layers may
+    # share a buffer; None for one of its own
+    mean_out: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,8 +100,6 @@ class StatisticsPlan(LayerPlan):
         self.joined, self._pass_table = self.groups.joined(min(joined, tuning.key_heads))
         spread = count * tuning.programs_a_processor
         programs = self.programs or max(1, spread // len(self._pass_table))
-        splits = triton.next_power_of_2(1 + programs // max_rows)
-        self._merge_splits = min(MERGED_SPLITS[1], max(MERGED_SPLITS[0], splits))
         tile = tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
@@ -127,6 +128,11 @@ class StatisticsPlan(LayerPlan):
         self.arrived = self._zeros(self.pending.capacity, max_rows, dtype=torch.int32)
         self.per_head = self._zeros(self.layers, max_rows, heads, COLUMNS)
         self.mean = self._zeros(self.layers, max_rows, COLUMNS)
+        if self.mean_out is not None:
+            check(self.mean_out, "mean_out", self.mean.shape, FLOAT32, self.device)
+            if not self.mean_out.is_contiguous():
+                raise OptionError("mean_out must be contiguous")
+            self.mean = self.mean_out
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
         self._ran = 0
@@ -142,14 +148,15 @@ class StatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        by_request: bool = False,
         hubs: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows. Unfinished layers of the last step are
         dropped.
 
         Args:
-            table, enabled, num_active, masks: as `Schedule.run` takes them. The table's KV slots
-                must stay as they are until the step's layers are finished.
+            table, enabled, num_active, masks, by_request: as `Schedule.run` takes them. The table's
+                KV slots must stay as they are until the step's layers are finished.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position as `TopK` counts it; what lies beyond `longest` is left out.
 
@@ -162,7 +169,9 @@ class StatisticsPlan(LayerPlan):
             check(hubs, "hubs", [table.num_rows, None], FLOAT32, self.device)
             if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
                 raise OptionError("rows of hubs must not share memory")
-        self.scheduled.run(table, enabled=enabled, num_active=num_active, masks=masks)
+        self.scheduled.run(
+            table, enabled=enabled, num_active=num_active, masks=masks, by_request=by_request
+        )
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
         self._hubs, self._ran = hubs, 0
@@ -207,24 +216,27 @@ class StatisticsPlan(LayerPlan):
             if layers > 1:
                 self.pending.note(pending)
             self._launch_pass(pending[0], layers)
+        items = layers * rows * self.groups.count
+        # With a processor for each, more warps shorten the way of one.
+        few = items <= processors(self.device)
+        splits = triton.next_power_of_2(1 + self.scheduled.programs // rows)
         step = {
             **pending[-1],
-            **self.top.arguments,
+            **self.top.arguments(rows),
             "partial": self.partial,
             "addresses": self.pending.addresses,
             "arrived": self.arrived,
             "per_head": self.per_head,
             "mean": self.mean,
             "first_layer": self._ran - layers,
-            "MERGE_SPLITS": self._merge_splits,
+            "MERGE_SPLITS": min(MERGED_SPLITS[1 + few], max(MERGED_SPLITS[0], splits)),
         }
         # A top k above 16 does not fit the registers of one warp.
-        warps = 1 if step["SIZE"] <= 16 else 4
+        warps = 1 if step["SIZE"] <= 16 and not few else 4
         most, registers = FINISH
         if step["K"]:
             at_once = step["TOP_SPLITS"] * step["SIZE"]
             most, registers = FINISH_TOP if at_once <= 128 else FINISH_MANY
-        items = layers * rows * self.groups.count
         launch(
             finish,
             (min(items, processors(self.device) * most // warps),),
@@ -234,6 +246,11 @@ class StatisticsPlan(LayerPlan):
             maxnreg=registers if warps == 1 else None,
         )
         self.top.launch(step, layers, self._hubs)
+
+    @property
+    def answers(self) -> TopK:
+        """The top k of all layers and rows: [layers, max_rows, ...] of each field."""
+        return self.top.answers
 
     def answer(self, layer: int = 0, rows: int | None = None) -> Statistics:
         """The statistics of a layer of this step: views. Finishes the layers that have run.
@@ -326,7 +343,7 @@ class StatisticsPlan(LayerPlan):
         if not self.pending.accepts(step):
             self.finish()
         workspace = len(self.pending)
-        step |= self.top.workspaces[workspace]
+        step |= self.top.workspace(workspace, rows.num_rows)
         step["partial"] = self.partial[workspace]
         step["addresses"] = self.pending.addresses[workspace]
         if statistics:
@@ -347,5 +364,6 @@ class StatisticsPlan(LayerPlan):
         )
 
     def _finish_if_full(self) -> None:
-        if len(self.pending) == self.pending.capacity or self._ran == self.layers:
+        together = self.top.layers_together(self.scheduled.num_rows)
+        if len(self.pending) == together or self._ran == self.layers:
             self.finish()

@@ -41,6 +41,8 @@ COMMITTED, CLAIMED, DONE = (
 # Rows whose flags are read at a time, and numbers of statistics that a program holds at a time.
 SCAN = 1024
 TILE_NUMBERS = 2048
+# Items of a small step, whose one program need not have room for more.
+FEW = 4
 # Every program reads all rows' flags, so they are few.
 MAX_PROGRAMS = 16
 WARPS = 4
@@ -50,14 +52,18 @@ REGISTERS = 192
 
 @triton.jit
 def _is_recorded(
-    item, items, statistics, position, enabled, layer_stride, LAYERS: tl.constexpr,
-    PER_LAYER: tl.constexpr, BLOCK_L: tl.constexpr,
+    item, items, statistics, position, request, enabled, layer_stride, LAYERS: tl.constexpr,
+    PER_LAYER: tl.constexpr, BLOCK_L: tl.constexpr, BY_REQUEST: tl.constexpr,
 ):  # fmt: skip
     """Which items have a record: enabled, and with a visible key in all of their layers."""
     recorded = item < items
     row = item // LAYERS if PER_LAYER else item
-    recorded = recorded & (tl.load(enabled + row, mask=recorded, other=0) != 0)
-    recorded = recorded & (tl.load(position + row, mask=recorded, other=-1) >= 0)
+    at = tl.load(position + row, mask=recorded, other=-1)
+    own = row.to(tl.int64)
+    if BY_REQUEST:
+        at -= 1
+        own = tl.load(request + row, mask=recorded, other=0).to(tl.int64)
+    recorded = recorded & (tl.load(enabled + own, mask=recorded, other=0) != 0) & (at >= 0)
     valid = statistics + row.to(tl.int64) * 32 + 28
     if PER_LAYER:
         layer = (item % LAYERS).to(tl.int64)
@@ -79,21 +85,27 @@ def _is_recorded(
 
 @triton.jit(do_not_specialize=["rows", "layer_stride"])
 def append_records(
-    statistics, position, handle, phase, enabled, num_active, layer_numbers, slots, state, rows,
-    layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
+    statistics, position, request, handle, phase, enabled, num_active, layer_numbers, slots, state,
+    rows, layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
     LAYOUT: tl.constexpr, CAPACITY: tl.constexpr, SCAN_ROWS: tl.constexpr, SCAN_ITEMS: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BY_REQUEST: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.minimum(tl.load(num_active), rows)
-    asked = tl.full([], 0, tl.int32)
-    begin = tl.full([], 0, tl.int32)
-    while begin < rows:
-        row = begin + tl.arange(0, SCAN_ROWS)
-        wanted = (row < rows) & (tl.load(enabled + row, mask=row < rows, other=0) != 0)
-        asked += tl.sum(wanted.to(tl.int32), 0)
-        begin += SCAN_ROWS
-    if asked == 0:
-        return
+    if HAS_ACTIVE:
+        rows = tl.minimum(tl.load(num_active), rows)
+    if not ONE_BLOCK:
+        asked = tl.full([], 0, tl.int32)
+        begin = tl.full([], 0, tl.int32)
+        while begin < rows:
+            row = begin + tl.arange(0, SCAN_ROWS)
+            own = row.to(tl.int64)
+            if BY_REQUEST:
+                own = tl.load(request + row, mask=row < rows, other=0).to(tl.int64)
+            wanted = (row < rows) & (tl.load(enabled + own, mask=row < rows, other=0) != 0)
+            asked += tl.sum(wanted.to(tl.int32), 0)
+            begin += SCAN_ROWS
+        if asked == 0:
+            return
 
     # An item may become a record: a row, or a row's layer. Programs share them out in order, and
     # each counts the records of all of them, so that record numbers follow the order of the items.
@@ -104,18 +116,28 @@ def append_records(
     mine = program * share
     after_mine = tl.minimum(mine + share, items)
     before = tl.full([], 0, tl.int32)
-    count = tl.full([], 0, tl.int32)
-    total = tl.full([], 0, tl.int32)
-    begin = tl.full([], 0, tl.int32)
-    while begin < items:
-        item = begin + tl.arange(0, SCAN_ITEMS)
-        recorded = _is_recorded(
-            item, items, statistics, position, enabled, layer_stride, LAYERS, PER_LAYER, BLOCK_L
-        ).to(tl.int32)
-        before += tl.sum(tl.where(item < mine, recorded, 0), 0)
-        count += tl.sum(tl.where((item >= mine) & (item < after_mine), recorded, 0), 0)
-        total += tl.sum(recorded, 0)
-        begin += SCAN_ITEMS
+    if ONE_BLOCK:
+        # What is found out here is not looked for again below: a few loads are half of such a step.
+        known = _is_recorded(
+            tl.arange(0, BLOCK), items, statistics, position, request, enabled, layer_stride,
+            LAYERS, PER_LAYER, BLOCK_L, BY_REQUEST,
+        )  # fmt: skip
+        total = tl.sum(known.to(tl.int32), 0)
+        count = total
+    else:
+        count = tl.full([], 0, tl.int32)
+        total = tl.full([], 0, tl.int32)
+        begin = tl.full([], 0, tl.int32)
+        while begin < items:
+            item = begin + tl.arange(0, SCAN_ITEMS)
+            recorded = _is_recorded(
+                item, items, statistics, position, request, enabled, layer_stride, LAYERS,
+                PER_LAYER, BLOCK_L, BY_REQUEST,
+            ).to(tl.int32)  # fmt: skip
+            before += tl.sum(tl.where(item < mine, recorded, 0), 0)
+            count += tl.sum(tl.where((item >= mine) & (item < after_mine), recorded, 0), 0)
+            total += tl.sum(recorded, 0)
+            begin += SCAN_ITEMS
     if total == 0:
         return
 
@@ -153,9 +175,13 @@ def append_records(
     begin = mine
     while begin < after_mine:
         item = begin + tl.arange(0, BLOCK)
-        recorded = (item < after_mine) & _is_recorded(
-            item, items, statistics, position, enabled, layer_stride, LAYERS, PER_LAYER, BLOCK_L
-        )
+        if ONE_BLOCK:
+            recorded = known
+        else:
+            recorded = (item < after_mine) & _is_recorded(
+                item, items, statistics, position, request, enabled, layer_stride, LAYERS,
+                PER_LAYER, BLOCK_L, BY_REQUEST,
+            )  # fmt: skip
         ones = recorded.to(tl.int32)
         slot = (first + tl.cumsum(ones, 0) - ones) & (CAPACITY - 1)
         first += tl.sum(ones, 0)
@@ -193,10 +219,14 @@ def append_records(
             value = tl.where((c == 1)[None, :], mid[:, None], value)
             value = tl.where((c == 2)[None, :], long[:, None], value)
 
-        handles = tl.load(handle + row, mask=recorded, other=0)
-        low, high = handles.to(tl.int32), (handles >> 32).to(tl.int32)
+        own = row.to(tl.int64)
         t = tl.load(position + row, mask=recorded, other=0).to(tl.int32)
-        phases = tl.load(phase + row, mask=recorded, other=0).to(tl.int32)
+        if BY_REQUEST:
+            t -= 1
+            own = tl.load(request + row, mask=recorded, other=0).to(tl.int64)
+        handles = tl.load(handle + own, mask=recorded, other=0)
+        low, high = handles.to(tl.int32), (handles >> 32).to(tl.int32)
+        phases = tl.load(phase + own, mask=recorded, other=0).to(tl.int32)
         kind = tl.full([BLOCK], 0xFFFF, tl.int32)
         if PER_LAYER:
             kind = tl.load(layer_numbers + own_layer, mask=recorded, other=0) & 0xFFFF
@@ -223,10 +253,13 @@ def append_records(
         tl.atomic_xchg(at, number + 1, mask=begin + lane < count, sem="release", scope="sys")
         begin += LANES
     tl.debug_barrier()
-    done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
-    if done == programs - 1:
-        tl.store(state + DONE, 0)
+    if ONE_BLOCK:
         tl.atomic_xchg(state + COMMITTED, start + total, sem="release", scope="sys")
+    else:
+        done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
+        if done == programs - 1:
+            tl.store(state + DONE, 0)
+            tl.atomic_xchg(state + COMMITTED, start + total, sem="release", scope="sys")
 
 
 class StepRows(NamedTuple):
@@ -236,7 +269,19 @@ class StepRows(NamedTuple):
     handle: Tensor  # int64[R]: the engine's number of the request
     phase: Tensor  # uint8[R]: as the record's, an index in prompt, think, output
     enabled: Tensor  # uint8 or bool[R]: which rows to record
-    num_active: Tensor  # int32[1]: so many first rows are requests; the padding rows are not read
+    # int32[1]: so many first rows are requests, None for all; the padding rows are not read
+    num_active: Tensor | None = None
+
+
+class RequestRows(NamedTuple):
+    """The rows of a step whose handles, phases and flags are those of their requests, as the tables
+    of an engine have them."""
+
+    seq_lens: Tensor  # int32 or int64[R]: t + 1
+    request: Tensor  # int32 or int64[R]: each row's index in the following
+    handle: Tensor  # int64[requests]
+    phase: Tensor  # uint8[requests]
+    enabled: Tensor  # uint8 or bool[requests]
 
 
 @dataclass(eq=False)
@@ -274,9 +319,8 @@ class AppendPlan:
         self._layer_numbers = torch.tensor(layers, dtype=torch.int32, device=ring.device)
         self._block_layers = min(16, triton.next_power_of_2(group))
         self._block = min(64, TILE_NUMBERS // COLUMNS // self._block_layers)
-        self._programs = min(MAX_PROGRAMS, triton.cdiv(most, self._block))
 
-    def run(self, statistics: Tensor, rows: StepRows) -> None:
+    def run(self, statistics: Tensor, rows: StepRows | RequestRows) -> None:
         """Append the records of a step.
 
         Args:
@@ -288,24 +332,35 @@ class AppendPlan:
             OptionError: shapes, types or devices that do not fit the plan.
         """
         device, layers = self.ring.device, len(self.layers)
-        check(rows.position, "position", [None], INTEGERS, device)
-        count = len(rows.position)
+        by_request = isinstance(rows, RequestRows)
+        position = rows[0]
+        check(position, "seq_lens" if by_request else "position", [None], INTEGERS, device)
+        count = len(position)
+        if isinstance(rows, RequestRows):
+            request, num_active, flags = rows.request, None, None
+            check(request, "request", [count], INTEGERS, device)
+        else:
+            request, num_active, flags = position, rows.num_active, count
         if count > self.max_rows:
             raise OptionError(f"{count} rows in a plan for {self.max_rows}: raise max_rows")
         check(statistics, "statistics", [layers, count, COLUMNS], FLOAT32, device)
         if not statistics[0].is_contiguous():
             raise OptionError("each row of statistics must come right after the one before")
-        check(rows.handle, "handle", [count], {torch.int64}, device)
-        check(rows.phase, "phase", [count], {torch.uint8}, device)
-        check(rows.enabled, "enabled", [count], FLAGS, device)
-        check(rows.num_active, "num_active", [1], {torch.int32}, device)
+        check(rows.handle, "handle", [flags], {torch.int64}, device)
+        check(rows.phase, "phase", [flags], {torch.uint8}, device)
+        check(rows.enabled, "enabled", [flags], FLAGS, device)
+        check(num_active, "num_active", [1], {torch.int32}, device)
         if count == 0:
             return
-        enabled = rows.enabled.view(torch.uint8)
+        items = count * (layers if self.per_layer else 1)
+        block = min(self._block, FEW) if items <= FEW else self._block
+        programs = min(MAX_PROGRAMS, triton.cdiv(items, block))
         with torch.cuda.device_of(statistics):
-            append_records[(self._programs,)](
-                *(statistics, rows.position, rows.handle, rows.phase, enabled),
-                *(rows.num_active, self._layer_numbers, self.ring.slots, self.ring.state, count),
+            append_records[(programs,)](
+                *(statistics, position, request, rows.handle, rows.phase),
+                rows.enabled.view(torch.uint8),
+                position if num_active is None else num_active,
+                *(self._layer_numbers, self.ring.slots, self.ring.state, count),
                 statistics.stride(0),
                 LAYERS=layers,
                 PER_LAYER=self.per_layer,
@@ -315,8 +370,11 @@ class AppendPlan:
                 SCAN_ROWS=min(SCAN, triton.next_power_of_2(self.max_rows)),
                 SCAN_ITEMS=min(SCAN, TILE_NUMBERS // self._block_layers),
                 LANES=32 * WARPS,
-                BLOCK=self._block,
+                BLOCK=block,
                 BLOCK_L=self._block_layers,
+                BY_REQUEST=by_request,
+                HAS_ACTIVE=num_active is not None,
+                ONE_BLOCK=programs == 1,
                 num_warps=WARPS,
                 maxnreg=REGISTERS,
             )

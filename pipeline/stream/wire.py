@@ -35,6 +35,10 @@ _DICTIONARY_BATCH, _DICTIONARY_IS_DELTA = 1, 2
 _COMPRESSION = 3
 
 
+class TooManyRowsError(RecordError):
+    """A stream with more rows than are accepted at once."""
+
+
 class Message(NamedTuple):
     """One message of a sender.
 
@@ -132,7 +136,9 @@ def _read(
             for batch in reader:
                 rows += batch.num_rows
                 if rows > max_rows:
-                    raise RecordError(f"the message has {rows:,} rows: send at most {max_rows:,}")
+                    raise TooManyRowsError(
+                        f"the message has {rows:,} rows: send at most {max_rows:,}"
+                    )
                 for field, column in zip(batch.schema, batch.columns, strict=True):
                     _validate(field.name, column, max_bytes)
                 batches.append(batch.replace_schema_metadata(None))

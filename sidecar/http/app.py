@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -13,10 +12,10 @@ from sidecar.service import Service
 from . import live, requests, sessions, status
 from .discovery import routes, runs
 from .errors import add_error_handlers
-from .hot import HotRoutes
-from .hot_docs import HOT_PATHS
+from .hot.routes import HotRoutes
 from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
 from .live import Broadcast
+from .openapi import document
 
 
 def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = None) -> App:
@@ -26,6 +25,8 @@ def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = No
         title="attn sidecar",
         description="Live classification of attention fingerprints (docs/guide.md).",
         version=service.version,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.service = service
     app.state.broadcast = broadcast
@@ -34,7 +35,7 @@ def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = No
     for module in (status, routes, runs, sessions, requests, live):
         app.include_router(module.router)
     add_error_handlers(app)
-    document_hot_routes(app)
+    document(app)
     limits = Limits(
         most_body_bytes=options.max_body_bytes, hosts=allowed_hosts(options.host),
         origins=options.cors_origins,
@@ -68,15 +69,3 @@ class Counted:
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.perf_counter() - began
             self._metrics.answered(scope["method"], route, status, seconds)
-
-
-def document_hot_routes(app: FastAPI) -> None:
-    """Put the hot routes, which FastAPI does not serve, into its OpenAPI document."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = plain()
-        document["paths"].update(HOT_PATHS)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -36,13 +36,6 @@ SECURITY_HEADERS = (
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
     (b"cache-control", b"no-store"),
 )
-# The pages of OpenAPI load scripts and styles.
-PAGES = frozenset({"/docs", "/redoc", "/docs/oauth2-redirect"})
-PAGE_POLICY = (b"content-security-policy", b"frame-ancestors 'none'; base-uri 'none'")
-PAGE_HEADERS = (
-    *(header for header in SECURITY_HEADERS if header[0] != PAGE_POLICY[0]),
-    PAGE_POLICY,
-)
 # The one route without a key and without a limit of concurrent requests.
 OPEN = "/health"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -150,7 +143,7 @@ class Guard:
         body = None
         if chunked or (length is not None and length != b"0"):
             body = Body(receive, self._limits)
-        answer = Answer(send, PAGE_HEADERS if scope["path"] in PAGES else SECURITY_HEADERS, body)
+        answer = Answer(send, body)
         self._active += 1
         try:
             await self._app(scope, body or receive, answer)
@@ -251,10 +244,8 @@ class Answer:
         started: whether the status was sent.
     """
 
-    def __init__(
-        self, send: Send, headers: tuple[tuple[bytes, bytes], ...], body: Body | None
-    ) -> None:
-        self._send, self._headers, self._body = send, headers, body
+    def __init__(self, send: Send, body: Body | None) -> None:
+        self._send, self._body = send, body
         self.started = False
 
     async def __call__(self, message: Message) -> None:
@@ -262,7 +253,7 @@ class Answer:
             self.started = True
             headers = list(message.get("headers", ()))
             given = {name.lower() for name, _ in headers}
-            headers += [header for header in self._headers if header[0] not in given]
+            headers += [header for header in SECURITY_HEADERS if header[0] not in given]
             await self._send({**message, "headers": headers})
         elif self._body is not None and self._body.refused == 413 and not message.get("more_body"):
             await end(self._send, message.get("body", b""), self._body.receive)
@@ -313,8 +304,9 @@ MOST_HEAD_BYTES = 65_536
 
 
 def bounded_protocol(
-    most_connections: int = 1_024, head_seconds: float = 10.0, stalled_seconds: float = 30.0
-) -> type[HttpToolsProtocol]:
+    most_connections: int = 1_024, head_seconds: float = 10.0, stalled_seconds: float = 30.0,
+    on_refusal: Callable[[], None] = lambda: None,
+) -> type[HttpToolsProtocol]:  # fmt: skip
     """uvicorn's protocol with these bounds. A request's `state["abort"]` resets its connection.
 
     Args:
@@ -323,6 +315,7 @@ def bounded_protocol(
             until its head must be complete.
         stalled_seconds: that the system keeps data which a client does not accept, where it can
             (Linux); then the connection is reset.
+        on_refusal: called for each connection that is closed because there are too many.
     """
 
     class Bounded(HttpToolsProtocol):
@@ -333,6 +326,7 @@ def bounded_protocol(
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most_connections:
+                on_refusal()
                 transport.abort()
                 return
             opened = transport.get_extra_info("socket")

@@ -164,17 +164,17 @@ def standard_zones(
 
 
 def messages_of(sample: list[Row]) -> list[bytes]:
-    """The events of sampled rows: each as a record, and a hint if its cluster has one."""
+    """The events of sampled rows: each as a record and, if a run is served, with its hint."""
     messages = []
     for _, processed, row in sample:
         shown = shown_record(processed, row)
         messages.append(event("record", msgspec.json.encode(shown)))
-        hints = getattr(processed.run, "sampling_hints", None) or {}
-        if (hint := hints.get(shown["cluster_id"])) is not None:
+        if processed.run is not None:
             names = ("request_id", "position", "phase", "zone", "confidence", "cluster_id",
                      "cluster_label", "run_id")  # fmt: skip
-            said = {name: shown[name] for name in names} | {"sampling_hint": hint}
-            messages.append(event("hint", msgspec.json.encode(said)))
+            hint = {name: shown[name] for name in names}
+            hint["sampling_hint"] = processed.run.hint(shown["cluster_id"], shown["zone"])
+            messages.append(event("hint", msgspec.json.encode(hint)))
     return messages
 
 
@@ -234,8 +234,9 @@ router = APIRouter(tags=["live"])
     responses={
         200: {
             "description": "Server-sent events: `record` (up to 20 a second, a random sample), "
-            "`hint` (the sampling hint of a record's cluster), `zones` (of all rows, each second) "
-            "and `dropped` (messages that this client was too slow for).",
+            "`hint` (the sampling hint of a record's cluster or, without one, of its zone), "
+            "`zones` (of all rows, each second) and `dropped` (messages that this client was too "
+            "slow for).",
             "content": {"text/event-stream": {"schema": {"type": "string"}, "example": EXAMPLE}},
         },
         **documented((503, "too many clients, or the service is ending")),

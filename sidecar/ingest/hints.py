@@ -14,7 +14,6 @@ import zmq
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.store.columns import encoded
 from sidecar.processed import Processed
-from sidecar.traits import sampling_hint
 
 from .binding import Bound
 
@@ -81,7 +80,7 @@ def hints(processed: Processed) -> list[dict[str, Any]]:
             "confidence": confidence,
             "cluster_id": cluster,
             "cluster_label": run.classifier.labels.get(cluster),
-            "sampling_hint": run.sampling_hints.get(cluster) or sampling_hint(ZONES[zone]),
+            "sampling_hint": run.hint(cluster, ZONES[zone]),
             "run_id": run.run_id,
         }
         for request_id, position, phase, zone, confidence, cluster in rows

@@ -122,6 +122,11 @@ class Metrics:
             ["status"],
             registry=own,
         )
+        self._connections_refused = Counter(
+            "attn_sidecar_http_connections_refused_total",
+            "Connections closed because there were too many.",
+            registry=own,
+        )
         self._reloads = Counter(
             "attn_sidecar_reloads_total", "Reloads of artifacts.", ["outcome"], registry=own
         )
@@ -181,6 +186,10 @@ class Metrics:
     def refused(self, status: int) -> None:
         """An HTTP request was not let through to its route."""
         self._child(self._refused, status).inc()
+
+    def connection_refused(self) -> None:
+        """A connection was closed because there were too many."""
+        self._connections_refused.inc()
 
     def reloaded(self, outcome: Reload) -> None:
         """A new run was looked for: it was loaded, there was none, or it was refused."""

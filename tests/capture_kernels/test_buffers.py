@@ -17,7 +17,12 @@ from capture_kernels.arrays import on_host  # noqa: E402
 from capture_kernels.errors import MissingExtraError, OptionError  # noqa: E402
 from capture_kernels.fingerprint.vector import Layout, at_depths  # noqa: E402
 from capture_kernels.ring import ring as buffers  # noqa: E402
-from capture_kernels.ring.append import MEAN_LAYER, AppendPlan, StepRows  # noqa: E402
+from capture_kernels.ring.append import (  # noqa: E402
+    MEAN_LAYER,
+    AppendPlan,
+    RequestRows,
+    StepRows,
+)
 from capture_kernels.ring.ring import RECORD_DTYPE, Drain, Ring  # noqa: E402
 
 torch.set_num_threads(1)
@@ -153,6 +158,39 @@ def test_records_of_many_rows_are_in_the_order_of_the_rows(layers, per_layer):
     if not per_layer:
         expected = expected_vectors(statistics[:, asked], Layout.LOG16)
         np.testing.assert_allclose(records["vector"], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 67])
+def test_rows_by_request_are_recorded_as_rows_of_their_own(rows, per_layer):
+    # More rows than requests: the padding rows of a graph are those of request 0, which is nobody.
+    random = np.random.default_rng(rows)
+    request = np.concatenate([random.permutation(rows) + 1, [0, 0]])
+    enabled = random.random(rows + 1) < 0.7
+    enabled[0] = False
+    handle, phase = random.integers(-(2**40), 2**40, rows + 1), random.integers(0, 3, rows + 1)
+    lengths = np.where(request > 0, random.integers(1, 1000, rows + 2), 1)
+    statistics = make_statistics(2, rows + 2)
+
+    def tensor(values, dtype):
+        return torch.as_tensor(np.asarray(values)).to(DEVICE, dtype)
+
+    by_request = RequestRows(
+        tensor(lengths, torch.int32), tensor(request, torch.int64), tensor(handle, torch.int64),
+        tensor(phase, torch.uint8), tensor(enabled, torch.bool),
+    )  # fmt: skip
+    by_row = StepRows(
+        tensor(lengths - 1, torch.int32), tensor(handle[request], torch.int64),
+        tensor(phase[request], torch.uint8), tensor(enabled[request], torch.bool),
+    )  # fmt: skip
+    found = []
+    for each in (by_request, by_row):
+        ring = Ring(256, DEVICE)
+        append(ring, statistics, each, per_layer=per_layer)
+        found.append(Drain(ring).flush())
+    for name in RECORD_DTYPE.names:
+        np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
+    assert len(found[0]) == enabled[1:].sum() * (2 if per_layer else 1)
 
 
 @pytest.mark.parametrize(

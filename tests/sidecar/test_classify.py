@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+import time
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running import ARROW, Sidecar, arrow, running
+from running import ARROW, Sidecar, arrow, post_rows, running, until
 from served_runs import (
     CAPTURE_ID,
     classifier_of,
@@ -23,6 +27,8 @@ from served_runs import (
 )
 
 from discovery.artifacts.classifier import Classifier
+from sidecar.http.hot import bodies
+from sidecar.server import SWITCH_S
 
 MAX_BATCH = 2_000
 HEAD = {"schema_version": 1, "run_id": run_id_of(0)}
@@ -78,10 +84,95 @@ def test_more_than_the_largest_batch_is_refused_whole(sidecar):
     found = sidecar.client.post("/classify", json={"records": records})
     assert found.status_code == 413
     assert "2,001 rows in one request: send at most 2,000" in found.json()["error"]
-    batch = arrow(rows_of(MAX_BATCH + 1))
-    found = sidecar.client.post("/classify", content=batch, headers=ARROW)
-    assert found.status_code in (400, 413)
-    assert "2,001 rows: send at most 2,000" in found.json()["error"]
+    batch = arrow(rows_of(MAX_BATCH), rows_of(1))
+    for path in ("/classify", "/predict", "/fingerprints"):
+        found = sidecar.client.post(path, content=batch, headers=ARROW)
+        assert found.status_code == 413
+        assert "2,001 rows: send at most 2,000 (--max-batch)" in found.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/classify", "/predict", "/fingerprint", "/fingerprints"])
+def test_a_route_that_takes_posts_says_so(sidecar, path):
+    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
+        found = sidecar.client.request(method, path)
+        assert (found.status_code, found.headers["allow"]) == (405, "POST")
+        if method != "HEAD":
+            assert found.json() == {"error": f"{path} does not take {method}: use POST"}
+
+
+def large(body: Any) -> bytes:
+    """As JSON, with as much white space as makes it a body that is decoded in a thread."""
+    return json.dumps(body).encode() + b" " * 300_000
+
+
+@pytest.mark.parametrize("path", ["/classify", "/predict", "/fingerprint", "/fingerprints"])
+def test_a_large_body_is_answered_as_a_small_one(sidecar, path):
+    (vector,) = vectors_of(1).tolist()
+    one = {"vector": vector, "layout": "log16", "position": 3}
+    rows = [{**one, "request_id": "large", "position": n} for n in range(20)]
+    for body in (
+        one, rows[0], {"records": []}, {"records": rows}, {"records": [{**one, "more": [{}]}]},
+        {"records": [one, {"vector": [1, 2]}]}, {"records": rows, "vector": 7}, {"records": 7},
+        {"records": [one, 7]}, {"records": [{"vector": [None]}]}, [], rows, [7], 7, {},
+    ):  # fmt: skip
+        small = sidecar.client.post(path, content=json.dumps(body).encode())
+        found = sidecar.client.post(path, content=large(body))
+        assert found.status_code == small.status_code, body
+        if found.status_code in (200, 202):
+            assert found.json() == small.json()
+        else:
+            assert (
+                found.json()["error"].partition(" - at")[0]
+                == (small.json()["error"].partition(" - at")[0])
+            )
+    for cut in (b'{"records": [', b'{"records": [{"vector": [1}]}', b"[" * 100_000, b"\xff"):
+        found = sidecar.client.post(path, content=cut + b" " * 300_000)
+        assert found.status_code == 400 and "not what this route takes" in found.json()["error"]
+
+
+@pytest.mark.parametrize("decode", [bodies.fingerprints_of, bodies.rows_of])
+def test_others_have_their_turn_while_a_large_body_is_decoded(decode):
+    content = json.dumps({"records": records_of(vectors_of(10_000))}).encode()
+
+    async def longest_wait() -> float:
+        """Of the others, as a share of the time that it took."""
+        decoding, times = asyncio.ensure_future(decode(content)), [time.perf_counter()]
+        while not decoding.done():
+            await asyncio.sleep(0)
+            times.append(time.perf_counter())
+        decoding.result()
+        return float(np.diff(times).max() / (times[-1] - times[0]))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)  # as the service has it
+    try:
+        # Whatever else the machine does makes it longer: the best of some.
+        assert min(asyncio.run(longest_wait()) for _ in range(10)) < 0.5
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_live_clusters_of_an_arrow_stream_are_those_of_json(tmp_path, runs):
+    batch = rows_of(500)
+    with running(tmp_path, "--online", runs=runs) as sidecar:
+        post_rows(sidecar, rows_of(3_000, "seen"))
+        until(lambda: sidecar.get("/centroids")["clusters"], "no cluster was born")
+
+        def predicted(of: pa.RecordBatch) -> httpx.Response:
+            return sidecar.client.post("/predict", content=arrow(of), headers=ARROW)
+
+        vectors = vectors_of(500)
+        wanted = sidecar.client.post("/predict", json={"records": records_of(vectors)})
+        assert predicted(batch).json() == wanted.json()
+        assert len({one["cluster_id"] for one in wanted.json()["results"]}) > 1
+        doubles = pa.array(vectors.tolist(), pa.list_(pa.float64()))
+        assert predicted(with_column(batch, "vector", doubles)).json() == wanted.json()
+        for odd, (name, column) in ODD_COLUMNS.items():
+            found = predicted(with_column(rows_of(3), name, column))
+            if odd in ("vector of doubles", "vector of integers") or name != "vector":
+                assert len(found.json()["results"]) == 3, odd
+            else:
+                assert found.status_code == 400 and "20 finite numbers" in found.json()["error"]
 
 
 WRONG = [

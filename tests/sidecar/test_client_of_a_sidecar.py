@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from processed_batches import classifier, golden, sample, with_column
-from running import Sidecar, running
+from running import Sidecar, running, until
 from served_runs import publish, run_id_of
 
 from pipeline.record import vectors
@@ -182,6 +182,25 @@ def test_a_key_is_needed_and_sent(tmp_path: Path) -> None:
         with api.SidecarClient(service.url, key=KEY, retries=QUICK) as client:
             assert not client.ready().ready
             assert "run attn discover" in client.ready().problems[0]
+
+
+def test_keys_rotate_without_a_restart(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
+    with running(tmp_path, "--api-key-file", keys) as service:
+
+        def status(key: str) -> int:
+            return service.client.get("/version", headers={"X-API-Key": key}).status_code
+
+        another = KEY[::-1] + "-another"
+        assert (status(KEY), status(another)) == (200, 401)
+        keys.write_text(another)
+        until(lambda: status(another) == 200, "the new key is not taken")
+        assert status(KEY) == 401
+        keys.write_text("")
+        until(lambda: "the keys are those of before" in service.said, "nothing was said")
+        assert status(another) == 200
 
 
 def test_a_sidecar_that_has_ended_is_said_to_be_away(tmp_path: Path) -> None:

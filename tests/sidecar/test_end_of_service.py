@@ -12,11 +12,14 @@ import time
 import httpx
 import pytest
 from processes import AttnProcess
-from running import holding, post_rows, running, until
+from running import Pusher, holding, post_rows, running, until
 from served_runs import rows_of
 from shared import REPO
 
 from pipeline.store.open import open_store
+from sidecar.options import SidecarOptions
+from sidecar.repeating import Repeating
+from sidecar.service import Service
 
 
 def rows_in(path) -> int:
@@ -65,23 +68,69 @@ def test_a_bad_file_of_keys_is_seen_before_anything_is_received(tmp_path):
 
 def test_what_senders_sent_is_kept_by_a_start_that_fails(tmp_path):
     """Else what was lost since would not be counted by the next one."""
-    kept = tmp_path / "fingerprints.db.senders.json"
-    text = json.dumps({"s": {"started": 1, "next_seq": 2, "next_row": 20, "dropped": 0}})
-    kept.write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        port = taken.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+        kept = tmp_path / f"fingerprints.db.tcp-127.0.0.1-{port}.senders.json"
+        text = json.dumps({"s": {"started": 1, "next_seq": 2, "next_row": 20, "dropped": 0}})
+        kept.write_text(text)
         process = AttnProcess(
             "sidecar", "--port", "0", "--zmq-bind", address, "--db", tmp_path / "fingerprints.db"
         )
         assert process.finish().returncode == 2
     assert kept.read_text() == text
-    with running(tmp_path):
+    with running(tmp_path, "--zmq-bind", address):
         assert not kept.exists()
 
 
+def test_services_of_one_store_remember_their_own_senders(tmp_path):
+    """One that starts or ends takes nothing from the other."""
+    options = [
+        SidecarOptions(db=tmp_path / "rows.db", discovery_dir=tmp_path, zmq_bind=f"ipc://{name}")
+        for name in (tmp_path / "a", tmp_path / "b")
+    ]
+    for one in options:
+        service = Service(one)
+        sender = Pusher(service.receiver.address)
+        sender.send(rows_of(10))
+        until(lambda: service.intake.counts["received"], "nothing came")  # noqa: B023
+        assert service.drain()
+        sender.close()
+    assert len(list(tmp_path.glob("rows.db.*.senders.json"))) == 2
+    for one in options:
+        service = Service(one)
+        assert len(service.senders.state()) == 1
+        assert service.drain()
+
+
+def test_the_end_waits_once_for_all_that_does_not_end(tmp_path):
+    service = Service(SidecarOptions(db=tmp_path / "rows.db", discovery_dir=tmp_path,
+                                     zmq_bind=None))  # fmt: skip
+    began, release = threading.Barrier(4), threading.Event()
+
+    def endless() -> None:
+        began.wait()
+        release.wait()
+
+    stuck = [Repeating(name, endless, 60.0) for name in ("drift", "nightly", "reload")]
+    for part, one in zip((service.drift, service.nightly, service.serving), stuck, strict=True):
+        part._repeating.close()
+        part._repeating = one
+        one.start()
+    began.wait()
+    ending = threading.Thread(target=service.drain, args=(0.0,))
+    ending.start()
+    # One after another they are waited for 15 seconds.
+    ending.join(12.0)
+    assert not ending.is_alive()
+    release.set()
+
+
 def test_a_damaged_file_of_senders_is_as_none(tmp_path):
-    (tmp_path / "fingerprints.db.senders.json").write_text('{"s": {"started": "never"}}')
+    kept = tmp_path / "fingerprints.db.tcp-127.0.0.1-.senders.json"  # of tcp://127.0.0.1:*
+    kept.write_text('{"s": {"started": "never"}}')
     with running(tmp_path) as sidecar:
+        assert not kept.exists()
         assert sidecar.get("/stats")["stream"]["lost_in_transit"] == 0
 
 

@@ -286,7 +286,7 @@ def test_what_senders_had_sent_may_not_be_saved(tmp_path, runs, monkeypatch, cap
     """A full disk at the end, or a damaged file at the start, costs the counts of losses only."""
     options = SidecarOptions(db=tmp_path / "rows.db", discovery_dir=runs,
                              zmq_bind="tcp://127.0.0.1:*")  # fmt: skip
-    saved = tmp_path / "rows.db.senders.json"
+    saved = tmp_path / "rows.db.tcp-127.0.0.1-.senders.json"
     for content in (b"{", b"[]", b'{"a": 1}', b'{"a": {"started": "x"}}', b"\xff"):
         saved.write_bytes(content)
         service = Service(options)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from capture_kernels.errors import OptionError, StoreError
 from pipeline.api_keys import ApiKeys, read_keys
 from sidecar.http.errors import add_error_handlers
+from sidecar.http.keys import KeyFile
 from sidecar.http.limits import Limits, allowed_hosts, name_of, protected
 
 KEY = "0123456789abcdef-first"
@@ -29,7 +30,7 @@ HOSTS = allowed_hosts("127.0.0.1")
 
 def small_app() -> FastAPI:
     """A few routes as the service has them."""
-    app = FastAPI()
+    app = FastAPI(docs_url=None)
     add_error_handlers(app)
 
     @app.get("/health")
@@ -203,7 +204,9 @@ def test_a_connection_that_is_used_stays_open():
 
 
 def test_connections_above_the_limit_are_closed_and_the_others_are_served():
-    with serving(guarded(), bounds={"most_connections": 20}) as server:
+    refused: list[None] = []
+    bounds = {"most_connections": 20, "on_refusal": lambda: refused.append(None)}
+    with serving(guarded(), bounds=bounds) as server:
         opened = [server.connect(2) for _ in range(40)]
         try:
             closed = 0
@@ -216,7 +219,7 @@ def test_connections_above_the_limit_are_closed_and_the_others_are_served():
                     closed += 1
                 except TimeoutError:
                     continue
-            assert closed == 20
+            assert closed == len(refused) == 20
         finally:
             for client in opened:
                 client.close()
@@ -309,6 +312,31 @@ def test_what_is_not_a_file_of_keys_is_refused_without_waiting(tmp_path):
             read_keys(path)
 
 
+def test_a_key_file_is_read_again_when_it_changes_and_not_when_it_cannot_be_used(tmp_path, caplog):
+    path = key_file(tmp_path, KEY.encode())
+    keys = KeyFile(path)
+    second = b"second-key-0123456"
+    path.write_bytes(KEY.encode() + b"\n" + second)
+    keys.look()
+    assert KEY.encode() in keys and second in keys
+    (tmp_path / "new").write_bytes(second)
+    (tmp_path / "new").chmod(0o600)
+    (tmp_path / "new").replace(path)  # as a mounted secret is changed
+    keys.look()
+    assert KEY.encode() not in keys and second in keys
+    bad = [lambda: path.write_bytes(b""), lambda: key_file(tmp_path, b"x" * 20, 0o604), path.unlink]
+    for number, spoil in enumerate(bad, start=1):
+        spoil()
+        for _ in range(3):
+            keys.look()
+        assert second in keys and b"x" * 20 not in keys and len(keys) == 1
+        warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+        assert len(warnings) == number and "--api-key-file" in warnings[-1].reason
+    key_file(tmp_path, b"third-key-01234567")
+    keys.look()
+    assert b"third-key-01234567" in keys and second not in keys
+
+
 # browsers
 
 
@@ -362,16 +390,14 @@ def test_only_the_given_origins_may_read_and_send():
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("path", ["/health", "/nothing", "/wrong", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/health", "/nothing", "/wrong", "/openapi.json"])
 def test_every_answer_has_the_security_headers(path):
     with serving(guarded()) as server:
         headers = httpx.get(server.url + path).headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-store"
-    policy = headers["content-security-policy"]
-    assert "frame-ancestors 'none'" in policy
-    assert ("default-src 'none'" in policy) == (path != "/docs")  # it loads scripts
+    assert headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
 # errors

@@ -6,11 +6,15 @@ import json
 import threading
 import time
 from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from fastapi import FastAPI
 from http_server import EventReader, serving
@@ -20,19 +24,23 @@ from shared import REPO, START
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.read import Artifacts
 from sidecar.http import live
 from sidecar.http.live import Broadcast
 from sidecar.http.streams import EventStreams, event
+from sidecar.ingest.hints import hints as socket_hints
+from sidecar.serving import ServedRun
+from sidecar.traits import SamplingHint, sampling_hint
 
 VECTORS, _ = planted(2_000, 0)
 BATCH = planted_batch(VECTORS, START)
 
 
 @pytest.fixture(scope="module")
-def run() -> SimpleNamespace:
+def run() -> ServedRun:
     classifier = Classifier.load(REPO / "tests/golden/run_v1")
-    hints = {id: {"temperature": 0.2, "top_p": 0.9, "reason": "local"} for id in classifier.labels}
-    return SimpleNamespace(classifier=classifier, run_id=classifier.run_id, sampling_hints=hints)
+    hints = {id: SamplingHint(0.2, 0.9, "local") for id in classifier.labels}
+    return ServedRun(classifier, {}, [], hints, Artifacts(Path(), {}), datetime.now(UTC))
 
 
 def processed(run: Any, rows: int = len(VECTORS)) -> Any:
@@ -102,8 +110,30 @@ def test_a_client_sees_a_sample_of_the_records_as_they_were_classified(run):
         assert (one["run_id"], one["step"]) == (run.run_id, one["position"] + 1)
         assert [one["x"], one["y"]] == pytest.approx(batch.classified.coordinates[row])
     hints = [one["data"] for one in events if one["event"] == "hint"]
-    assert len(hints) == sum(one["cluster_id"] >= 0 for one in records)
-    assert all(one["sampling_hint"]["temperature"] == 0.2 for one in hints)
+    assert [one["request_id"] for one in hints] == [one["request_id"] for one in records]
+    for one in hints:
+        clustered = one["cluster_id"] >= 0
+        wanted = SamplingHint(0.2, 0.9, "local") if clustered else sampling_hint(one["zone"])
+        assert one["sampling_hint"] == msgspec.to_builtins(wanted)
+
+
+def test_hints_are_those_of_the_socket(run):
+    """Of rows in a cluster, without one, and of another capture."""
+    ids = pa.array([f"r{row}" for row in range(len(VECTORS))])
+    one_each = BATCH.set_column(0, "request_id", ids)
+    batch = SimpleNamespace(**{**vars(processed(run)), "batch": one_each})
+    batch.comparable = np.arange(len(VECTORS)) % 3 > 0
+    batch.classified = batch.classified._replace(
+        cluster_id=np.where(batch.comparable, batch.classified.cluster_id, -1)
+    )
+    assert len(set(batch.classified.cluster_id.tolist())) > 2
+    sample = [(0.0, batch, row) for row in range(0, len(VECTORS), 7)]
+    lines = [one for one in live.messages_of(sample) if one.startswith(b"event: hint")]
+    shown = [json.loads(one.partition(b"data: ")[2]) for one in lines]
+    published = {one["request_id"]: one for one in msgspec.to_builtins(socket_hints(batch))}
+    assert len(shown) == len(sample)
+    assert all(one == published[one["request_id"]] for one in shown)
+    assert not [one for one in live.messages_of([(0.0, processed(None), 0)]) if b": hint" in one]
 
 
 def test_the_zones_of_each_second_are_those_of_all_rows(run):

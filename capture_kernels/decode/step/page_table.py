@@ -50,6 +50,15 @@ class PageTable(NamedTuple):
     def num_rows(self) -> int:
         return len(self.seq_lens)
 
+    def flags_of(self, rows: int, by_request: bool) -> int:
+        """How many flags a step of so many rows has: one a row, or one for each request of the
+        table; OptionError for a table without requests."""
+        if not by_request:
+            return rows
+        if self.lists or self.kv_slots.dim() != 2:
+            raise OptionError("flags by request need a table of requests: req_to_token")
+        return len(self.kv_slots)
+
     def refuse_wrong_lists(self, window: int, rows: int) -> None:
         """OptionError if the list of one of the first rows has not one KV slot for each token, of
         all or at least of `window` (0: all). Waits for the device."""

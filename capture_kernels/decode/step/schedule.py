@@ -87,7 +87,8 @@ def _schedule_rows(
     seq_lens, starts, enabled, num_active, masks, block_ptr, program_ptr, row_table, base,
     table_stride, num_rows, programs, max_length, model_window, visible_window, mask_prefix,
     sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
-    HAS_MASKS: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    HAS_MASKS: tl.constexpr, BY_REQUEST: tl.constexpr, ALL_KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     here = row < num_rows
@@ -97,6 +98,10 @@ def _schedule_rows(
     # Padding rows are not read.
     length = tl.load(seq_lens + row, mask=active, other=0).to(tl.int32)
     begin = tl.load(starts + row, mask=active, other=0).to(tl.int64)
+    # Where the flags and masks of the row are.
+    own = row.to(tl.int64)
+    if BY_REQUEST:
+        own = begin
     in_model = tl.where(model_window > 0, tl.minimum(length, model_window), length)
     wanted = active & (length <= max_length)
     if LISTS:
@@ -109,12 +114,12 @@ def _schedule_rows(
     else:
         begin *= table_stride
     if HAS_ENABLED:
-        wanted = wanted & (tl.load(enabled + row, mask=active, other=0) != 0)
+        wanted = wanted & (tl.load(enabled + own, mask=active, other=0) != 0)
 
     position = length - 1
     before_window = tl.where(visible_window > 0, length - visible_window, 0)
     if HAS_MASKS:
-        masked = tl.maximum(tl.load(masks + row, mask=active, other=0), 0)
+        masked = tl.maximum(tl.load(masks + own, mask=active, other=0), 0)
     else:
         masked = tl.full([ROWS], 0, tl.int32) + mask_prefix
     first_real = tl.maximum(tl.maximum(before_window, masked), 0)
@@ -175,7 +180,16 @@ class Schedule:
         """What kernels that read the rows are launched with, by name."""
         names = ("kv_slots", "base", "row_table", "block_ptr", "program_ptr", "num_rows")
         step = {name: getattr(self, name) for name in (*names, "programs", "max_rows")}
-        return {**step, "ROWS": triton.next_power_of_2(self.max_rows)}
+        return {**step, "ROWS": self._row_lanes}
+
+    @property
+    def _row_lanes(self) -> int:
+        """Lanes for this step's rows: a power of 4, 16 or more, so that steps of any size are few
+        compilations, and one of few rows does not pay for a large plan."""
+        lanes = 16
+        while lanes < self.num_rows:
+            lanes *= 4
+        return min(lanes, max(16, triton.next_power_of_2(self.max_rows)))
 
     def run(
         self,
@@ -184,6 +198,7 @@ class Schedule:
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        by_request: bool = False,
     ) -> None:
         """Read the lengths of a step's rows.
 
@@ -196,6 +211,8 @@ class Schedule:
             num_active: int32[1] on the device: how many first rows are requests, the rest pads the
                 batch of a CUDA graph; None for all.
             masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
+            by_request: flags and masks are those of all requests that the table knows, [requests],
+                of which each row has that of its entry of `req_pool_indices`.
 
         Raises:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
@@ -207,9 +224,10 @@ class Schedule:
         for name, tensor in zip(("kv_slots", "starts", "seq_lens"), table[:3], strict=True):
             if tensor.device != device:
                 raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
-        check(enabled, "enabled", [rows], FLAGS, device)
+        flags = table.flags_of(rows, by_request)
+        check(enabled, "enabled", [flags], FLAGS, device)
         check(num_active, "num_active", [1], {torch.int32}, device)
-        check(masks, "masks", [rows], {torch.int32}, device)
+        check(masks, "masks", [flags], {torch.int32}, device)
         if table.lists and not self._lists_checked:
             # A graph's capture comes after a step that compiles.
             active = rows if num_active is None else min(int(num_active), rows)
@@ -231,8 +249,9 @@ class Schedule:
                 HAS_ENABLED=enabled is not None,
                 HAS_ACTIVE=num_active is not None,
                 HAS_MASKS=masks is not None,
+                BY_REQUEST=by_request,
                 ALL_KEYS=self.all_keys,
                 BLOCK_KEYS=self.block_keys,
-                ROWS=triton.next_power_of_2(self.max_rows),
+                ROWS=self._row_lanes,
                 num_warps=4,
             )

@@ -162,10 +162,12 @@ def head_mean(
         item += stop - block
 
     if RECOMPUTE:
-        # There is one layer only: its logits alone overfill the scratch.
         total = tl.minimum(tl.load(block_ptr + num_rows), max_blocks)
-        block = kept.to(tl.int32) + program
-        while block < total:
+        rest = tl.maximum(total - kept.to(tl.int32), 0)
+        turn = program
+        while turn < rest * apart:
+            first = (turn // tl.maximum(rest, 1)).to(tl.int64)
+            block = kept.to(tl.int32) + turn % tl.maximum(rest, 1)
             row = tl.sum((row_ends <= block).to(tl.int32), 0)
             position = reported_position(row_table, row, num_rows)
             real = row_field(row_table, REAL, row, num_rows)
@@ -174,21 +176,24 @@ def head_mean(
                 newest = kv_slots + tl.load(base + row)
                 newest += row_field(row_table, POSITION, row, num_rows)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
-                layer_query, layer_keys, descale = layer_inputs(addresses, 0, query, keys)
-                shifts = probability_shifts(per_head, row, HEADS, ALL_HEADS)
-                largest = tl.full([TILE], float("-inf"), tl.float32)
-                for tile in range(first_tile, first_tile + TILES):
-                    p = mean_of_tile(
-                        row, newest, tile * TILE + lane, real, layer_query, layer_keys, head_table,
-                        descale, shifts, factor, soft_cap, stride_qr, stride_qh, stride_kh,
-                        STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE,
-                        SOFT_CAP, DESCALE, UPCAST,
-                    )  # fmt: skip
-                    largest = add_tile(
-                        p, largest, tile, row, block, position, real, lane, mean_maxima, hubs,
-                        stride_hubs, longest, TILE, TILES, KEEP, HUBS,
-                    )  # fmt: skip
-            block += turns
+                for number in range(together):
+                    layer = first + number
+                    layer_query, layer_keys, descale = layer_inputs(addresses, layer, query, keys)
+                    shifts = probability_shifts(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
+                    largest = tl.full([TILE], float("-inf"), tl.float32)
+                    for tile in range(first_tile, first_tile + TILES):
+                        p = mean_of_tile(
+                            row, newest, tile * TILE + lane, real, layer_query, layer_keys,
+                            head_table, descale, shifts, factor, soft_cap, stride_qr, stride_qh,
+                            stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM,
+                            BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                        )  # fmt: skip
+                        largest = add_tile(
+                            p, largest, tile, row, block, position, real, lane,
+                            mean_maxima + layer * max_blocks, hubs, stride_hubs, longest, TILE,
+                            TILES, KEEP, HUBS,
+                        )  # fmt: skip
+            turn += turns
 
 
 @triton.jit

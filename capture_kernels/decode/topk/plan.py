@@ -18,7 +18,8 @@ a block; K rounded up to a power of two):
     uncertain_buckets  int32[A, R, H, K]               their uncertain buckets, then -1
     rescan_queue       int32[1 + A * R * H]            how many heads to rescan, and which
     logits             float32[A, logit_blocks, H, N]  -inf where a key is not real
-    mean_keys          float32[A, logit_blocks, N]     p_d, -inf where a key is not real
+    mean_keys          float32[A, logit_blocks, N]     p_d, -inf where a key is not real;
+                                                       A here as in `layers_together`
     mean_maxima        float32[A, max_blocks]          the largest p_d of each block
     chosen_blocks      int32[A, R, K]                  a row's best blocks of p, or -1
     chosen_tops        int64[A, R, programs, K]        the top k of each program's share of them
@@ -54,6 +55,9 @@ BUCKETS_A_KEY, LEAST_BUCKETS = 6, 16
 MERGED_AT_ONCE = 256
 # Programs a processor of the GPU for the head mean.
 MEAN_PROGRAMS = 4
+# Layers that share the room for logits if it does not hold all rows of a layer, and how long a row
+# is then expected to be: one more layer at a time is worth less than reading longer rows twice.
+SHARING_LAYERS, SHARING_KEYS = 8, 8_192
 # What kernels are launched with if no top k is planned.
 NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
 
@@ -64,9 +68,6 @@ class TopKPlan:
 
     Attributes:
         pending_layers: for how many layers the scratch has workspaces.
-        arguments: what `finish` is launched with.
-        workspaces: what a pass over a single layer is launched with, by workspace; a pass over
-            several layers takes the first one's.
 
     Raises:
         OptionError: a k that is too large, or rows too long for a top k.
@@ -95,8 +96,8 @@ class TopKPlan:
         blocks = max_rows * self._row_blocks
         has_mean = bool(mean_k) or self.hubs
         logit_bytes = block_keys * (heads + bool(mean_k)) * 4
-        self.logit_blocks = min(blocks, self.scratch_bytes // logit_bytes) if has_mean else 0
-        self._recompute = has_mean and self.logit_blocks < blocks
+        room = self.scratch_bytes // logit_bytes
+        self._shared_room = has_mean and room < blocks
         buckets = top_splits = 0
         if k:
             splits = 1 + programs / max_rows
@@ -108,13 +109,11 @@ class TopKPlan:
             top_splits = triton.next_power_of_2(math.ceil(splits))
             top_splits = min(top_splits, MERGED_AT_ONCE // buckets)
         tops = (max_rows, heads, power(k))
-        rescanned = max_rows * power(mean_k) * self._recompute
+        rescanned = max_rows * power(mean_k) * self._shared_room
         kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "candidates": ((programs + max_rows, heads, 2, buckets), torch.int64),
             "uncertain_tops": (tops, torch.int64),
             "uncertain_buckets": (tops, torch.int32),
-            "logits": ((self.logit_blocks, heads, block_keys), torch.float32),
-            "mean_keys": ((self.logit_blocks * bool(mean_k), block_keys), torch.float32),
             "mean_maxima": ((blocks * bool(mean_k),), torch.float32),
             "chosen_blocks": ((rescanned,), torch.int32),
             "chosen_tops": ((rescanned * RESCAN_PROGRAMS_A_ROW,), torch.int64),
@@ -122,13 +121,20 @@ class TopKPlan:
         layer_bytes = self.partial_bytes + sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in kept.values()
         )
-        # Logits that overfill the scratch leave no room for a second layer.
-        room = 1 if self._recompute else self.scratch_bytes // layer_bytes
-        self.pending_layers = max(1, min(self.layers, room))
+        if has_mean and not self._shared_room:
+            layer_bytes += blocks * logit_bytes
+        at_once = self.scratch_bytes // layer_bytes
+        if self._shared_room:
+            at_once = min(at_once, SHARING_LAYERS)
+        self.pending_layers = max(1, min(self.layers, at_once))
+        # Of all pending layers, which share them.
+        self._logit_blocks = room if self._shared_room else self.pending_layers * blocks * has_mean
         self._kept = {
             name: self._zeros(self.pending_layers, *shape, dtype=dtype)
             for name, (shape, dtype) in kept.items()
         }
+        self._kept["logits"] = self._zeros(self._logit_blocks, heads, block_keys)
+        self._kept["mean_keys"] = self._zeros(self._logit_blocks * bool(mean_k), block_keys)
         queued = self.pending_layers * max_rows * heads * bool(k)
         self._kept["rescan_queue"] = self._zeros(1 + queued, dtype=torch.int32)
         rows = (self.layers, max_rows)
@@ -139,21 +145,50 @@ class TopKPlan:
             self._zeros(*rows, mean_k, dtype=torch.int32),
             self._zeros(*rows, mean_k),
         )
-        shared = {
-            "logit_blocks": self.logit_blocks,
+        self._shared = {
             "max_blocks": blocks,
             "rescan_queue": self._kept["rescan_queue"],
             "BUCKETS": buckets,
             "TOP_SPLITS": top_splits,
             "LOGITS": has_mean,
-            # With all logits kept, no key is read again.
-            "LOGITS_KEPT": has_mean and not self._recompute,
         }
-        self.workspaces = [
-            {**shared, **{name: self._kept[name][layer] for name in ("candidates", "logits")}}
-            for layer in range(self.pending_layers)
-        ]
-        self.arguments = {**NO_TOP, **self._kept, **shared, **self._outputs(self.answers[:3], k)}
+        self._outputs_of_heads = self._outputs(self.answers[:3], k)
+
+    def layers_together(self, rows: int) -> int:
+        """How many layers of a step of so many rows are finished together. If they share the room
+        for logits, each layer has enough for rows of `SHARING_KEYS`."""
+        if not self._shared_room:
+            return self.pending_layers
+        usual = max(1, rows) * triton.cdiv(SHARING_KEYS, self.scheduled.block_keys)
+        return max(1, min(self.pending_layers, self._logit_blocks // usual))
+
+    def _logits_of(self, rows: int) -> dict[str, Any]:
+        """What kernels of a step of so many rows know of its logits."""
+        blocks = self._logit_blocks // self.layers_together(rows)
+        # With all logits kept, no key is read again.
+        kept = self._shared["LOGITS"] and rows * self._row_blocks <= blocks
+        return {"logit_blocks": blocks, "LOGITS_KEPT": kept}
+
+    def arguments(self, rows: int) -> dict[str, Any]:
+        """What `finish` is launched with in a step of so many rows."""
+        return {
+            **NO_TOP,
+            **self._kept,
+            **self._shared,
+            **self._outputs_of_heads,
+            **self._logits_of(rows),
+        }
+
+    def workspace(self, number: int, rows: int) -> dict[str, Any]:
+        """What a pass over a single layer, of those that wait the one of this number, is launched
+        with; a pass over several takes the first one's."""
+        logits = self._logits_of(rows)
+        return {
+            **self._shared,
+            **logits,
+            "candidates": self._kept["candidates"][number],
+            "logits": self._kept["logits"][number * logits["logit_blocks"] :],
+        }
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.scheduled.device)
@@ -212,9 +247,9 @@ class TopKPlan:
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._outputs(self.answers[3:], self.mean_k)}
-        step["RECOMPUTE"] = self._recompute
+        step["RECOMPUTE"] = recompute = not step["LOGITS_KEPT"]
         # With all logits kept, two warps were faster than four for 32 heads.
-        warps = 2 if heads <= 32 and not self._recompute else 4 if heads <= 64 else 8
+        warps = 2 if heads <= 32 and not recompute else 4 if heads <= 64 else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
             head_mean,
@@ -230,7 +265,7 @@ class TopKPlan:
         )
         if self.mean_k:
             launch(top_mean, (rows, layers), step, num_warps=1 if step["SIZE"] <= 16 else 4)
-            if self._recompute:
+            if recompute:
                 step["PROGRAMS_A_ROW"] = RESCAN_PROGRAMS_A_ROW
                 launch(rescan_mean, (rows, RESCAN_PROGRAMS_A_ROW, layers), step, num_warps=4)
                 launch(merge_mean_tops, (rows, layers), step, num_warps=4)

@@ -71,6 +71,10 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     session_id: str | None = None
     stream_entries: bool = True
 
+    def with_mask(self, tokens: int) -> CaptureRequest:
+        """This request once it is known how many tokens are hidden."""
+        return msgspec.structs.replace(self, mask_prefix=tokens, mask_system=False)
+
     def signed(self, secret: str) -> str:
         """This request as the text that the engine is given: JSON behind its signature. Text,
         because SGLang's custom_params hold no nested lists."""

@@ -34,6 +34,15 @@ def matrix_of(vectors: list[list[float]]) -> Floats | None:
         return flat.astype(np.float32).reshape(-1, DIMENSIONS)
 
 
+def matrix_of_batch(batch: pa.RecordBatch) -> Floats | None:
+    """The vectors of a batch of records as float32[n, 20]; None if one of them is none."""
+    lists = batch.column("vector")
+    if is_plain(lists):
+        return record.vectors(batch)
+    rows = lists.to_pylist()
+    return None if any(row is None or None in row for row in rows) else matrix_of(rows)
+
+
 def classify_records(classifier: Classifier, records: list[Vector]) -> list[dict[str, Any]]:
     """An answer for each record: {"manifold": ...} or {"error": why}."""
     matrix = matrix_of([one.vector for one in records])

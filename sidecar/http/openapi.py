@@ -1,14 +1,52 @@
-"""OpenAPI of the hot routes, which FastAPI does not serve."""
+"""The OpenAPI document, with the hot routes that FastAPI does not serve, and the page of it.
+
+The page's scripts and styles are those of a package. FastAPI's own page loads them from another
+host, which a machine without a network cannot reach.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from base64 import b64encode
 from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse
+from starlette.staticfiles import StaticFiles
 
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline.record import PHASES, SCHEMA
 
-from .hot import ARROW
+from .hot.bodies import ARROW
+
+DOCS, ASSETS = "/docs", "/docs/assets"
+# Addresses without a leading slash also hold behind a proxy that adds a path.
+_SCRIPT = (
+    'SwaggerUIBundle({url: "openapi.json", dom_id: "#page", deepLinking: true, '
+    'layout: "BaseLayout", validatorUrl: null})'
+)
+_PAGE = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>attn sidecar</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="docs/assets/swagger-ui.css">
+</head>
+<body>
+<div id="page"></div>
+<script src="docs/assets/swagger-ui-bundle.js"></script>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+_SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_POLICY = (
+    f"default-src 'none'; script-src 'self' 'sha256-{_SCRIPT_HASH}'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'; "
+    "base-uri 'none'"
+)
 
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
 _VECTOR = {**_NUMBERS, "minItems": DIMENSIONS, "maxItems": DIMENSIONS}
@@ -134,7 +172,7 @@ HOT_PATHS: dict[str, Any] = {
         "Live cluster of a fingerprint, or of a batch",
         {"oneOf": [_ONE, _batch_of(_ONE)]},
         {"oneOf": [_LIVE, _batch_of(_LIVE, "results")]},
-        _BAD | {"503": "there are no live clusters yet"}, arrow=False, wait=False,
+        _BAD | {"503": "there are no live clusters yet"}, arrow=True, wait=False,
     ),
     "/fingerprint": _route(
         "Classify and store one fingerprint", _RECORD, _ACCEPTED, _FULL, arrow=False, wait=True
@@ -145,3 +183,20 @@ HOT_PATHS: dict[str, Any] = {
         _ACCEPTED, _FULL, arrow=True, wait=True,
     ),
 }  # fmt: skip
+
+
+def document(app: FastAPI) -> None:
+    """Put the hot routes into an app's OpenAPI document, and serve a page of it at `DOCS`."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        document["paths"].update(HOT_PATHS)
+        return document
+
+    def page() -> HTMLResponse:
+        return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    app.get(DOCS, include_in_schema=False)(page)
+    app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))

@@ -18,55 +18,43 @@ from urllib.parse import parse_qs
 import msgspec
 import numpy as np
 import pyarrow as pa
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 
+from capture_kernels.arrays import Floats
 from capture_kernels.errors import AttnError, RecordError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.artifacts.classifier import ANSWER_VERSION
 from pipeline import record
 from pipeline.store.sources import batch_of, record_values
-from pipeline.stream.wire import read_batches
+from pipeline.stream.wire import TooManyRowsError, read_batches
 from sidecar.ingest.queue import Ticket
 from sidecar.processed import Processed
 from sidecar.service import Service
 
-from .answers import Vector, classify_batch, classify_records, joined, matrix_of
+from .answers import Vector, classify_batch, classify_records, joined, matrix_of, matrix_of_batch
+from .bodies import (
+    JSON,
+    LOOP_ROWS,
+    Receive,
+    Refusal,
+    Scope,
+    body_of,
+    fingerprints_of,
+    is_arrow,
+    off_loop,
+    row_of,
+    rows_of,
+)
 
 LOG = logging.getLogger("attn.sidecar")
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-JSON = b"application/json"
-ARROW = "application/vnd.apache.arrow.stream"
-# Rows that are classified in the event loop; more of them would hold up other requests.
-LOOP_ROWS = 1_024
 # How long ?wait=1 waits for the store, in seconds.
 WAIT_S = 30.0
-RETRY_AFTER_S = 1
-
-
-class Refusal(Exception):
-    """A request that is answered with an error: status, one line, seconds to retry after."""
-
-    def __init__(self, status: int, reason: str, retry_after: int | None = None) -> None:
-        super().__init__(reason)
-        self.status, self.reason, self.retry_after = status, reason, retry_after
-
-
-class Body(msgspec.Struct):
-    """Of /classify and /predict: one fingerprint, or `records`."""
-
-    vector: list[float] | UnsetType = UNSET
-    position: int | None = None
-    layout: str | int | None = None
-    capture_id: str | None = None
-    records: list[Vector] | UnsetType = UNSET
-
-
-DECODE = msgspec.json.Decoder(Body)
+LATER = {"retry_after": "1"}
+ONE_OR_MANY = 'send {"vector": [20 numbers]} or {"records": [...]}'
 ENCODE = msgspec.json.Encoder()
 
 
@@ -84,17 +72,19 @@ class HotRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
-        if route is None or scope["method"] != "POST":
+        if route is None:
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began, method = time.perf_counter(), scope["method"]
         headers = [(b"content-type", JSON)]
         try:
+            if method != "POST":
+                reason = f"{scope['path']} does not take {method}: use POST"
+                raise Refusal(405, reason, allow="POST")
             status, answer = await route(scope, await body_of(receive))
         except Refusal as refusal:
             status, answer = refusal.status, {"error": refusal.reason}
-            if refusal.retry_after is not None:
-                headers.append((b"retry-after", str(refusal.retry_after).encode()))
+            headers += refusal.headers
         except AttnError as error:
             status, answer = 400, {"error": str(error)}
         except HTTPException:
@@ -106,24 +96,25 @@ class HotRoutes:
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
-        self._service.metrics.answered("POST", scope["path"], status, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._service.metrics.answered(method, scope["path"], status, seconds)
 
     # -- classification
 
     async def _classify(self, scope: Scope, content: bytes) -> tuple[int, Any]:
         run = self._service.serving.current
         if run is None:
-            raise Refusal(503, self._service.nothing_served, RETRY_AFTER_S)
+            raise Refusal(503, self._service.nothing_served, **LATER)
         classifier = run.classifier
         head = {"schema_version": ANSWER_VERSION, "run_id": run.run_id}
         if is_arrow(scope):
             batch = self._batch_of(content)
             answers = await self._timed(batch.num_rows, classify_batch, classifier, batch)
             return 200, {"results": answers, **head}
-        body = decode(content)
+        body = await fingerprints_of(content)
         if body.records is UNSET:
             if body.vector is UNSET:
-                raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
+                raise Refusal(400, ONE_OR_MANY)
             one = Vector(body.vector, body.position, body.layout, body.capture_id)
             (answer,) = await self._timed(1, classify_records, classifier, [one])
             return (400 if "error" in answer else 200), {**answer, **head}
@@ -133,29 +124,36 @@ class HotRoutes:
 
     async def _timed(self, rows: int, work: Callable[..., Any], *given: Any) -> Any:
         began = time.perf_counter()
-        answers = await off_loop(rows, work, *given)
+        answers = await off_loop(rows > LOOP_ROWS, work, *given)
         self._service.metrics.classified("http", time.perf_counter() - began)
         return answers
 
     async def _predict(self, scope: Scope, content: bytes) -> tuple[int, Any]:
-        body = decode(content)
+        if is_arrow(scope):
+            batch = self._batch_of(content)
+            return 200, await self._predictions(batch.num_rows, matrix_of_batch, batch)
+        body = await fingerprints_of(content)
         if body.records is not UNSET:
             vectors = [one.vector for one in body.records]
-        elif body.vector is not UNSET:
-            vectors = [body.vector]
-        else:
-            raise Refusal(400, 'send {"vector": [20 numbers]} or {"records": [...]}')
-        self._check_rows(len(vectors))
-        return 200, await off_loop(len(vectors), self._predicted, vectors, body.records is UNSET)
+            self._check_rows(len(vectors))
+            return 200, await self._predictions(len(vectors), matrix_of, vectors)
+        if body.vector is UNSET:
+            raise Refusal(400, ONE_OR_MANY)
+        (answer,) = (await self._predictions(1, matrix_of, [body.vector]))["results"]
+        return 200, answer
 
-    def _predicted(self, vectors: list[list[float]], is_single: bool) -> dict[str, Any]:
+    async def _predictions(
+        self, rows: int, matrix: Callable[[Any], Floats | None], given: Any
+    ) -> dict[str, Any]:
+        return await off_loop(rows > LOOP_ROWS, lambda: self._predicted(matrix(given)))
+
+    def _predicted(self, matrix: Floats | None) -> dict[str, Any]:
         live = self._service.live_clusters
-        matrix = matrix_of(vectors)
         if matrix is None or not (np.isfinite(matrix).all() and (matrix >= 0).all()):
             raise Refusal(400, f"a vector has {DIMENSIONS} finite numbers, none of them negative")
         clusters = {one.cluster_id: one for one in live.clusters()}
         if not clusters:
-            raise Refusal(503, "there are no live clusters yet: send fingerprints", RETRY_AFTER_S)
+            raise Refusal(503, "there are no live clusters yet: send fingerprints", **LATER)
         found = zip(*(column.tolist() for column in live.predict(matrix)), strict=True)
         answers = []
         for cluster_id, distance, within in found:
@@ -168,12 +166,12 @@ class HotRoutes:
                     "sampling_hint": known.sampling_hint if known else None,
                 }
             )
-        return answers[0] if is_single else {"results": answers}
+        return {"results": answers}
 
     # -- ingest
 
     async def _fingerprint(self, scope: Scope, content: bytes) -> tuple[int, Any]:
-        batch, rejected = self._records_of([parsed(content, dict)])
+        batch, rejected = self._records_of([await row_of(content)])
         if rejected:
             self._service.intake.count_rejected(rejected, "http")
             raise Refusal(400, f"not a fingerprint: {next(iter(rejected))}")
@@ -190,14 +188,11 @@ class HotRoutes:
         if is_arrow(scope):
             batch = self._batch_of(content)
         else:
-            body = parsed(content, list | dict)
-            rows = body.get("records") if isinstance(body, dict) else body
-            if not isinstance(rows, list):
-                raise Refusal(400, 'send a list of fingerprints, or {"records": [...]}')
+            rows = await rows_of(content)
             self._check_rows(len(rows))
-            batch, rejected = await off_loop(4 * len(rows), self._records_of, rows)
+            batch, rejected = await off_loop(4 * len(rows) > LOOP_ROWS, self._records_of, rows)
             self._service.intake.count_rejected(rejected, "http")
-        ticket, processed = await off_loop(batch.num_rows, self._submit, batch)
+        ticket, processed = await off_loop(batch.num_rows > LOOP_ROWS, self._submit, batch)
         for reason, count in ticket.rejected.items():
             rejected[reason] = rejected.get(reason, 0) + count
         answer = {
@@ -210,7 +205,7 @@ class HotRoutes:
         if ticket is None:
             raise Refusal(
                 503, "the queue to the store is full: nothing was taken, send it again later",
-                RETRY_AFTER_S,
+                **LATER,
             )  # fmt: skip
         return ticket, processed
 
@@ -236,27 +231,30 @@ class HotRoutes:
         except TimeoutError:
             raise Refusal(
                 503, f"not in the store after {WAIT_S:g} s; the rows are still queued",
-                RETRY_AFTER_S,
+                **LATER,
             ) from None  # fmt: skip
         except asyncio.CancelledError:  # uvicorn's, of requests that outlast its end
             raise Refusal(
-                503, "the service is ending, and the rows are not in the store yet", RETRY_AFTER_S
+                503, "the service is ending, and the rows are not in the store yet", **LATER
             ) from None
         if ticket.refused:
             raise Refusal(400, f"not fingerprints: {ticket.error}")
         if ticket.error is not None:
             raise Refusal(
                 503, f"not in the store yet: {ticket.error}; the rows are still queued",
-                RETRY_AFTER_S,
+                **LATER,
             )  # fmt: skip
         return 200, {"committed": rows, **answer}
 
     def _batch_of(self, content: bytes) -> pa.RecordBatch:
         """The rows of a body that is an Arrow stream."""
         options = self._service.options
-        batches = read_batches(
-            content, max_rows=options.max_batch, max_bytes=options.max_body_bytes
-        )
+        try:
+            batches = read_batches(
+                content, max_rows=options.max_batch, max_bytes=options.max_body_bytes
+            )
+        except TooManyRowsError as error:
+            raise Refusal(413, f"{error} (--max-batch)") from None
         return joined(batches)
 
     def _records_of(self, rows: list[Any]) -> tuple[pa.RecordBatch, dict[str, int]]:
@@ -304,46 +302,3 @@ def with_defaults(row: Any, given: dict[str, Any]) -> dict[str, Any]:
     if missing := [name for name in ("model", "capture_id") if name not in full]:
         raise RecordError(f"{missing[0]}: missing, and no run is served that has one")
     return full
-
-
-def is_arrow(scope: Scope) -> bool:
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            return bool(value.partition(b";")[0].strip().decode("latin-1").lower() == ARROW)
-    return False
-
-
-async def body_of(receive: Receive) -> bytes:
-    """The whole body of a request, whose size the limits have bounded."""
-    message = await receive()
-    if not message.get("more_body"):
-        return bytes(message.get("body", b""))
-    parts = [message.get("body", b"")]
-    while message.get("more_body"):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refusal(400, "the connection was closed before the whole body had come")
-        parts.append(message.get("body", b""))
-    return b"".join(parts)
-
-
-def decode(content: bytes) -> Body:
-    """The body of /classify or /predict. Refusal: it is not one."""
-    try:
-        return DECODE.decode(content)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not what this route takes: {error}") from None
-
-
-def parsed(content: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not what this route takes: {error}") from None
-
-
-async def off_loop(rows: int, work: Callable[..., Any], *given: Any) -> Any:
-    """Call `work` here, or in a thread if there are so many rows that others would wait."""
-    if rows <= LOOP_ROWS:
-        return work(*given)
-    return await asyncio.to_thread(work, *given)

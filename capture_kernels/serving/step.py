@@ -1,0 +1,240 @@
+"""A server's steps: which rows, which layers, and what was found.
+
+    begin    the schedule of the step's rows
+    layer    a captured layer, in the order in which the model runs them
+    end      what is left to finish, and the append to the ring
+    results  copies of what was found, which the next step does not overwrite
+
+`begin`, `layer` and `end` neither allocate, copy nor wait on a GPU, after a step of as many rows
+that compiles, so that a CUDA graph can hold them; graphs of several batch sizes share one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture_kernels.decode.host import HostStatisticsPlan
+from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.errors import OptionError
+from capture_kernels.fingerprint.vector import Layout, Visibility
+from capture_kernels.layer_plan import COLUMNS
+
+from .requests import RequestTable
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Captured layers that share everything but their weights.
+
+    Args:
+        numbers: the model's numbers of the layers.
+        window: the model's own sliding window, the query's own key included; 0 for none.
+        scale, soft_cap: as `LayerPlan` takes them.
+    """
+
+    numbers: tuple[int, ...]
+    _: KW_ONLY
+    heads: int
+    key_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float | None = None
+    window: int = 0
+
+
+class StepResults(NamedTuple):
+    """What was found of R rows in L captured layers, shallowest first, on the device.
+
+    Columns are those of `decode.answers`. If a row was not captured, column 28 of `mean` is 0, and
+    the other fields mean nothing.
+    """
+
+    mean: Tensor  # float32[L, R, 32], of the chosen heads
+    mean_positions: Tensor  # int32[L, R, mean_k]: `TopK`
+    mean_masses: Tensor  # float32[L, R, mean_k]
+    per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless `keep_heads`
+    positions: Tensor  # int32[L, R, H, k]
+    logits: Tensor  # float32[L, R, H, k]
+
+
+@dataclass(eq=False)
+class StepCapture:
+    """Plans, flags of requests and the ring of one server.
+
+    Attributes:
+        layers: the captured layers' numbers, shallowest first.
+        requests: which requests are captured, and how.
+        incomplete_steps: see `end`; of a replayed graph the step that was captured is counted.
+
+    Raises:
+        OptionError: layers that no kernel supports, or that occur twice.
+    """
+
+    kinds: Sequence[LayerKind]
+    _: KW_ONLY
+    max_rows: int  # the most rows of a step
+    max_length: int  # the most keys of a row
+    num_requests: int  # rows of `req_to_token`
+    device: torch.device | str
+    visibility: Visibility | None = None  # which keys a fingerprint describes
+    chosen: Sequence[int] | None = None  # query heads; None for all
+    mean_top_k: int = 0  # keys of the mean of the heads' probabilities
+    top_k: int = 0  # keys of each head
+    keep_heads: bool = False  # whether results hold each head's numbers too
+    layout: Layout = Layout.LOG16  # of the ring's records
+    ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
+    on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
+
+    def __post_init__(self) -> None:
+        numbers = [number for kind in self.kinds for number in kind.numbers]
+        if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
+            raise OptionError(f"captured layers must be different numbers, got {numbers}")
+        self.layers = tuple(sorted(numbers))
+        if self.on_host is None:
+            self.on_host = torch.device(self.device).type != "cuda"
+        self.requests = RequestTable(self.num_requests, self.device)
+        # One buffer for all kinds, so that one launch appends their records.
+        self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
+        self._plans: list[Any] = []
+        self._plan_of: dict[int, tuple[int, int]] = {}  # of a layer: its plan, and which in it
+        first = 0
+        for index, kind in enumerate(self.kinds):
+            count = len(kind.numbers)
+            self._plans.append(self._plan(kind, self._mean[first : first + count]))
+            self._plan_of |= {n: (index, at) for at, n in enumerate(sorted(kind.numbers))}
+            first += count
+        stored = [number for kind in self.kinds for number in sorted(kind.numbers)]
+        self._order = [stored.index(number) for number in self.layers]
+        self._append = None
+        if self.ring is not None:
+            if stored != list(self.layers):
+                raise OptionError(
+                    "layers of several kinds take turns, so their records cannot go to a ring: "
+                    "capture layers of one kind, or leave the ring out"
+                )
+            from capture_kernels.ring.append import AppendPlan
+
+            self._append = AppendPlan(
+                self.ring, max_rows=self.max_rows, layers=self.layers, layout=self.layout
+            )
+        self.incomplete_steps = 0
+        # Of this step: its rows, how many layers of each kind have run, and whether in turn.
+        self._table: PageTable | None = None
+        self._ran, self._in_turn = [0] * len(self.kinds), True
+
+    def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
+        own: dict[str, Any] = {
+            "layers": len(kind.numbers), "max_rows": self.max_rows, "max_length": self.max_length,
+            "heads": kind.heads, "key_heads": kind.key_heads, "head_dim": kind.head_dim,
+            "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
+            "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
+            "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
+        }  # fmt: skip
+        if self.on_host:
+            return HostStatisticsPlan(**own)
+        from capture_kernels.decode.plan import StatisticsPlan
+
+        return StatisticsPlan(**own)
+
+    def begin(self, table: PageTable) -> None:
+        """Begin a step.
+
+        Args:
+            table: the step's rows, of a `req_to_token` of `num_requests` rows.
+
+        Raises:
+            OptionError: another table, or more rows than planned.
+        """
+        if table.lists or table.kv_slots.dim() != 2 or len(table.kv_slots) != self.num_requests:
+            raise OptionError(f"the table must be a req_to_token of {self.num_requests} requests")
+        self._table = table
+        self._ran, self._in_turn = [0] * len(self.kinds), True
+        for plan in self._plans:
+            plan.schedule(
+                table, enabled=self.requests.enabled, masks=self.requests.mask, by_request=True
+            )
+
+    def layer(
+        self,
+        number: int,
+        query: Tensor,
+        keys: Tensor,
+        *,
+        descale: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """A layer of the step, if it is a captured one. Arguments are those of
+        `StatisticsPlan.run`; they must keep their contents until `end`.
+
+        A layer that runs twice, or out of turn, makes the step incomplete.
+
+        Raises:
+            OptionError: no step has begun, or tensors that do not fit.
+        """
+        found = self._plan_of.get(number)
+        if found is None:
+            return
+        if self._table is None:
+            raise OptionError(f"layer {number} of no step: call begin first")
+        index, at = found
+        self._in_turn &= self._ran[index] == at
+        if self._in_turn:
+            self._plans[index].run(query, keys, descale=descale, sinks=sinks)
+            self._ran[index] += 1
+
+    def end(self) -> None:
+        """End the step. One in which the captured layers did not run each once, in turn, is
+        incomplete: it records nothing."""
+        table = self._table
+        if table is None:
+            raise OptionError("no step has begun")
+        rows = table.num_rows
+        self._table = None
+        for plan in self._plans:
+            plan.finish()
+        if not self._in_turn or sum(self._ran) < len(self.layers):
+            self.incomplete_steps += 1
+            # What the last step left there must not be taken for this one's.
+            self._mean[:, :rows].zero_()
+            return
+        if self._append is not None:
+            from capture_kernels.ring.append import RequestRows
+
+            flags = self.requests
+            self._append.run(
+                self._mean[:, :rows],
+                RequestRows(table.seq_lens, table.starts, flags.handle, flags.phase, flags.enabled),
+            )
+
+    def results(self, rows: int) -> StepResults:
+        """Copies of what the step that ran last found of its first rows.
+
+        Args:
+            rows: how many there are; a replayed graph does not tell the host.
+        """
+        heads = slice(None) if self.keep_heads else slice(0)
+        top = [plan.answers for plan in self._plans]
+        return StepResults(
+            self._in_order([self._mean], rows),
+            self._in_order([each.mean_positions for each in top], rows),
+            self._in_order([each.mean_masses for each in top], rows),
+            self._in_order([plan.per_head[:, :, heads] for plan in self._plans], rows),
+            self._in_order([each.positions[:, :, heads] for each in top], rows),
+            self._in_order([each.logits[:, :, heads] for each in top], rows),
+        )
+
+    def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:
+        """A copy of [layers of each kind, max_rows, ...]: [L, rows, ...], shallowest first."""
+        if len(of_kinds) == 1 and self._order == sorted(self._order):
+            return of_kinds[0][:, :rows].clone()
+        return torch.cat([each[:, :rows] for each in of_kinds])[self._order]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the flags and the means take; plans add their own workspaces."""
+        return self.requests.nbytes + self._mean.nbytes

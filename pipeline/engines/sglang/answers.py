@@ -1,0 +1,220 @@
+"""In the process that answers: attention, which came as `meta_info`, into OpenAI responses.
+
+`heard` listens to what the model's process says of a request, and `AnswerWriter` puts it into what
+is sent for it: into the next chunk of a stream, or into the whole answer. The two meet in a context
+variable, which a request's own tasks share with no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send
+from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
+from pipeline.engines.serving.system_prompt import count_system_tokens
+
+from .recorder_keys import ENTRIES, USAGE
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+DATA, DONE = b"data: ", b"[DONE]"
+
+
+@dataclass
+class Heard:
+    """What is known of one HTTP request's attention. entries: not sent yet."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    taken: int = 0  # entries of the list that SGLang adds to
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.taken) or self.usage is not None
+
+    def take(self) -> list[dict[str, Any]]:
+        taken, self.entries = self.entries, []
+        return taken
+
+
+CURRENT: ContextVar[Heard | None] = ContextVar("attn_heard", default=None)
+
+
+async def heard(
+    original: Callable[..., AsyncIterator[Any]], self: Any, *given: Any, **named: Any
+) -> AsyncIterator[Any]:
+    """Around `TokenizerManager.generate_request`: note what comes of attention."""
+    async with aclosing(original(self, *given, **named)) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            current = CURRENT.get()
+            if current is not None and isinstance(output, dict):
+                note(current, output.get("meta_info") or {}, self.incremental_streaming_output)
+            yield output
+
+
+def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:
+    """Add what a request's `meta_info` says that is new: of lists that SGLang adds to, the end; of
+    --incremental-streaming-output all."""
+    entries = meta_info.get(ENTRIES) or []
+    new = entries if incremental else entries[current.taken :]
+    current.entries += new
+    current.taken += len(new)
+    if usage := meta_info.get(USAGE):
+        current.usage = usage[-1]
+
+
+class AnswerWriter:
+    """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
+            await self._app(scope, receive, send)
+            return
+        current = Heard()
+        token = CURRENT.set(current)
+        try:
+            await self._app(scope, receive, Writing(current, scope["path"] == CHAT, send))
+        finally:
+            CURRENT.reset(token)
+
+
+class Writing:
+    """One answer on its way. A body of JSON is held until it is whole; a stream's events are not.
+
+    Args:
+        chat: whether it is one of /v1/chat/completions.
+    """
+
+    def __init__(self, current: Heard, chat: bool, send: Send) -> None:
+        self._current, self._chat, self._send = current, chat, send
+        self._start: Message | None = None
+        self._body = bytearray()
+        self._is_stream = False
+        self._last: dict[str, Any] = {}  # the stream's last event
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            if self._is_stream:
+                await self._send(message)
+            else:
+                self._start = message
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        if self._is_stream:
+            body = self._events(message.get("body", b"")) if self._current.is_any else None
+            await self._send(message if body is None else {**message, "body": body})
+            return
+        self._body += message.get("body", b"")
+        if not message.get("more_body"):
+            await self._send_whole()
+
+    async def _send_whole(self) -> None:
+        body, start = bytes(self._body), self._start
+        if self._current.is_any:
+            try:
+                body = self._answer(body)
+            except ValueError:  # not JSON: an error of SGLang's own, which stays what it is
+                body = bytes(self._body)
+        if start is not None:
+            headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
+            headers.append((b"content-length", str(len(body)).encode()))
+            await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _answer(self, body: bytes) -> bytes:
+        answer = json.loads(body)
+        choices = answer.get("choices")
+        if not choices:
+            return body
+        entries = self._current.take()
+        choices[0][ENTRIES] = entries
+        if self._chat and isinstance(choices[0].get("message"), dict):
+            choices[0]["message"][ENTRIES] = entries
+        self._add_usage(answer)
+        return _json(answer)
+
+    def _events(self, body: bytes) -> bytes:
+        """The events of a chunk, which SGLang sends whole, with what is new of attention."""
+        return b"".join(map(self._event, body.splitlines(keepends=True)))
+
+    def _event(self, line: bytes) -> bytes:
+        if not line.startswith(DATA):
+            return line
+        content = line[len(DATA) :].strip()
+        if content == DONE:
+            # What came after the last text.
+            rest = self._chunk(dict(self._last)) if self._current.entries else b""
+            return rest + line
+        try:
+            event = json.loads(content)
+        except ValueError:
+            return line
+        end = line[len(line.rstrip()) :]
+        if event.get("choices"):
+            self._last = {key: event[key] for key in event if key not in ("choices", "usage")}
+            if self._current.entries:
+                self._put(event["choices"][0])
+        self._add_usage(event)
+        return DATA + _json(event) + end
+
+    def _chunk(self, event: dict[str, Any]) -> bytes:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+        choice |= {"delta": {}} if self._chat else {"text": ""}
+        self._put(choice)
+        return DATA + _json({**event, "choices": [choice]}) + b"\n\n"
+
+    def _put(self, choice: dict[str, Any]) -> None:
+        place = choice.setdefault("delta", {}) if self._chat else choice
+        place[ENTRIES] = self._current.take()
+
+    def _add_usage(self, answer: dict[str, Any]) -> None:
+        if self._current.usage is not None and isinstance(answer.get("usage"), dict):
+            answer["usage"]["attention"] = self._current.usage
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def hide_system_prompt(
+    result: tuple[Any, Any], self: Any, request: Any, *_: Any, secret: str
+) -> None:
+    """After `OpenAIServingChat._convert_to_internal_request`: where the system prompt is to be
+    hidden, how many tokens it has, which only the chat template says.
+
+    Raises:
+        ValueError: it is not known; SGLang answers 400.
+    """
+    params = result[0].sampling_params.get("custom_params")
+    wanted = CaptureRequest.from_custom_params(params, secret)
+    if wanted is None or not wanted.mask_system:
+        return
+    tokenizer = self.tokenizer_manager.tokenizer
+    tokens = result[0].input_ids
+    if tokens is None:
+        tokens = tokenizer.encode(result[0].text)
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    arguments = request.chat_template_kwargs or {}
+    try:
+        count = count_system_tokens(
+            messages,
+            tokens,
+            lambda some: tokenizer.apply_chat_template(
+                some, tokenize=True, add_generation_prompt=False, return_dict=False, **arguments
+            ),
+        )
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    hidden = max(wanted.mask_prefix, count)
+    params[CUSTOM_PARAM] = wanted.with_mask(hidden).signed(secret)

@@ -1,0 +1,104 @@
+"""What of a model that SGLang serves can be captured, and why the rest cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from capture_kernels.errors import OptionError
+from capture_kernels.serving.step import LayerKind
+
+# Attention backends whose KV pool is one plain tensor of keys a layer, and that were seen to work.
+BACKENDS = ("triton", "torch_native")
+
+
+def refusal(runner: Any) -> str | None:
+    """Why nothing of this model can be captured, in words; None if it can.
+
+    Args:
+        runner: SGLang's `ModelRunner`, with its model and its pools.
+    """
+    arguments = runner.server_args
+    reasons = {
+        "multi-head latent attention (MLA) has no keys of its own": runner.use_mla_backend,
+        "hybrid sliding-window pools keep keys elsewhere: use --disable-hybrid-swa-memory": (
+            runner.is_hybrid_swa
+        ),
+        "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
+        "tensor parallelism (--tp-size) splits the heads": arguments.tp_size > 1,
+        "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
+        "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    for backend in (
+        runner.prefill_attention_backend_str, runner.decode_attention_backend_str
+    ):  # fmt: skip
+        if backend not in BACKENDS:
+            return f"--attention-backend {backend} was not tried: use {' or '.join(BACKENDS)}"
+    return None
+
+
+def attention_layers(model: Any) -> dict[int, Any]:
+    """The `RadixAttention` of each layer that decodes, by layer number."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    found = {}
+    for module in model.modules():
+        decodes = isinstance(module, RadixAttention) and not module.is_cross_attention
+        if decodes and module.attn_type is AttentionType.DECODER:
+            found[module.layer_id] = module
+    return dict(sorted(found.items()))
+
+
+def kinds_of(layers: dict[int, Any]) -> list[LayerKind]:
+    """Layers by kind, as `StepCapture` takes them.
+
+    Raises:
+        OptionError: a layer computes its logits in a way that the kernels do not know.
+    """
+    numbers: dict[tuple[Any, ...], list[int]] = {}
+    for number, layer in layers.items():
+        if layer.logit_cap and layer.logit_capping_method != "tanh":
+            raise OptionError(
+                f"layer {number} caps its logits by {layer.logit_capping_method}, not by tanh"
+            )
+        if layer.xai_temperature_len > 0:
+            raise OptionError(f"layer {number} scales its logits by the context's length")
+        # SGLang's window leaves out the query's own key.
+        window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else 0
+        kind = (
+            layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.scaling,
+            layer.logit_cap or None, window,
+        )  # fmt: skip
+        numbers.setdefault(kind, []).append(number)
+    return [
+        LayerKind(
+            tuple(own), heads=heads, key_heads=key_heads, head_dim=dim, scale=scale,
+            soft_cap=cap, window=window,
+        )
+        for (heads, key_heads, dim, scale, cap, window), own in numbers.items()
+    ]  # fmt: skip
+
+
+def revision_of(path: str, config: Any) -> str:
+    """Which weights these are: of a folder, its config, its list of weights and their sizes; else
+    the hub's commit. Weights of hundreds of gigabytes are not read for it."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return str(getattr(config, "_commit_hash", None) or path)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in sorted(_weights(folder)):
+        digest.update(json.dumps([name, (folder / name).stat().st_size]).encode())
+        if name.endswith(".json"):
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _weights(folder: Path) -> Iterator[str]:
+    for pattern in ("*.safetensors", "*.bin", "*.index.json"):
+        yield from (path.name for path in folder.glob(pattern))

@@ -1,0 +1,442 @@
+"""In the process that runs the model: which rows of a step are captured, and what became of them.
+
+SGLang prepares a step (`prepare`), runs the model (`layer`, in a CUDA graph or not), samples
+(`after_sample`), copies what the device found in its own asynchronous way, and hands it back once
+the step's tokens are known (`consume`). With its overlap schedule, a step is prepared before the
+tokens of the one before are known.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.errors import OptionError
+from capture_kernels.serving.step import LayerKind, StepCapture, StepResults
+from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.phases import (
+    PARSERS,
+    PhaseTracker,
+    ThinkTags,
+    starts_inside,
+    think_tags,
+)
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts
+from pipeline.engines.serving.rows import LayerRow, Row
+from pipeline.engines.serving.sinks import RecordSink, open_sink
+from pipeline.record import capture_id
+
+from .layers import attention_layers, kinds_of, revision_of
+from .recorder_keys import ENTRIES, USAGE
+
+LOG = logging.getLogger("attn.capture")
+
+# Of raw entries the most a client may ask for; sketches name 32.
+RAW_TOP_K, SKETCH_TOP_K = 64, 32
+# Records of a request that wait before they are given to the sink.
+RECORDS_AT_ONCE = 64
+# Where a request's state is kept on SGLang's own object, and so freed with it.
+ATTRIBUTE = "_attn_capture"
+# A CUDA graph may be for a few rows more than there are requests.
+GRAPH_PADDING = 16
+# Seconds between two looks at the overhead.
+BUDGET_EVERY_S = 10.0
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One captured request. entries: those that no response has yet; last: position of the last
+    row that was captured, as a request that was put back is run again."""
+
+    collector: RequestCollector
+    layers: list[int]  # indices among the captured layers
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    last: int = -1
+    usage_given: bool = False
+
+
+class NotedRow(NamedTuple):
+    """A row that is captured. request: its number in the batch; row: of the results."""
+
+    request: int
+    row: int
+    state: RequestState
+    position: int
+    token: int | None  # that is fed; None: not known yet, it is the request's last output
+
+
+class ExtendRows(NamedTuple):
+    """The rows of a step over prompts: their page table, and where their queries are."""
+
+    table: PageTable
+    queries: Tensor  # int64[R]
+
+
+class Recorder:
+    """Captures for one model.
+
+    Args:
+        runner: SGLang's `ModelRunner`, with its model and its pools.
+        options: of the server, with capture on.
+
+    Raises:
+        OptionError: layers that cannot be captured, or a sink that cannot be used.
+    """
+
+    def __init__(self, runner: Any, options: ServeOptions) -> None:
+        self.options, arguments, config = options, runner.server_args, runner.model_config
+        self.name = arguments.served_model_name or arguments.model_path
+        layers = attention_layers(runner.model)
+        if not layers:
+            raise OptionError("no layer has attention to capture")
+        self._revision = revision_of(arguments.model_path, config.hf_config)
+        self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
+        chosen = options.choose_layers(list(layers), config.num_hidden_layers)
+        kinds = kinds_of({number: layers[number] for number in chosen})
+        self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+        modes = options.modes
+        top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
+        self.capture = StepCapture(
+            kinds,
+            max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
+            max_length=self._tokens.shape[1],
+            num_requests=len(self._tokens),
+            device=self._tokens.device,
+            visibility=options.visibility,
+            mean_top_k=top_k,
+        )
+        self.on_gpu = self._tokens.is_cuda
+        self.facts = self._facts(kinds, chosen, config)
+        self.sink: RecordSink | None = open_sink(
+            sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
+        )
+        self._tags: ThinkTags | None = None
+        self._decode: Callable[..., str] | None = None
+        self._parser = arguments.reasoning_parser
+        # Of the step that is being run.
+        self._noted: list[NotedRow] = []
+        self._rows = 0
+        self._extend: ExtendRows | None = None
+        self._is_decode = False
+        self._budget = Budget(options.overhead_budget)
+
+    def _facts(self, kinds: list[LayerKind], chosen: Sequence[int], config: Any) -> ModelFacts:
+        later = "the SGLang plug-in does not have it yet"
+        reasons = dict.fromkeys(
+            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
+        )
+        return ModelFacts(
+            name=self.name,
+            num_layers=config.num_hidden_layers,
+            layers=tuple(chosen),
+            heads=kinds[0].heads,
+            max_context=config.context_len,
+            reasons=reasons,
+            capture_id=self._capture_id(chosen, self.options.mask_prefix),
+        )
+
+    def _capture_id(self, layers: Sequence[int], mask: int) -> str:
+        options = self.options
+        return capture_id(
+            {
+                "model": self._revision,
+                "layers": list(layers),
+                "per_layer": False,
+                "heads": None,
+                "mask": mask,
+                "window": options.tokens_window,
+                "sinks": options.sink_tokens,
+                "layout": int(options.layout),
+            },
+            windowed=self._windowed,
+        )
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Find the tags of --reasoning-parser in the model's tokens."""
+        if tokenizer is None or self._parser not in PARSERS:
+            if self._parser:
+                LOG.warning("phases of --reasoning-parser %s are not known here", self._parser)
+            return
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+        self._tags, self._decode = think_tags(self._parser, encode, decode), decode
+
+    # The step ------------------------------------------------------------------------------------
+
+    def prepare(self, forward_batch: Any, batch: Any) -> None:
+        """Note the rows of a step, and switch their requests on."""
+        began = time.perf_counter()
+        mode = forward_batch.forward_mode
+        self._noted, self._extend, self._rows = [], None, 0
+        self._is_decode = mode.is_decode()
+        if mode.is_idle() or not batch.reqs:
+            return
+        lengths = forward_batch.seq_lens_cpu.tolist()
+        if self._is_decode:
+            self._rows = len(lengths)
+            for index, req in enumerate(batch.reqs):
+                self._note(index, req, lengths[index] - 1, lengths[index], index)
+        elif mode.is_extend():
+            prefixes = forward_batch.extend_prefix_lens_cpu
+            self._prepare_extend(batch, [int(prefix) for prefix in prefixes], lengths)
+        self.capture.requests.copy()
+        if self._noted:
+            self._budget.add(time.perf_counter() - began)
+
+    def _prepare_extend(self, batch: Any, prefixes: list[int], lengths: list[int]) -> None:
+        for index, req in enumerate(batch.reqs):
+            self._note(index, req, prefixes[index], lengths[index])
+        starts = np.cumsum([0, *np.subtract(lengths, prefixes)]).tolist()
+        if not self._noted:
+            return
+        noted = self._noted[: self.capture.max_rows]
+        # More rows than the plan has room for: the last of them are kept, nearest to the answer.
+        if len(self._noted) > len(noted):
+            noted = [
+                note._replace(row=row)
+                for row, note in enumerate(self._noted[-self.capture.max_rows :])
+            ]
+        self._noted, self._rows = noted, len(noted)
+        device = self._tokens.device
+        columns = [
+            [batch.reqs[note.request].kv.req_pool_idx for note in noted],
+            [note.position + 1 for note in noted],
+            [starts[note.request] + note.position - prefixes[note.request] for note in noted],
+        ]
+        pools, lens, queries = torch.tensor(columns, dtype=torch.int64).to(device)
+        self._extend = ExtendRows(PageTable.of_requests(self._tokens, pools, lens), queries)
+
+    def _note(
+        self, index: int, req: Any, first: int, after: int, row: int | None = None
+    ) -> None:  # fmt: skip
+        """Note the wanted rows of a request among those at positions first to before `after`."""
+        requests, pool_index = self.capture.requests, req.kv.req_pool_idx
+        state = None if self._budget.is_spent else self._state(req)
+        wanted: list[int] = []
+        if state is not None:
+            begin = max(first, state.last + 1)
+            if begin < state.collector.prompt_len:
+                # Of a prompt only its last rows can be wanted.
+                begin = max(begin, state.collector.prompt_len - state.collector.request.prompt_rows)
+            wanted = [p for p in range(begin, after) if state.collector.wants(p)]
+        if state is None or not wanted:
+            requests.disable(pool_index)
+            return
+        requests.enable(pool_index, mask=state.collector.request.mask_prefix)
+        for position in wanted:
+            at = len(self._noted) if row is None else row
+            token = self._token(req, position)
+            self._noted.append(NotedRow(index, at, state, position, token))
+        state.last = wanted[-1]
+
+    @staticmethod
+    def _token(req: Any, position: int) -> int | None:
+        prompt = len(req.origin_input_ids)
+        if position < prompt:
+            return int(req.origin_input_ids[position])
+        at = position - prompt
+        return int(req.output_ids[at]) if at < len(req.output_ids) else None
+
+    def _state(self, req: Any) -> RequestState | None:
+        found: RequestState | None = getattr(req, ATTRIBUTE, None)
+        if found is None and not hasattr(req, ATTRIBUTE):
+            params = req.sampling_params.custom_params
+            request = CaptureRequest.from_custom_params(params, self.options.secret)
+            if request is not None:
+                found = self._new_state(req, request)
+            setattr(req, ATTRIBUTE, found)
+        return found
+
+    def _new_state(self, req: Any, request: CaptureRequest) -> RequestState:
+        prompt = list(req.origin_input_ids)
+        phases = PhaseTracker(None)
+        if self._tags is not None and self._decode is not None:
+            inside = starts_inside(self._tags.rule, prompt, self._decode)
+            phases = PhaseTracker(self._tags, inside=inside)
+        collector = RequestCollector(
+            request,
+            request_id=req.rid,
+            model=self.name,
+            capture_id=self._capture_id(request.layers, request.mask_prefix),
+            layout=self.options.layout,
+            prompt_len=len(prompt),
+            phases=phases,
+            response_id=req.rid,
+            keep_records=self.sink is not None,
+        )
+        return RequestState(collector, [self.capture.layers.index(n) for n in request.layers])
+
+    def layer(
+        self, layer: Any, query: Tensor, forward_batch: Any, *, decode: bool, sinks: Tensor | None
+    ) -> None:
+        """A layer has run: take what is captured of it, after its keys were written."""
+        capture, number = self.capture, layer.layer_id
+        if number not in capture.layers:
+            return
+        if decode:
+            # A CUDA graph holds the capture whether or not anybody asks for it now.
+            if not (self.on_gpu or self._noted):
+                return
+            table = PageTable.of_requests(
+                self._tokens, forward_batch.req_pool_indices, forward_batch.seq_lens
+            )
+        elif self._extend is None or self._is_decode:
+            return
+        else:
+            table = self._extend.table
+        if number == capture.layers[0]:
+            capture.begin(table)
+        rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if not decode:
+            assert self._extend is not None
+            rows = rows[self._extend.queries]
+        keys = self._pool.get_key_buffer(number)
+        descale = layer.k_scale if keys.element_size() == 1 else None
+        capture.layer(number, rows, keys, descale=descale, sinks=sinks)
+        if number == capture.layers[-1]:
+            capture.end()
+
+    # What SGLang calls a sampling observer -------------------------------------------------------
+
+    def is_active(self, sampling_info: Any) -> bool:
+        return bool(self._noted)
+
+    def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
+        return True
+
+    def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
+        """The step's results, as copies that no later step changes."""
+        if not self._noted:
+            return None
+        return DeviceStep(self, self._noted, self.capture.results(self._rows), datetime.now(UTC))
+
+    def consume(
+        self, noted: list[NotedRow], found: StepResults, at: datetime, batch: Any,
+        commits: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Give the rows of a step to their requests, and then the step's tokens."""
+        began = time.perf_counter()
+        mean, positions, masses = (
+            tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
+        )
+        for note in noted:
+            state, commit = note.state, commits[note.request]
+            collector = state.collector
+            # A row past the prompt whose token was never committed belongs to no answer: its
+            # request ended with the step before.
+            if note.position >= collector.prompt_len and commit is None:
+                continue
+            layers = [
+                LayerRow(
+                    self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
+                    positions[i, note.row], masses[i, note.row],
+                )
+                for i in state.layers
+            ]  # fmt: skip
+            token = note.token
+            if token is None:
+                token = self._token(batch.reqs[note.request], note.position)
+            state.entries += collector.add(Row(note.position, token, layers, at))
+        for req, commit in zip(batch.reqs, commits, strict=True):
+            state_of = getattr(req, ATTRIBUTE, None)
+            if state_of is None:
+                continue
+            if commit is not None:
+                for token in commit.token_ids:
+                    state_of.collector.feed(token)
+            self._store(state_of, finished=req.finished())
+        seconds = time.perf_counter() - began
+        for state in {id(note.state): note.state for note in noted}.values():
+            state.collector.add_seconds(seconds / len(noted))
+        self._budget.add(seconds)
+
+    def _store(self, state: RequestState, *, finished: bool) -> None:
+        waiting = state.collector.waiting
+        if self.sink is not None and waiting and (finished or waiting >= RECORDS_AT_ONCE):
+            self.sink.put(state.collector.records())
+
+    def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        """What the responses of some requests say next, by key of their `meta_info`."""
+        entries: list[list[Any]] = []
+        usage: list[list[Any]] = []
+        for req in reqs:
+            state = getattr(req, ATTRIBUTE, None)
+            last = state is not None and req.finished() and not state.usage_given
+            entries.append(state.entries if state else [])
+            usage.append([state.collector.finish()] if state and last else [])
+            if state:
+                state.entries, state.usage_given = [], state.usage_given or last
+        return {ENTRIES: entries, USAGE: usage}
+
+    def close(self) -> None:
+        """Deliver what waits."""
+        if self.sink is not None:
+            self.sink.close()
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The results of a step on the device, and whose they are."""
+
+    recorder: Recorder
+    noted: list[NotedRow]
+    found: StepResults
+    at: datetime
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
+        copied = StepResults(*(copy_tensor(tensor) for tensor in self.found))
+        return HostStep(self.recorder, self.noted, copied, self.at)
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """The same on the host, once SGLang's copy has arrived."""
+
+    recorder: Recorder
+    noted: list[NotedRow]
+    found: StepResults
+    at: datetime
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        self.recorder.consume(self.noted, self.found, self.at, batch, commits)
+
+
+class Budget:
+    """Whether the time that the host spends on capture stays within a share of all time.
+
+    Args:
+        percent: --attention-overhead-budget; None for no bound.
+    """
+
+    def __init__(self, percent: float | None) -> None:
+        self._percent, self.is_spent = percent, False
+        self._seconds, self._since = 0.0, time.perf_counter()
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+        passed = time.perf_counter() - self._since
+        if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
+            return
+        share = 100 * self._seconds / passed
+        self._seconds, self._since = 0.0, time.perf_counter()
+        if share > self._percent:
+            self.is_spent = True
+            LOG.warning(
+                "capture is switched off: it took %.1f%% of the scheduler's time, and "
+                "--attention-overhead-budget is %g%%", share, self._percent,
+            )  # fmt: skip

@@ -1,0 +1,4 @@
+"""Keys of `meta_info` under which the model's process says what it captured. Needs nothing."""
+
+# The entries of the response so far, and its `usage.attention` at the end.
+ENTRIES, USAGE = "attention_tokens", "attention_usage"

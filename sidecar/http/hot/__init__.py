@@ -1,0 +1,1 @@
+"""The routes that carry the load, beside FastAPI: their bodies, and what they answer."""

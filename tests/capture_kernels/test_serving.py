@@ -1,0 +1,287 @@
+"""One object between an engine's steps and the kernels: what it captures, of whom, and when."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+from paged import DEVICE, assert_close, paged_case  # noqa: E402
+
+from capture_kernels.decode.step.page_table import PageTable  # noqa: E402
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint.columns import vectors_of_columns  # noqa: E402
+from capture_kernels.fingerprint.reference import decode_statistics  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
+from capture_kernels.serving.requests import OUTPUT, THINK, RequestTable  # noqa: E402
+from capture_kernels.serving.step import LayerKind, StepCapture  # noqa: E402
+
+ON_GPU = DEVICE == "cuda"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+KERNELS = pytest.param(False, marks=[] if ON_GPU else pytest.mark.slow)
+# On a GPU only the kernels are looked at: the plan for a CPU takes tensors of the host.
+HOSTS = [KERNELS] if ON_GPU else [True, KERNELS]
+LENGTHS = [40, 7, 129, 2]
+MASSES = {"largest": 1e-4, "rms": 3e-5}
+
+
+class Model:
+    """Requests over a paged cache, and layers of two kinds: some look at a window alone."""
+
+    def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0):
+        case = paged_case(LENGTHS, heads, 2, 16, seed=seed, max_context=200)
+        # In engines, row 0 belongs to nobody.
+        table = torch.cat([case.req_to_token[:1], case.req_to_token])
+        indices = case.req_pool_indices + 1
+        self.case = replace(case, req_to_token=table, req_pool_indices=indices)
+        self.numbers, self.windowed = sorted([*numbers, *windowed]), windowed
+        random = torch.Generator().manual_seed(seed)
+        shape = self.case.queries.shape
+        self.queries = {
+            number: torch.randn(shape, generator=random).to(DEVICE, self.case.queries.dtype)
+            for number in self.numbers
+        }
+        kind = {"heads": heads, "key_heads": 2, "head_dim": 16, "scale": 0.3}
+        self.kinds = [LayerKind(tuple(numbers), **kind)] if numbers else []
+        if windowed:
+            self.kinds.append(LayerKind(tuple(windowed), **kind, window=9))
+
+    def capture(self, **options):
+        given = {"max_rows": 8, "max_length": 300, "num_requests": len(self.case.req_to_token)}
+        return StepCapture(self.kinds, device=DEVICE, **given | options)
+
+    def table(self, rows=None):
+        case, rows = self.case, slice(rows)
+        return PageTable.of_requests(
+            case.req_to_token, case.req_pool_indices[rows], case.seq_lens[rows]
+        )
+
+    def step(self, capture, rows=None, skip=()):
+        capture.begin(self.table(rows))
+        for number in self.numbers:
+            if number not in skip:
+                capture.layer(number, self.queries[number][:rows], self.case.k_cache)
+        capture.end()
+
+    def row(self, index):
+        """The request row of the case's row `index`."""
+        return int(self.case.req_pool_indices[index])
+
+    def truth(self, number, row, visibility=None, **asked):
+        return decode_statistics(
+            self.queries[number][row].double().cpu().numpy(),
+            self.case.keys[row],
+            scale=0.3,
+            position=LENGTHS[row] - 1,
+            visibility=visibility or Visibility(),
+            window=9 if number in self.windowed else 0,
+            **asked,
+        )
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize("windowed", [(), (0, 3)])
+def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_host):
+    model = Model(windowed=windowed)
+    capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2, keep_heads=True)
+    assert capture.layers == tuple(model.numbers)
+    capture.requests.enable(model.row(0))
+    capture.requests.enable(model.row(2), mask=5)
+    capture.requests.copy()
+    model.step(capture)
+    found = capture.results(4)
+    assert found.mean.shape == (len(model.numbers), 4, 32)
+    assert found.mean[:, :, 28].tolist() == [[1, 0, 1, 0]] * len(model.numbers)
+    for index, number in enumerate(model.numbers):
+        for row, mask in ((0, 0), (2, 5)):
+            seen = Visibility(1, mask)
+            truth = model.truth(number, row, seen, top_k=2, mean_top_k=3)
+            mean = found.mean[index, row].cpu().numpy()
+            assert_close(mean[:16], truth.hist.mean(0), **MASSES)
+            assert_close(mean[29], truth.logsumexp.mean(), largest=1e-3, rms=1e-3)
+            positions = found.mean_positions[index, row].tolist()
+            assert positions == truth.mean_top_positions.tolist()
+            assert_close(found.mean_masses[index, row], truth.mean_top_mass, **MASSES)
+            assert found.positions[index, row].tolist() == truth.top_positions.tolist()
+            assert_close(found.per_head[index, row, :, 27], truth.entropy, **MASSES)
+    vectors = vectors_of_columns(found.mean.cpu().numpy())
+    assert vectors.valid.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+def test_a_step_in_which_a_layer_did_not_run_says_nothing(on_host):
+    model = Model()
+    capture = model.capture(on_host=on_host)
+    capture.requests.enable(model.row(1))
+    capture.requests.copy()
+    model.step(capture)
+    assert capture.results(4).mean[:, 1, 28].tolist() == [1, 1]
+    model.step(capture, skip={4})
+    assert not capture.results(4).mean.any()
+    model.step(capture)
+    assert capture.results(4).mean[:, 1, 28].tolist() == [1, 1]
+
+
+def test_calls_out_of_turn_and_other_tables_are_refused():
+    model = Model()
+    capture = model.capture(on_host=not ON_GPU)
+    query, keys = model.queries[1], model.case.k_cache
+    with pytest.raises(OptionError, match="layer 1 of no step"):
+        capture.layer(1, query, keys)
+    with pytest.raises(OptionError, match="no step has begun"):
+        capture.end()
+    table = model.table()
+    with pytest.raises(OptionError, match="req_to_token of"):
+        capture.begin(table._replace(kv_slots=table.kv_slots[:2]))
+
+
+@pytest.mark.parametrize(
+    ("turns", "complete"),
+    [((1, 4), True), ((0, 1, 2, 4, 5), True), ((4, 1), False), ((1, 1, 4), False),
+     ((1, 4, 4), False), ((1, 4, 1), False), ((), False)],
+)  # fmt: skip
+def test_layers_that_do_not_run_once_in_turn_make_a_step_incomplete(turns, complete):
+    model = Model()
+    capture = model.capture(on_host=not ON_GPU)
+    capture.requests.enable(model.row(0))
+    capture.requests.copy()
+    capture.begin(model.table())
+    for number in turns:
+        capture.layer(number, model.queries[1], model.case.k_cache)
+    capture.end()
+    assert capture.results(4).mean[:, 0, 28].tolist() == [float(complete)] * 2
+    assert capture.incomplete_steps == (not complete)
+
+
+@pytest.mark.parametrize("kinds", [[], [(1, 1)], [(1,), (2, 1)], [(-1,)]])
+def test_layers_that_are_no_set_of_layers_are_refused(kinds):
+    kind = {"heads": 2, "key_heads": 1, "head_dim": 16, "scale": 1.0}
+    with pytest.raises(OptionError, match="captured layers must be different numbers"):
+        StepCapture(
+            [LayerKind(each, **kind) for each in kinds],
+            max_rows=1, max_length=1, num_requests=2, device=DEVICE,
+        )  # fmt: skip
+
+
+def test_layers_that_take_turns_have_no_ring():
+    model = Model(numbers=(0, 2), windowed=(1,))
+    with pytest.raises(OptionError, match="layers of several kinds take turns"):
+        model.capture(ring=object())
+
+
+@pytest.mark.parametrize("on_host", [KERNELS])
+def test_records_go_to_the_ring_under_the_requests_handles(on_host):
+    pytest.importorskip("triton")
+    from capture_kernels.ring.ring import Drain, Ring
+
+    model = Model()
+    ring = Ring(64, DEVICE)
+    capture = model.capture(on_host=on_host, ring=ring)
+    capture.requests.enable(model.row(3), handle=-7, phase=THINK)
+    capture.requests.enable(model.row(0), handle=1 << 40)
+    capture.requests.copy()
+    model.step(capture)
+    model.step(capture, skip={1})  # not even what the step before left
+    capture.requests.disable(model.row(0))
+    capture.requests.copy()
+    model.step(capture, rows=2)
+    records = Drain(ring).flush()
+    assert records["handle"].tolist() == [1 << 40, -7]
+    assert records["position"].tolist() == [39, 1]
+    assert records["phase"].tolist() == [OUTPUT, THINK]
+    expected = vectors_of_columns(capture_columns(model, 0)).vector[0]
+    assert_close(records["vector"][0], expected, **MASSES)
+
+
+def capture_columns(model, row):
+    """The columns of one row by the reference: float32[L, 1, 32]."""
+    columns = np.zeros((len(model.numbers), 1, 32), np.float32)
+    for index, number in enumerate(model.numbers):
+        truth = model.truth(number, row)
+        columns[index, 0, :16] = truth.hist.mean(0)
+        columns[index, 0, 27], columns[index, 0, 28] = truth.entropy.mean(), 1
+    return columns
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
+@pytest.mark.parametrize("mean_top_k", [0, 4])
+def test_graphs_of_several_batch_sizes_share_a_capture(mean_top_k):
+    from capture_kernels.ring.ring import Drain, Ring
+
+    model = Model(numbers=(0, 1, 2), heads=8)
+    ring = Ring(256, DEVICE)
+    # As a server plans: far more than its steps need.
+    capture = model.capture(ring=ring, mean_top_k=mean_top_k, max_rows=256, max_length=131_072)
+    graphs = {}
+    side = torch.cuda.Stream()
+    for rows in (4, 1, 2):
+        with torch.cuda.stream(side):
+            model.step(capture, rows)
+        torch.cuda.synchronize()
+        graphs[rows] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[rows]):
+            model.step(capture, rows)
+    Drain(ring).flush()
+    taken = torch.cuda.memory_allocated()
+    drain = Drain(ring)
+    for turn, rows in enumerate([1, 4, 2, 4, 1, 2, 2, 4]):
+        asked = [row for row in range(4) if (turn + row) % 3]
+        for row in range(4):
+            if row in asked:
+                capture.requests.enable(model.row(row), handle=100 * turn + row)
+            else:
+                capture.requests.disable(model.row(row))
+        capture.requests.copy()
+        graphs[rows].replay()
+        found = capture.results(rows)
+        valid = [float(row in asked) for row in range(rows)]
+        assert found.mean[:, :, 28].tolist() == [valid] * 3
+        records = drain.flush()
+        here = [100 * turn + row for row in asked if row < rows]
+        assert records["handle"].tolist()[-len(here) or len(records) :] == here
+        for row in asked:
+            if row < rows:
+                for index, number in enumerate(model.numbers):
+                    truth = model.truth(number, row, mean_top_k=mean_top_k)
+                    mean = found.mean[index, row].cpu().numpy()
+                    assert_close(mean[:16], truth.hist.mean(0), **MASSES)
+                    positions = found.mean_positions[index, row].tolist()
+                    assert positions == truth.mean_top_positions.tolist()
+    assert torch.cuda.memory_allocated() - taken < 1 << 20
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.booleans(), st.integers(0, 2**31 - 1),
+                  st.integers(-(2**63), 2**63 - 1), st.integers(0, 2)),
+        max_size=40,
+    )
+)  # fmt: skip
+def test_flags_of_requests_are_what_was_set_last(changes):
+    table, expected = RequestTable(31, DEVICE), {}
+    for index, enabled, mask, handle, phase in changes:
+        if enabled:
+            table.enable(index, handle=handle, mask=mask, phase=phase)
+            expected[index] = (1, mask, handle, phase)
+        else:
+            table.disable(index)
+            expected.pop(index, None)
+        if index % 3 == 0:
+            table.copy()
+    table.copy()
+    fields = (table.enabled, table.mask, table.handle, table.phase)
+    for index in range(31):
+        found = tuple(field[index].item() for field in fields)
+        assert found == expected.get(index, (0, 0, 0, 0))
+    assert table.any_enabled == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("index", "given"), [(0, {}), (31, {}), (-1, {}), (1, {"mask": -1}), (1, {"phase": 3}),
+                         (1, {"mask": 2**31}), (1, {"handle": 2**63})],
+)  # fmt: skip
+def test_flags_that_no_request_can_have_are_refused(index, given):
+    with pytest.raises(OptionError):
+        RequestTable(31, DEVICE).enable(index, **given)

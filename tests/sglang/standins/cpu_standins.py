@@ -1,0 +1,66 @@
+"""Stands in for packages that SGLang imports at its start and does not use on a CPU.
+
+Their names resolve, to anything, and what is called raises. `make` names this module in a .pth file
+of SGLang's virtual environment, so that every Python started there imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+MISSING = {
+    # Prints in notebooks, and brings 15 packages.
+    "IPython": "9.18.1",
+    # SGLang's kernels: the wheel holds CUDA's alone. `torch_native` attention needs none.
+    "sgl_kernel": "0.4.10",
+    # Processes images. Built against a torch for CUDA, it does not load beside one for a CPU.
+    "torchvision": "0.28.0",
+}
+
+
+class _Nothing(type):
+    """A class whose attributes are such classes, so that it can be a base, a decorator's name or an
+    enumeration."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _nothing(cls.__qualname__, name)
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{cls.__qualname__} is not there on a machine without a GPU")
+
+
+def _nothing(owner: str, name: str) -> _Nothing:
+    # What asks for __wrapped__, __file__ and the like looks whether it is there.
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Nothing(name, (), {"__qualname__": f"{owner}.{name}"})
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return _nothing(self.__name__, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] in MISSING:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Transformers reads it.
+        module.__version__ = MISSING[module.__name__.partition(".")[0]]  # type: ignore[attr-defined]
+
+
+# Last, so that a package that is there is found first.
+sys.meta_path.append(_Finder())
