@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class ServedModel:
         count = self.engine.config.num_hidden_layers
         self.layers = options.choose_layers(self.engine.layers, count)
         self.score_layers = options.choose_score_layers(self.engine.layers, count)
+        self._taken = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self._tags = None
         if reasoning_parser is not None:
             self._tags = think_tags(reasoning_parser, self._encode, self.text)
@@ -169,6 +171,11 @@ class ServedModel:
     def _template(
         self, messages: list[Message], arguments: dict[str, Any], asks: bool
     ) -> list[int]:
+        # What a template is given, not which one it is or what becomes of it.
+        if taken := sorted(self._taken & arguments.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs"
+            )
         if not self.tokenizer.chat_template:
             return list(self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"])
         # Imported by transformers for a template alone; what templates raise to refuse.
