@@ -155,7 +155,9 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> Body:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # A token that is a part of a character has no text of its own.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
 
     def _text(self, token: int) -> str:
         return self.model.text([token])

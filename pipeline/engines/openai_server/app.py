@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving.request import CaptureRequest, RequestError
@@ -38,6 +40,10 @@ def create_app(
     """
     app = FastAPI(title="attn", docs_url=None, redoc_url=None, openapi_url=None)
     server = _Server(model, loop, most_body_bytes)
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        return error_response(error, dict(error.headers or {}))
 
     @app.get("/health")
     async def health() -> Response:
@@ -83,9 +89,7 @@ class _Server:
             if request.stream:
                 # The first step comes before the status, so that what fails has one.
                 first = await running.unless_gone(http, running.next())
-                return StreamingResponse(
-                    self._stream(running, answer, first), media_type="text/event-stream"
-                )
+                return _EventStream(self._stream(running, answer, first), running)
             return await self._whole(http, running, answer)
         except ClientGoneError:
             return Response(status_code=499)  # as nginx has it; nobody reads it
@@ -145,7 +149,6 @@ class _Server:
         return _json(await running.unless_gone(http, collect()))
 
     async def _stream(self, running: Running, answer: Answer, first: Step) -> AsyncIterator[bytes]:
-        # Starlette ends this generator when the client goes: then the request ends, too.
         try:
             if (chunk := answer.first_chunk()) is not None:
                 yield _event(chunk)
@@ -161,8 +164,21 @@ class _Server:
             yield b"data: [DONE]\n\n"
         except (RequestError, AttnError, FailedError) as error:
             yield _event(error_body(error)[1])
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. When the client goes, Starlette ends the response, be it before the first
+    event: then the request ends, too."""
+
+    def __init__(self, events: AsyncIterator[bytes], running: Running) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
         finally:
-            running.cancel()
+            self._running.cancel()
 
 
 def _json(body: Body) -> Response:

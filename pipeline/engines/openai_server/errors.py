@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from capture_kernels.errors import AttnError
@@ -38,14 +39,19 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code = 413, "body_too_large"
     elif isinstance(error, FailedError):
         status = 500
+    elif isinstance(error, HTTPException):  # no such route, or not with this method
+        return error.status_code, _body(error.detail, "invalid_request_error", None, None)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {
-        "error": {"message": str(error), "type": kind, "param": param, "code": code},
-    }
+    return status, _body(str(error), kind, param, code)
 
 
-def error_response(error: Exception) -> Response:
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
     """The response that says an error."""
     status, body = error_body(error)
-    headers = {"Retry-After": "1"} if isinstance(error, BusyError) else None
+    if isinstance(error, BusyError):
+        headers = {"Retry-After": "1"}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.attention_tap import AttentionCall, AttentionTap
+from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.request import RequestError
 
 from .errors import BusyError
@@ -19,8 +21,7 @@ from .model import ServedModel
 from .sequence import Sequence, Step, Work
 
 LOG = logging.getLogger("attn.serve")
-# Requests that run in turn, and that wait for their turn; steps that a client may be behind before
-# its request is left out.
+# The defaults of `ModelLoop`.
 MOST_ACTIVE, MOST_WAITING, MOST_BEHIND = 64, 256, 256
 
 
@@ -43,6 +44,12 @@ class ModelLoop:
 
     Args:
         records: takes the records of captured rows, without waiting.
+        most_active: requests that run in turn.
+        most_waiting: requests that wait for their turn.
+        most_behind: steps that a client may be behind before its request is left out.
+
+    Attributes:
+        budget: what capture costs, and whether that is too much.
     """
 
     def __init__(
@@ -52,9 +59,12 @@ class ModelLoop:
         records: Callable[[pa.RecordBatch], object] | None = None,
         most_active: int = MOST_ACTIVE,
         most_waiting: int = MOST_WAITING,
+        most_behind: int = MOST_BEHIND,
     ) -> None:
         self._model, self._records = model, records
+        self.budget = OverheadBudget(model.options.overhead_budget)
         self._most_active, self._most_waiting = most_active, most_waiting
+        self._most_behind = most_behind
         self._active: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -93,11 +103,16 @@ class ModelLoop:
         with self._changed:
             return {"active": len(self._active), "waiting": len(self._waiting)}
 
-    def close(self) -> None:
-        """End the thread after the step that is running; what is unfinished gets a BusyError."""
+    def end(self) -> None:
+        """End after the step that is running, without waiting for it; what is unfinished gets a
+        BusyError. A signal handler may call it: the lock is one that its thread may have."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """`end`, and wait for it."""
+        self.end()
         self._thread.join()
 
     def __enter__(self) -> ModelLoop:
@@ -105,8 +120,6 @@ class ModelLoop:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    _most_behind = MOST_BEHIND
 
     def _run(self) -> None:
         with torch.inference_mode(), AttentionTap(self._model.engine.model, self._observe):
@@ -156,7 +169,7 @@ class ModelLoop:
         try:
             if job.sequence is None:
                 job.sequence = Sequence(self._model, job.work, self._records)
-            event = job.sequence.step()
+            event = self._timed(job.sequence)
         except Exception as error:  # of this request: the others go on
             if not isinstance(error, AttnError | RequestError):
                 LOG.error("request %s failed: %s", job.work.id, error, exc_info=error)
@@ -169,6 +182,17 @@ class ModelLoop:
         if over:
             job.sequence = None
         job.emit(event)
+
+    def _timed(self, sequence: Sequence) -> Step:
+        before, started = sequence.capture_seconds, time.perf_counter()
+        event = sequence.step()
+        after = sequence.capture_seconds
+        # Not the prompt's step, and no step of which nothing was wanted.
+        if before is not None and after is not None and sequence.generated > 1 and event.entries:
+            seconds = time.perf_counter() - started
+            if self.budget.add(seconds, after - before):
+                LOG.warning("capture is off: %s", self.budget.exceeded)
+        return event
 
     def _observe(self, call: AttentionCall) -> None:
         job = self._running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class ServedModel:
         count = self.engine.config.num_hidden_layers
         self.layers = options.choose_layers(self.engine.layers, count)
         self.score_layers = options.choose_score_layers(self.engine.layers, count)
+        self._taken = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self._tags = None
         if reasoning_parser is not None:
             self._tags = think_tags(reasoning_parser, self._encode, self.text)
@@ -62,8 +64,12 @@ class ServedModel:
         )
         self._windowed = any(cache.is_sliding)
 
-    @property
-    def facts(self) -> ModelFacts:
+    def facts(self, *, off: str | None = None) -> ModelFacts:
+        """What requests may ask.
+
+        Args:
+            off: why nothing is captured any more.
+        """
         config, options = self.engine.config, self.options
         plain = CaptureRequest(
             layers=list(self.layers), mask_prefix=options.mask_prefix, window=options.tokens_window
@@ -76,7 +82,8 @@ class ServedModel:
             capture_id=self.capture_id(plain),
             heads=config.num_attention_heads,
             max_context=self.context,
-            reasons={
+            reasons=({} if off is None else {"capture": off})
+            | {
                 "moe_routing": "the transformers engine does not record the routing of experts",
                 "logit_lens": "the transformers engine has no logit lens",
             },
@@ -164,6 +171,11 @@ class ServedModel:
     def _template(
         self, messages: list[Message], arguments: dict[str, Any], asks: bool
     ) -> list[int]:
+        # What a template is given, not which one it is or what becomes of it.
+        if taken := sorted(self._taken & arguments.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs"
+            )
         if not self.tokenizer.chat_template:
             return list(self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"])
         # Imported by transformers for a template alone; what templates raise to refuse.

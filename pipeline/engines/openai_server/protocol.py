@@ -105,6 +105,8 @@ def parse(body: bytes, kind: type[R]) -> R:
     """
     try:
         request = msgspec.json.decode(body, type=kind)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not a request: {error}", None) from None
     _check(request)

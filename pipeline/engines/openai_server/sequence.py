@@ -114,6 +114,11 @@ class Sequence:
         if self._capture is not None:
             self._capture.observe(call)
 
+    @property
+    def capture_seconds(self) -> float | None:
+        """What capture has cost so far; None without."""
+        return None if self._capture is None else self._capture.collector.seconds
+
     def step(self) -> Step:
         """Generate one token; the last one has a `finish_reason` and the request's `end`."""
         capture = self._capture

@@ -22,7 +22,7 @@ from .loop import ModelLoop
 from .model import ServedModel
 
 LOG = logging.getLogger("attn.serve")
-# Seconds that requests under way may take after a signal; then they are cut off.
+# Seconds that answers may take to end after a signal, which ends the model's work at once.
 SHUTDOWN_S = 2
 MOST_CONNECTIONS = 1_024
 
@@ -67,10 +67,9 @@ def serve(
         if sink is not None:
             stack.callback(lambda: _say_counts(sink.close()))
         loop = stack.enter_context(ModelLoop(model, records=None if sink is None else sink.put))
-        facts = model.facts
         app = create_app(model, loop, sink, options.max_body_mb << 20)
         config = uvicorn.Config(
-            CaptureGate(app, options, lambda: facts),
+            CaptureGate(app, options, lambda: model.facts(off=loop.budget.exceeded)),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -78,7 +77,7 @@ def serve(
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        server = _Server(config)
+        server = _Server(config, loop)
         place = listening.getsockname()
         captured = ", ".join(map(str, model.layers)) if options.is_on else "none"
         _say(f"serving {model.name} on http://{host}:{place[1]}; captured layers: {captured}")
@@ -105,7 +104,12 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends with exit code 0 after a signal, where uvicorn raises it again."""
+    """Ends with exit code 0 after a signal, where uvicorn raises it again. The signal ends the
+    requests under way, too: their clients are told."""
+
+    def __init__(self, config: uvicorn.Config, loop: ModelLoop) -> None:
+        super().__init__(config)
+        self._loop = loop
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,3 +128,4 @@ class _Server(uvicorn.Server):
         if self.should_exit and number == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+        self._loop.end()

@@ -72,7 +72,7 @@ class RequestCollector:
         self._kept: list[tuple[Row, str]] = []
         self.rows = 0  # captured, with a key to describe or not
         self.bytes = 0  # of entries, as JSON
-        self._seconds = 0.0
+        self.seconds = 0.0  # spent on capture
 
     def feed(self, token: int) -> str:
         """The phase of the next generated token, which is now fed to the model."""
@@ -83,10 +83,12 @@ class RequestCollector:
         """Whether the row at an absolute position is to be captured.
 
         Of the prompt the last `prompt_rows` rows; of the generated ones those at multiples of
-        `stride`, up to `max_steps` of them; none within the masked prefix.
+        `stride`, up to `max_steps` of them; none within the masked prefix, and none at all if
+        nobody gets anything of them, as where full scores alone are asked for.
         """
         request = self.request
-        if position < request.mask_prefix:
+        used = request.stream_entries or request.hubs or self._keep
+        if position < request.mask_prefix or not used:
             return False
         if position < self.prompt_len:
             return position >= self.prompt_len - request.prompt_rows
@@ -114,7 +116,7 @@ class RequestCollector:
 
     def add_seconds(self, seconds: float) -> None:
         """Count time that the engine spent on this request's capture."""
-        self._seconds += seconds
+        self.seconds += seconds
 
     @property
     def waiting(self) -> int:
@@ -152,7 +154,7 @@ class RequestCollector:
             "mode": self.request.mode,
             "rows": self.rows,
             "bytes": self.bytes,
-            "overhead_ms": round(1e3 * self._seconds, 3),
+            "overhead_ms": round(1e3 * self.seconds, 3),
         }
         if hubs is not None:
             usage["hubs"] = hub_list(hubs, len(self.request.layers))

@@ -126,6 +126,15 @@ def test_what_asked_for_records_alone_gets_no_entries():
     assert (usage["rows"], usage["bytes"]) == (1, 0)
 
 
+def test_rows_of_which_nobody_gets_anything_are_not_wanted():
+    def wanted(keep_records: bool, **asked) -> bool:
+        request = CaptureRequest(layers=[0], scores=[0], stream_entries=False, **asked)
+        return collector(request, keep_records=keep_records).wants(10)
+
+    assert not wanted(False)
+    assert wanted(True) and wanted(False, hubs=True)
+
+
 def test_records_that_nobody_takes_are_not_kept():
     rows = collector(CaptureRequest(layers=[0]), keep_records=False)
     rows.feed(1)

@@ -90,9 +90,8 @@ def running(
     records = None if sink is None else sink.put
     with ModelLoop(model, records=records, **limits) as loop, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        facts = model.facts
         app = create_app(model, loop, sink, options.max_body_mb << 20)
-        gate = CaptureGate(app, options, lambda: facts)
+        gate = CaptureGate(app, options, lambda: model.facts(off=loop.budget.exceeded))
         config = uvicorn.Config(gate, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

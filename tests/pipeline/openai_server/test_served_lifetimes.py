@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from live_server import NEEDLE, LiveServer, running, wait_until
-from shared import REPO
+from processes import AttnProcess
 
 from capture_kernels.errors import OptionError
 from pipeline.engines.openai_server import capture
-from pipeline.engines.openai_server import loop as loops
+from pipeline.engines.openai_server.app import create_app
 from pipeline.engines.openai_server.loop import Job
 from pipeline.engines.openai_server.sequence import Work
 from pipeline.engines.openai_server.server import serve
@@ -73,6 +71,40 @@ def test_a_client_that_goes_away_ends_its_request_and_frees_what_it_held(server,
 
     wait_until(freed)
     assert server.complete()["choices"][0]["text"].startswith(" 1729")
+
+
+def test_a_client_that_goes_away_before_the_first_event_ends_its_request(server):
+    """Driven as an ASGI server does it, as no real client can be so exact."""
+
+    async def talk() -> None:
+        asked = json.dumps({**LONG, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": asked, "more_body": False}]
+        begun = asyncio.Event()
+
+        async def receive() -> dict:
+            if messages:
+                return messages.pop()
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            assert message["type"] == "http.response.start"
+            begun.set()
+            await asyncio.sleep(30)  # cut off by the end of the client
+
+        app = create_app(server.model, server.loop, None, 1 << 20)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+            "query_string": b"",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }
+        await app(scope, receive, send)
+
+    asyncio.run(talk())
+    wait_until(lambda: server.loop.counts == {"active": 0, "waiting": 0})
 
 
 def test_a_client_that_goes_away_while_it_waits_is_never_run(demo):
@@ -144,9 +176,8 @@ def test_more_than_can_wait_is_refused_and_the_others_are_answered(demo):
         assert b"200 OK" in answer and b" 17" in answer
 
 
-def test_a_client_that_does_not_read_is_left_behind_and_the_others_go_on(demo, monkeypatch):
-    monkeypatch.setattr(loops.ModelLoop, "_most_behind", 8)
-    with running(demo, ON) as live:
+def test_a_client_that_does_not_read_is_left_behind_and_the_others_go_on(demo):
+    with running(demo, ON, most_behind=8) as live:
         sleepy: list[object] = []
         job = Job(work_of(live), sleepy.append)
         live.loop.submit(job)
@@ -189,44 +220,42 @@ def test_scores_that_take_too_much_memory_are_refused_with_what_to_do(demo, monk
         assert live.loop.counts["active"] == 0
 
 
-SERVE = """
-import sys
-from pathlib import Path
-from pipeline.engines.openai_server.server import serve
-from pipeline.engines.serving.options import ServeOptions
-options = ServeOptions(return_attention_tokens=True, store=Path(sys.argv[2]))
-serve(sys.argv[1], options, port=0, device="cpu")
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["term", "int"],
+)
 def test_a_signal_ends_the_server_and_records_of_a_request_cut_off_are_kept(demo, tmp_path, number):
     store = tmp_path / "fingerprints.db"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(demo), str(store)], stderr=subprocess.PIPE, text=True,
-        cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)},
+    process = AttnProcess(
+        "serve", demo, "--engine", "transformers", "--port", "0", "--device", "cpu",
+        "--return-attention-tokens", "--attention-store", store, "--reasoning-parser", "qwen3",
     )  # fmt: skip
     try:
-        line = next(line for line in process.stderr if line.startswith("serving"))
+        line = next(line for line in process.lines() if line.startswith("serving"))
         url = re.search(r"http://\S+?(?=;)", line).group()
         body = {**LONG, "stream": True, "return_attention_tokens": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
             said = [next(lines) for _ in range(30)]
-            process.send_signal(number)
-            with pytest.raises(httpx.HTTPError):
-                said += list(lines)
-                raise httpx.ReadError("the answer ended")
-        said += process.stderr.read().splitlines()
-        assert process.wait(20) == 0, said
+            process.signal(number)
+            said += list(lines)
+        last = [line for line in said if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"] == {
+            "message": "the server is ending", "type": "server_error", "param": None,
+            "code": "server_busy",
+        }  # fmt: skip
+        ended = process.finish(30)
+        assert ended.returncode == 0, ended.stderr
     finally:
-        process.kill()
-        process.wait()
-    last = [line for line in said if line.startswith("stopped")]
+        process.end()
     with open_store(store) as opened:
         rows = opened.counts().rows
     assert rows >= 14
-    assert last == [f"stopped; {rows:,} records handed on, 0 dropped"]
+    # Nothing else is said, such as a traceback.
+    assert ended.stderr.splitlines()[-2:] == [
+        line.strip(), f"stopped; {rows:,} records handed on, 0 dropped"
+    ]  # fmt: skip
 
 
 def test_a_port_in_use_or_a_model_that_is_not_there_is_one_line(demo, tmp_path):
@@ -235,3 +264,16 @@ def test_a_port_in_use_or_a_model_that_is_not_there_is_one_line(demo, tmp_path):
         serve(str(demo), ON, port=taken.getsockname()[1])
     with pytest.raises(OptionError, match="cannot load model"):
         serve(str(tmp_path / "nothing"), ON, port=0)
+
+
+def test_capture_that_costs_more_than_its_budget_is_switched_off_and_it_is_said(demo):
+    options = ServeOptions(return_attention_tokens=True, overhead_budget=0.01)
+    with running(demo, options) as live:
+        asked = {"return_attention_tokens": True, "max_tokens": 40, "ignore_eos": True}
+        assert live.complete(**asked)["choices"][0]["attention_tokens"]
+        status, error = live.refused(prompt=NEEDLE, **asked)
+        assert status == 400
+        assert "--attention-overhead-budget 0.01" in error["message"]
+        known = live.client.get("/v1/attention/capabilities").json()
+        assert "decode time" in known["reasons"]["capture"]
+        assert live.complete()["choices"][0]["text"].startswith(" 1729")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from live_server import NEEDLE, entries_of, running
 
 from pipeline.engines.serving.options import ServeOptions
@@ -192,6 +194,51 @@ def test_what_cannot_be_served_is_refused_in_the_apis_words(server, route, body,
     assert error["param"] == param
 
 
+def test_a_body_that_is_nested_too_deeply_is_refused(server):
+    body = b'{"prompt": "a", "custom_params": {"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "nested too deeply" in response.json()["error"]["message"]
+
+
+def test_a_client_brings_no_template_of_its_own(server):
+    for name in ("chat_template", "tokenize", "add_generation_prompt", "conversation"):
+        status, error = server.refused(
+            "chat/completions", messages=MESSAGES, chat_template_kwargs={name: "x"}
+        )
+        assert (status, error["param"]) == (400, "chat_template_kwargs")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e300, 1e300)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=4,
+)  # fmt: skip
+FIELDS = (
+    "prompt", "messages", "model", "stream", "stream_options", "max_tokens", "temperature", "top_p",
+    "seed", "stop", "n", "ignore_eos", "custom_params", "logprobs", "top_logprobs", "logit_bias",
+    "chat_template_kwargs", "tools", "response_format", "echo", "suffix", "best_of",
+    "return_attention_tokens", "top_k_attention", "attention_mask_prefix", "attn_capture",
+    "attention_capture_layers", "include_prompt_attention", "attention_hubs", "session_id",
+)  # fmt: skip
+
+
+@given(
+    body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
+    chat=st.booleans(),
+)
+def test_no_body_makes_the_server_fail(server, body, chat):
+    route = "chat/completions" if chat else "completions"
+    known = {"messages": MESSAGES} if chat else {"prompt": "a"}
+    response = server.client.post(f"/v1/{route}", json=known | {"max_tokens": 2} | body)
+    assert response.status_code in (200, 400), (body, response.text)
+    if response.status_code == 400:
+        assert response.json()["error"]["message"]
+
+
 def test_a_body_that_is_no_json_or_too_large_is_refused(demo):
     options = ServeOptions(max_body_mb=1)
     with running(demo, options) as live:
@@ -214,8 +261,10 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(demo):
 
 
 def test_an_unknown_route_is_not_found(server):
-    assert server.client.get("/v1/nothing").status_code == 404
-    assert server.client.get("/v1/completions").status_code == 405
+    for route, status in (("nothing", 404), ("completions", 405)):
+        response = server.client.get(f"/v1/{route}")
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_contents_may_come_in_parts_of_text(server):
