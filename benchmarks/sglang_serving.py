@@ -1,16 +1,15 @@
 """What capture costs a server: SGLang with the plug-in beside SGLang without it, on one GPU.
 
     python benchmarks/sglang_serving.py [--batches 64,8,1] [--rounds 5] [--steps 256]
-        [--layers last] [--folder DIR] [--json PATH]
+        [--layers last] [--kinds recording,idle] [--folder DIR] [--json PATH]
 
-Two servers of one model run on the same GPU, one without the plug-in and one with it, CUDA graphs
-on, and take turns with the same prompts; the third, which takes the second one's place, has the
-plug-in but nobody asks for anything. The model has the shape of Llama 3 8B, with weights that
-SGLang makes up: their attention is nearly uniform, which changes nothing for statistics. Prompts
-are CONTEXT random tokens each, in the server's prefix cache since the first round, so that a round
-is decoding: all requests are sent at once, and a round's time is from then until the last is
-answered, less that of the same round with a single step. The fingerprints of every step of every
-request go to a store.
+Servers of one model run on the same GPU, one without the plug-in and one of each kind with it: one
+that records the fingerprints of every step of every request into a store, and one that could
+capture, but nobody asks. CUDA graphs are on. They take turns with the same prompts: in a round each
+answers as many requests as the batch has, all sent at once. What counts is the throughput that the
+engine itself reports for every 40 steps of the whole batch. The model has the shape of Llama 3 8B,
+with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
+statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
 
 Exits 1 if a record is missing from the store, or if on an H200 capture of the last layer at batch
 64 takes more than MOST_PERCENT beside the engine's own decode, or nobody asking MOST_IDLE_PERCENT.
@@ -22,15 +21,17 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import httpx
 import torch
@@ -54,27 +55,35 @@ SHAPE = {
 # All plug-ins but ours.
 OTHERS = [each.name for each in entry_points(group="sglang.srt.plugins") if each.name != "attn"]
 WITHOUT = {"SGLANG_PLUGINS": ",".join(OTHERS) or "none"}
-# Of the GPU's memory, for the first server and for both.
-SHARES = ("0.46", "0.88")
+# Of the GPU's memory: that of all of them is bounded by their numbers of tokens.
+SHARE = "0.9"
 TIMEOUT_S, STORED_WITHIN_S = 300.0, 3.0
+REPORTED = re.compile(r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([0-9.]+)")
+
+
+class Server(NamedTuple):
+    process: SGLangProcess
+    log: Path
 
 
 def server(
-    model: Path, folder: Path, name: str, share: str, batches: list[int], steps: int,
-    options: list[str], environment: dict[str, str],
-) -> SGLangProcess:  # fmt: skip
+    model: Path, folder: Path, name: str, batches: list[int], steps: int, options: list[str],
+    environment: dict[str, str],
+) -> Server:  # fmt: skip
     tokens = max(batches) * (CONTEXT + steps + 64)
     sizes = [str(size) for size in sorted(batches)]
-    return SGLangProcess(
-        model, folder / f"{name}.log", "--load-format", "dummy", "--skip-tokenizer-init",
+    log = folder / f"{name}.log"
+    process = SGLangProcess(
+        model, log, "--load-format", "dummy", "--skip-tokenizer-init",
         "--max-total-tokens", str(tokens), "--max-running-requests", str(max(batches)),
-        "--mem-fraction-static", share, "--context-length", "131072",
+        "--mem-fraction-static", SHARE, "--context-length", "131072",
         "--cuda-graph-bs-decode", *sizes, *options, environment=environment,
     )  # fmt: skip
+    return Server(process, log)
 
 
-async def send(url: str, prompts: list[list[int]], steps: int) -> float:
-    """Seconds until all prompts sent at once have so many tokens."""
+async def send(url: str, prompts: list[list[int]], steps: int) -> None:
+    """Send all prompts at once, and wait until each has so many tokens."""
     limits = httpx.Limits(max_connections=len(prompts))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
 
@@ -86,25 +95,21 @@ async def send(url: str, prompts: list[list[int]], steps: int) -> float:
             if answer.json()["meta_info"]["completion_tokens"] != steps:
                 raise RuntimeError(f"{url} answered {answer.text[:300]}")
 
-        began = time.perf_counter()
         await asyncio.gather(*map(one, prompts))
-        return time.perf_counter() - began
 
 
-def rounds_of(
-    servers: dict[str, str], prompts: list[list[int]], steps: int, rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds a step of each server, round by round; they take turns."""
-    for url in servers.values():
-        asyncio.run(send(url, prompts, 1))
-    found: dict[str, list[float]] = {name: [] for name in servers}
-    for number in range(rounds + 1):
-        for name, url in servers.items():
-            short = asyncio.run(send(url, prompts, 1))
-            long = asyncio.run(send(url, prompts, steps))
-            if number:  # the first warms up
-                found[name].append(1e3 * (long - short) / (steps - 1))
-    return found
+def throughput(server: Server, prompts: list[list[int]], steps: int) -> float:
+    """Tokens a second of a round, as the engine reports it while all requests are running."""
+    read = server.log.stat().st_size
+    asyncio.run(send(server.process.url, prompts, steps))
+    with server.log.open("rb") as log:
+        log.seek(read)
+        said = REPORTED.findall(log.read().decode(errors="replace"))
+    found = [float(rate) for running, rate in said if int(running) == len(prompts)]
+    # The first time to report began before the round did.
+    if len(found) < 3:
+        raise RuntimeError(f"the engine reported too little: use more --steps than {steps}")
+    return mean(found[1:])
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -112,65 +117,79 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     store = folder / "store"
-    recording = ["--attention-store", str(store), "--attention-capture-layers", asked.layers]
-    recording += ["--attention-fingerprint-max-steps", "0", "--attention-tokens-max", "0"]
-    idle = ["--return-attention-tokens", "--attention-fingerprint-mode"]
-    idle += ["--attention-capture-layers", asked.layers]
+    layers = ["--attention-capture-layers", asked.layers]
+    kinds = {
+        "recording": [
+            *layers, "--attention-store", str(store), "--attention-fingerprint-max-steps", "0",
+            "--attention-tokens-max", "0",
+        ],
+        "idle": [*layers, "--return-attention-tokens", "--attention-fingerprint-mode"],
+    }  # fmt: skip
     drawn = random.Random(1)
     prompts = [
         [drawn.randrange(2, VOCABULARY) for _ in range(CONTEXT)] for _ in range(max(asked.batches))
     ]
-    figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
-    shared = (asked.batches, asked.steps)
-    with server(model, folder, "without", SHARES[0], *shared, [], WITHOUT) as plain:
-        plain.wait()
-        for name, options in (("recording", recording), ("nobody asks", idle)):
-            with server(model, folder, name, SHARES[1], *shared, options, {}) as ours:
-                ours.wait()
-                for batch in asked.batches:
-                    urls = {"without": plain.url, name: ours.url}
-                    taken = rounds_of(urls, prompts[:batch], asked.steps, asked.rounds)
-                    figures["batches"].setdefault(str(batch), {})[name] = judged(taken, name)
-                    print_round(batch, name, figures["batches"][str(batch)][name])
-                time.sleep(STORED_WITHIN_S)
-                figures.setdefault("said", {})[name] = [
-                    line for line in ours.end_of_log(100_000).splitlines()
-                    if "attn" in line or "switched off" in line
-                ]  # fmt: skip
-    with open_store(store, read_only=True) as opened:
-        figures["records"] = opened.counts().rows
-    # Each round has two runs, one step fewer than tokens each; and the one before the rounds.
-    each = asked.rounds + 1
-    figures["expected_records"] = sum(batch * each * (asked.steps - 1) for batch in asked.batches)
+    with ExitStack() as running:
+        shared = (asked.batches, asked.steps)
+        servers = {"without": server(model, folder, "without", *shared, [], WITHOUT)}
+        for kind in asked.kinds:
+            servers[kind] = server(model, folder, kind, *shared, kinds[kind], {})
+        for each in servers.values():
+            running.enter_context(each.process)
+        for each in servers.values():
+            each.process.wait()
+            asyncio.run(send(each.process.url, prompts, 1))  # into the prefix cache
+        figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
+        for batch in asked.batches:
+            rates: dict[str, list[float]] = {name: [] for name in servers}
+            for _ in range(asked.rounds):
+                for name, each in servers.items():
+                    rates[name].append(throughput(each, prompts[:batch], asked.steps))
+            figures["batches"][str(batch)] = {kind: judged(rates, kind) for kind in asked.kinds}
+            for kind in asked.kinds:
+                print_round(batch, kind, figures["batches"][str(batch)][kind])
+        time.sleep(STORED_WITHIN_S)
+        figures["said"] = {
+            kind: [line for line in servers[kind].log.read_text().splitlines()
+                   if line.startswith("attn") or "switched off" in line]
+            for kind in asked.kinds
+        }  # fmt: skip
+    if "recording" in asked.kinds:
+        with open_store(store, read_only=True) as opened:
+            figures["records"] = opened.counts().rows
+        # The last token of an answer is never fed, and the first is the prompt's.
+        each_round = sum(asked.batches) * (asked.steps - 1)
+        figures["expected_records"] = asked.rounds * each_round
     return figures
 
 
-def judged(taken: dict[str, list[float]], name: str) -> dict[str, Any]:
-    ratios = [ours / theirs for ours, theirs in zip(taken[name], taken["without"], strict=True)]
+def judged(rates: dict[str, list[float]], kind: str) -> dict[str, Any]:
+    lost = [100 * (1 - ours / theirs) for ours, theirs in zip(rates[kind], rates["without"],
+                                                              strict=True)]  # fmt: skip
     return {
-        "ms_a_step": median(taken[name]),
-        "without_ms_a_step": median(taken["without"]),
-        "percent": 100 * (median(ratios) - 1),
-        "percent_of_each_round": [100 * (ratio - 1) for ratio in ratios],
+        "tokens_per_second": median(rates[kind]),
+        "without_tokens_per_second": median(rates["without"]),
+        "percent": median(lost),
+        "percent_of_each_round": lost,
     }
 
 
-def print_round(batch: int, name: str, found: dict[str, Any]) -> None:
+def print_round(batch: int, kind: str, found: dict[str, Any]) -> None:
     each = " ".join(f"{percent:+.2f}" for percent in found["percent_of_each_round"])
     print(
-        f"batch {batch:>3}, {name:<12} {found['ms_a_step']:.3f} ms a step, without the plug-in "
-        f"{found['without_ms_a_step']:.3f}: {found['percent']:+.2f}% ({each})",
+        f"batch {batch:>3}, {kind:<9} {found['tokens_per_second']:9.1f} tokens/s, without the "
+        f"plug-in {found['without_tokens_per_second']:9.1f}: {found['percent']:.2f}% less ({each})",
         flush=True,
     )
 
 
 def misses(figures: dict[str, Any]) -> list[str]:
     found = []
-    if figures["records"] != figures["expected_records"]:
+    if figures.get("records") != figures.get("expected_records"):
         found.append(f"{figures['records']} of {figures['expected_records']} records are stored")
     largest = figures["batches"].get("64", {})
     if "H200" in torch.cuda.get_device_name() and figures["layers"] == "last":
-        for name, most in (("recording", MOST_PERCENT), ("nobody asks", MOST_IDLE_PERCENT)):
+        for name, most in (("recording", MOST_PERCENT), ("idle", MOST_IDLE_PERCENT)):
             if name in largest and largest[name]["percent"] > most:
                 found.append(f"batch 64, {name}: {largest[name]['percent']:.2f}%, target {most}")
     return found
@@ -182,9 +201,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
+    parser.add_argument("--kinds", default="recording,idle", help="servers with the plug-in")
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
+    asked.kinds = asked.kinds.split(",")
     asked.batches = [int(size) for size in asked.batches.split(",")]
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU that torch sees", file=sys.stderr)

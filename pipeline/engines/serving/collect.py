@@ -37,6 +37,7 @@ class RequestCollector:
         phases: of its generated tokens; by default all are output.
         response_id: the response's `id`.
         keep_records: whether `records` will be taken.
+        records_elsewhere: whether the engine makes records of the wanted rows itself.
         rules: what decides zones.
     """
 
@@ -52,10 +53,11 @@ class RequestCollector:
         phases: PhaseTracker | None = None,
         response_id: str | None = None,
         keep_records: bool = True,
+        records_elsewhere: bool = False,
         rules: ZoneRules | None = None,
     ) -> None:
         self.request, self.prompt_len, self.layout = request, prompt_len, layout
-        self._common = {
+        self.common: dict[str, Any] = {  # columns of its records that never change
             "request_id": request_id,
             "session_id": request.session_id,
             "prompt_len": prompt_len,
@@ -68,7 +70,8 @@ class RequestCollector:
         }
         self._tracker = phases or PhaseTracker(None)
         self._phases: list[str] = []  # of the generated tokens
-        self._keep, self._rules = keep_records, rules or ZoneRules()
+        self._keep, self._elsewhere = keep_records, records_elsewhere
+        self._rules = rules or ZoneRules()
         self._kept: list[tuple[Row, str]] = []
         self.rows = 0  # captured, with a key to describe or not
         self.bytes = 0  # of entries, as JSON
@@ -87,7 +90,7 @@ class RequestCollector:
         nobody gets anything of them, as where full scores alone are asked for.
         """
         request = self.request
-        used = request.stream_entries or request.hubs or self._keep
+        used = request.stream_entries or request.hubs or self._keep or self._elsewhere
         if position < request.mask_prefix or not used:
             return False
         if position < self.prompt_len:
@@ -128,7 +131,7 @@ class RequestCollector:
         to describe have none."""
         kept, self._kept = self._kept, []
         if not kept:
-            return make_batch({**self._common, **_no_rows()}, 0)
+            return make_batch({**self.common, **_no_rows()}, 0)
         columns = np.stack([[layer.mean for layer in row.layers] for row, _ in kept], axis=1)
         vector, sink_mass, valid = vectors_of_columns(columns, self.layout)
         rows = [pair for pair, there in zip(kept, valid, strict=True) if there]
@@ -142,7 +145,7 @@ class RequestCollector:
             "sink_mass": sink_mass[valid],
             "vector": vector[valid],
         }
-        return make_batch({**self._common, **changing}, len(rows))
+        return make_batch({**self.common, **changing}, len(rows))
 
     def finish(self, hubs: Floats | None = None) -> dict[str, Any]:
         """`usage.attention` of the response.

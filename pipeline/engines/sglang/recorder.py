@@ -23,6 +23,7 @@ from torch import Tensor
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind, StepCapture, StepResults
+from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import (
@@ -34,24 +35,21 @@ from pipeline.engines.serving.phases import (
 )
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.rows import LayerRow, Row
-from pipeline.engines.serving.sinks import RecordSink, open_sink
+from pipeline.engines.serving.sinks import open_sink
 from pipeline.record import capture_id
 
 from .layers import attention_layers, kinds_of, revision_of
 from .recorder_keys import ENTRIES, USAGE
+from .records import RecordMaker, RecordRow, StepRows
 
 LOG = logging.getLogger("attn.capture")
 
 # Of raw entries the most a client may ask for; sketches name 32.
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
-# Records of a request that wait before they are given to the sink.
-RECORDS_AT_ONCE = 64
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
-# Seconds between two looks at the overhead.
-BUDGET_EVERY_S = 10.0
 
 
 @dataclass(eq=False)
@@ -61,7 +59,7 @@ class RequestState:
     known; ended: whether its response was told how it ended."""
 
     collector: RequestCollector
-    layers: list[int]  # indices among the captured layers
+    layers: tuple[int, ...]  # indices among the captured layers
     entries: list[dict[str, Any]] = field(default_factory=list)
     last: int = -1
     fed: int = 0
@@ -149,9 +147,10 @@ class Recorder:
         )
         self.on_gpu = self._tokens.is_cuda
         self.facts = self._facts(kinds, chosen, config)
-        self.sink: RecordSink | None = open_sink(
+        sink = open_sink(
             sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
         )
+        self._records = None if sink is None else RecordMaker(sink, options.layout)
         self._tags: ThinkTags | None = None
         self._decode: Callable[..., str] | None = None
         self._parser = arguments.reasoning_parser
@@ -160,7 +159,8 @@ class Recorder:
         self._rows = 0
         self._extend: ExtendRows | None = None
         self._is_decode = False
-        self._budget = Budget(options.overhead_budget)
+        self._budget = OverheadBudget(options.overhead_budget)
+        self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
         self.failed = False
 
     def _facts(self, kinds: list[LayerKind], chosen: Sequence[int], config: Any) -> ModelFacts:
@@ -229,8 +229,7 @@ class Recorder:
             prefixes = forward_batch.extend_prefix_lens_cpu
             self._prepare_extend(batch, [int(prefix) for prefix in prefixes], lengths)
         self.capture.requests.copy()
-        if self._noted:
-            self._budget.add(time.perf_counter() - began)
+        self._prepare_s = time.perf_counter() - began
 
     def _prepare_extend(self, batch: Any, prefixes: list[int], lengths: list[int]) -> None:
         for index, req in enumerate(batch.reqs):
@@ -260,7 +259,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Note the wanted rows of a request among those at positions first to before `after`."""
         requests, pool_index = self.capture.requests, req.kv.req_pool_idx
-        state = None if self._budget.is_spent else self._state(req)
+        state = None if self._budget.exceeded else self._state(req)
         wanted: list[int] = []
         if state is not None:
             begin = max(first, state.last + 1)
@@ -311,9 +310,11 @@ class Recorder:
             prompt_len=len(prompt),
             phases=phases,
             response_id=req.rid,
-            keep_records=self.sink is not None,
+            keep_records=False,
+            records_elsewhere=self._records is not None,
         )
-        return RequestState(collector, [self.capture.layers.index(n) for n in request.layers])
+        layers = tuple(self.capture.layers.index(number) for number in request.layers)
+        return RequestState(collector, layers)
 
     @ends_capture_not_serving
     def layer(
@@ -371,6 +372,7 @@ class Recorder:
         mean, positions, masses = (
             tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
         )
+        recorded: list[RecordRow] = []
         for note in noted:
             state, commit = note.state, commits[note.request]
             collector = state.collector
@@ -378,26 +380,35 @@ class Recorder:
             # request ended with the step before.
             if note.position >= collector.prompt_len and commit is None:
                 continue
-            layers = [
-                LayerRow(
-                    self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
-                    positions[i, note.row], masses[i, note.row],
-                )
-                for i in state.layers
-            ]  # fmt: skip
             req = batch.reqs[note.request]
             # Steps without a captured row were not seen here, but their tokens are known by now.
             for token in req.output_ids[state.fed : note.position - collector.prompt_len + 1]:
                 collector.feed(token)
                 state.fed += 1
             token = note.token if note.token is not None else self._token(req, note.position)
-            state.entries += collector.add(Row(note.position, token, layers, at))
-            if self.sink is not None and collector.waiting >= RECORDS_AT_ONCE:
-                self.sink.put(collector.records())
+            if self._records is not None:
+                phase = collector.phase(note.position)
+                recorded.append(
+                    RecordRow(collector, note.row, state.layers, note.position, token, phase)
+                )
+            if state.is_asked:
+                layers = [
+                    LayerRow(
+                        self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
+                        positions[i, note.row], masses[i, note.row],
+                    )
+                    for i in state.layers
+                ]  # fmt: skip
+                state.entries += collector.add(Row(note.position, token, layers, at))
+        if self._records is not None and recorded:
+            self._records.put(StepRows(recorded, mean, at))
         seconds = time.perf_counter() - began
-        for state in {id(note.state): note.state for note in noted}.values():
-            state.collector.add_seconds(seconds / len(noted))
-        self._budget.add(seconds)
+        for note in noted:
+            note.state.collector.add_seconds(seconds / len(noted))
+        now = time.perf_counter()
+        if self._budget.add(now - self._consumed_at, seconds + self._prepare_s):
+            LOG.warning("capture is switched off: %s", self._budget.exceeded)
+        self._consumed_at = now
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
@@ -413,14 +424,12 @@ class Recorder:
             entries.append(state.entries)
             usage.append([state.collector.finish()] if ends and state.is_asked else [])
             state.entries, state.ended = [], state.ended or ends
-            if ends and self.sink is not None:
-                self.sink.put(state.collector.records())
         return {ENTRIES: entries, USAGE: usage}
 
     def close(self) -> None:
         """Deliver what waits."""
-        if self.sink is not None:
-            self.sink.close()
+        if self._records is not None:
+            self._records.close()
 
 
 @dataclass(frozen=True)
@@ -433,7 +442,10 @@ class DeviceStep:
     at: datetime
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
-        copied = StepResults(*(copy_tensor(tensor) for tensor in self.found))
+        # Copies of nothing cost as much as others.
+        copied = StepResults(
+            *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
+        )
         return HostStep(self.recorder, self.noted, copied, self.at)
 
 
@@ -448,29 +460,3 @@ class HostStep:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         self.recorder.consume(self.noted, self.found, self.at, batch, commits)
-
-
-class Budget:
-    """Whether the time that the host spends on capture stays within a share of all time.
-
-    Args:
-        percent: --attention-overhead-budget; None for no bound.
-    """
-
-    def __init__(self, percent: float | None) -> None:
-        self._percent, self.is_spent = percent, False
-        self._seconds, self._since = 0.0, time.perf_counter()
-
-    def add(self, seconds: float) -> None:
-        self._seconds += seconds
-        passed = time.perf_counter() - self._since
-        if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
-            return
-        share = 100 * self._seconds / passed
-        self._seconds, self._since = 0.0, time.perf_counter()
-        if share > self._percent:
-            self.is_spent = True
-            LOG.warning(
-                "capture is switched off: it took %.1f%% of the scheduler's time, and "
-                "--attention-overhead-budget is %g%%", share, self._percent,
-            )  # fmt: skip
