@@ -30,6 +30,8 @@ ON_A_CPU = {
     # Threads that wait for each other are 20 times slower where other tests use the cores as well.
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    # This checkout's plug-in, wherever attn was installed from.
+    "PYTHONPATH": str(REPO),
 }
 
 
