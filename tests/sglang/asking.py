@@ -100,8 +100,9 @@ def _generate(url: str, prompt: str, tokens: int, stream: bool, fields: dict) ->
         assert answer.status_code == 200, answer.text
         found = answer.json()
     else:
-        with httpx.stream("POST", f"{url}/generate", json=body | {"stream": True}, timeout=240) as s:
-            lines = [line for line in s.iter_lines() if line.startswith("data: {")]
+        body["stream"] = True
+        with httpx.stream("POST", f"{url}/generate", json=body, timeout=240) as answer:
+            lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
         found = json.loads(lines[-1].removeprefix("data: "))
     info = found["meta_info"]
     usage = info.get("attention_usage") or [None]

@@ -47,6 +47,7 @@ PARAMETERS = {
     RUNNER + "init_attention_backends": ("self",),
     BATCH + "init_new": ("batch", "model_runner"),
     SCHEDULER + "get_output_streamer_class": ("self",),
+    SCHEDULER + "handle_shutdown": ("self",),
     MANAGER + "generate_request": ("self", "obj", "request"),
     CHAT + "_convert_to_internal_request": ("self", "request", "raw_request"),
     SERVER + "_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
@@ -91,6 +92,7 @@ def install_hooks() -> None:
     hook(RUNNER + "init_attention_backends", start_recorder, HookType.AFTER)
     hook(BATCH + "init_new", prepare_step, HookType.AFTER)
     hook(SCHEDULER + "get_output_streamer_class", streamer_class, HookType.AFTER)
+    hook(SCHEDULER + "handle_shutdown", close_recorder, HookType.AFTER)
 
 
 # In the model's process --------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def start_recorder(result: None, runner: Any) -> None:
     else:
         runner.sampling_observer = recorder
         setattr(runner, ATTRIBUTE, recorder)
-        facts = asdict(recorder.facts)
+        facts = asdict(recorder.model.facts)
     path = Path(os.environ[FACTS_VARIABLE])
     # Of several processes each says the same.
     unfinished = path.with_suffix(f".{os.getpid()}")
@@ -170,7 +172,7 @@ def streamer_class(result: type, scheduler: Any) -> type:
     recorder = getattr(runner, ATTRIBUTE, None)
     if recorder is None:
         return result
-    recorder.use_tokenizer(scheduler.tokenizer)
+    recorder.model.use_tokenizer(scheduler.tokenizer)
     outputs: Callable[[list[Any]], dict[str, list[Any]]] = recorder.outputs
 
     base: Any = result
@@ -183,6 +185,13 @@ def streamer_class(result: type, scheduler: Any) -> type:
             return outputs(reqs)
 
     return Streamer
+
+
+def close_recorder(result: None, scheduler: Any, request: Any) -> None:
+    """After `Scheduler.handle_shutdown`: no step comes any more."""
+    recorder = getattr(scheduler.tp_worker.model_runner, ATTRIBUTE, None)
+    if recorder is not None:
+        recorder.close()
 
 
 # In the process that answers ---------------------------------------------------------------------

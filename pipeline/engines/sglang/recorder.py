@@ -11,34 +11,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.errors import OptionError
-from capture_kernels.serving.step import LayerKind, StepCapture, StepResults
+from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.serving.phases import (
-    PARSERS,
-    PhaseTracker,
-    ThinkTags,
-    starts_inside,
-    think_tags,
-)
-from pipeline.engines.serving.request import CaptureRequest, ModelFacts
+from pipeline.engines.serving.request import CaptureRequest
 from pipeline.engines.serving.rows import LayerRow, Row
 from pipeline.engines.serving.sinks import RecordSink, open_sink
-from pipeline.record import capture_id
 
-from .layers import attention_layers, kinds_of, revision_of
+from .budget import Budget
+from .captured_model import CapturedModel
 from .recorder_keys import ENTRIES, USAGE
+from .states import ExtendRows, NotedRow, RequestState
 
 LOG = logging.getLogger("attn.capture")
 
@@ -50,45 +43,6 @@ RECORDS_AT_ONCE = 64
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
-# Seconds between two looks at the overhead.
-BUDGET_EVERY_S = 10.0
-
-
-@dataclass(eq=False)
-class RequestState:
-    """One captured request. entries: those that no response has yet; last: position of the last
-    row that was captured, as a request that was put back is run again; fed: tokens whose phase is
-    known; ended: whether its response was told how it ended."""
-
-    collector: RequestCollector
-    layers: list[int]  # indices among the captured layers
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    last: int = -1
-    fed: int = 0
-    ended: bool = False
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether its client asked for attention."""
-        request = self.collector.request
-        return request.stream_entries or request.scores is not None
-
-
-class NotedRow(NamedTuple):
-    """A row that is captured. request: its number in the batch; row: of the results."""
-
-    request: int
-    row: int
-    state: RequestState
-    position: int
-    token: int | None  # that is fed; None: not known yet, it is the request's last output
-
-
-class ExtendRows(NamedTuple):
-    """The rows of a step over prompts: their page table, and where their queries are."""
-
-    table: PageTable
-    queries: Tensor  # int64[R]
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -126,20 +80,13 @@ class Recorder:
     """
 
     def __init__(self, runner: Any, options: ServeOptions) -> None:
-        self.options, arguments, config = options, runner.server_args, runner.model_config
-        self.name = arguments.served_model_name or arguments.model_path
-        layers = attention_layers(runner.model)
-        if not layers:
-            raise OptionError("no layer has attention to capture")
-        self._revision = revision_of(arguments.model_path, config.hf_config)
-        self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
-        chosen = options.choose_layers(list(layers), config.num_hidden_layers)
-        kinds = kinds_of({number: layers[number] for number in chosen})
+        self.options = options
+        self.model = model = CapturedModel(runner, options)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
         top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
         self.capture = StepCapture(
-            kinds,
+            model.kinds,
             max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
             max_length=self._tokens.shape[1],
             num_requests=len(self._tokens),
@@ -148,13 +95,9 @@ class Recorder:
             mean_top_k=top_k,
         )
         self.on_gpu = self._tokens.is_cuda
-        self.facts = self._facts(kinds, chosen, config)
         self.sink: RecordSink | None = open_sink(
             sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
         )
-        self._tags: ThinkTags | None = None
-        self._decode: Callable[..., str] | None = None
-        self._parser = arguments.reasoning_parser
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
         self._rows = 0
@@ -162,52 +105,6 @@ class Recorder:
         self._is_decode = False
         self._budget = Budget(options.overhead_budget)
         self.failed = False
-
-    def _facts(self, kinds: list[LayerKind], chosen: Sequence[int], config: Any) -> ModelFacts:
-        later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(
-            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
-        )
-        return ModelFacts(
-            name=self.name,
-            num_layers=config.num_hidden_layers,
-            layers=tuple(chosen),
-            heads=kinds[0].heads,
-            max_context=config.context_len,
-            reasons=reasons,
-            capture_id=self._capture_id(chosen, self.options.mask_prefix),
-        )
-
-    def _capture_id(self, layers: Sequence[int], mask: int) -> str:
-        options = self.options
-        return capture_id(
-            {
-                "model": self._revision,
-                "layers": list(layers),
-                "per_layer": False,
-                "heads": None,
-                "mask": mask,
-                "window": options.tokens_window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
-            windowed=self._windowed,
-        )
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Find the tags of --reasoning-parser in the model's tokens."""
-        if tokenizer is None or self._parser not in PARSERS:
-            if self._parser:
-                LOG.warning("phases of --reasoning-parser %s are not known here", self._parser)
-            return
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-        def decode(tokens: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-        self._tags, self._decode = think_tags(self._parser, encode, decode), decode
 
     # The step ------------------------------------------------------------------------------------
 
@@ -238,14 +135,13 @@ class Recorder:
         starts = np.cumsum([0, *np.subtract(lengths, prefixes)]).tolist()
         if not self._noted:
             return
-        noted = self._noted[: self.capture.max_rows]
-        # More rows than the plan has room for: the last of them are kept, nearest to the answer.
-        if len(self._noted) > len(noted):
-            noted = [
-                note._replace(row=row)
-                for row, note in enumerate(self._noted[-self.capture.max_rows :])
-            ]
-        self._noted, self._rows = noted, len(noted)
+        if len(self._noted) > self.capture.max_rows:
+            # More rows than the plan has room for: those nearest to the answers are kept.
+            self._noted.sort(key=lambda note: lengths[note.request] - note.position)
+            kept = sorted(self._noted[: self.capture.max_rows], key=lambda note: note.row)
+            self._noted = [note._replace(row=row) for row, note in enumerate(kept)]
+        noted = self._noted
+        self._rows = len(noted)
         device = self._tokens.device
         columns = [
             [batch.reqs[note.request].kv.req_pool_idx for note in noted],
@@ -276,7 +172,6 @@ class Recorder:
             at = len(self._noted) if row is None else row
             token = self._token(req, position)
             self._noted.append(NotedRow(index, at, state, position, token))
-        state.last = wanted[-1]
 
     @staticmethod
     def _token(req: Any, position: int) -> int | None:
@@ -289,27 +184,26 @@ class Recorder:
     def _state(self, req: Any) -> RequestState | None:
         found: RequestState | None = getattr(req, ATTRIBUTE, None)
         if found is None and not hasattr(req, ATTRIBUTE):
-            params = req.sampling_params.custom_params
-            request = CaptureRequest.from_custom_params(params, self.options.secret)
+            request = self._request(req)
             if request is not None:
                 found = self._new_state(req, request)
             setattr(req, ATTRIBUTE, found)
         return found
 
+    def _request(self, req: Any) -> CaptureRequest | None:
+        params = req.sampling_params.custom_params
+        return CaptureRequest.from_custom_params(params, self.options.secret)
+
     def _new_state(self, req: Any, request: CaptureRequest) -> RequestState:
         prompt = list(req.origin_input_ids)
-        phases = PhaseTracker(None)
-        if self._tags is not None and self._decode is not None:
-            inside = starts_inside(self._tags.rule, prompt, self._decode)
-            phases = PhaseTracker(self._tags, inside=inside)
         collector = RequestCollector(
             request,
             request_id=req.rid,
-            model=self.name,
-            capture_id=self._capture_id(request.layers, request.mask_prefix),
+            model=self.model.name,
+            capture_id=self.model.capture_id(request.layers, request.mask_prefix),
             layout=self.options.layout,
             prompt_len=len(prompt),
-            phases=phases,
+            phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
             response_id=req.rid,
             keep_records=self.sink is not None,
         )
@@ -375,9 +269,15 @@ class Recorder:
             state, commit = note.state, commits[note.request]
             collector = state.collector
             # A row past the prompt whose token was never committed belongs to no answer: its
-            # request ended with the step before.
-            if note.position >= collector.prompt_len and commit is None:
+            # request ended with the step before, or was put back and is run again. A row that
+            # was taken before it was put back is not taken twice.
+            is_prompt = note.position < collector.prompt_len
+            if note.position <= state.last or (commit is None and not is_prompt):
                 continue
+            if not mean[state.layers, note.row].any(axis=1).all():
+                continue  # the step was incomplete, so that nothing is known of it
+            state.last = note.position
+            state.prompt_rows += is_prompt
             layers = [
                 LayerRow(
                     self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
@@ -407,20 +307,41 @@ class Recorder:
             state = getattr(req, ATTRIBUTE, None)
             if state is None:
                 entries.append([])
-                usage.append([])
+                usage.append(self._usage_of_none(req) if self.off else [])
                 continue
             ends = req.finished() and not state.ended
             entries.append(state.entries)
-            usage.append([state.collector.finish()] if ends and state.is_asked else [])
+            usage.append([self._usage(state)] if ends and state.is_asked else [])
             state.entries, state.ended = [], state.ended or ends
             if ends and self.sink is not None:
                 self.sink.put(state.collector.records())
         return {ENTRIES: entries, USAGE: usage}
 
+    def _usage(self, state: RequestState) -> dict[str, Any]:
+        usage = state.collector.finish()
+        if missing := state.missing_prompt_rows:
+            usage["missing_prompt_rows"] = missing
+        return usage | ({"off": self.off} if self.off else {})
+
+    def _usage_of_none(self, req: Any) -> list[dict[str, Any]]:
+        """What is said of a request that asked when capture was off already."""
+        request = self._request(req) if req.finished() else None
+        if request is None or not request.stream_entries:
+            return []
+        return [{"mode": request.mode, "rows": 0, "bytes": 0, "overhead_ms": 0.0, "off": self.off}]
+
+    @property
+    def off(self) -> str | None:
+        """Why capture is off since some time, in words for clients."""
+        if self.failed:
+            return "capture ended with an error: see the server's log"
+        return "capture took more time than it may" if self._budget.is_spent else None
+
     def close(self) -> None:
-        """Deliver what waits."""
+        """Deliver what waits, and log what became of all records."""
         if self.sink is not None:
-            self.sink.close()
+            counts = self.sink.close()
+            LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
 
 
 @dataclass(frozen=True)
@@ -448,29 +369,3 @@ class HostStep:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         self.recorder.consume(self.noted, self.found, self.at, batch, commits)
-
-
-class Budget:
-    """Whether the time that the host spends on capture stays within a share of all time.
-
-    Args:
-        percent: --attention-overhead-budget; None for no bound.
-    """
-
-    def __init__(self, percent: float | None) -> None:
-        self._percent, self.is_spent = percent, False
-        self._seconds, self._since = 0.0, time.perf_counter()
-
-    def add(self, seconds: float) -> None:
-        self._seconds += seconds
-        passed = time.perf_counter() - self._since
-        if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
-            return
-        share = 100 * self._seconds / passed
-        self._seconds, self._since = 0.0, time.perf_counter()
-        if share > self._percent:
-            self.is_spent = True
-            LOG.warning(
-                "capture is switched off: it took %.1f%% of the scheduler's time, and "
-                "--attention-overhead-budget is %g%%", share, self._percent,
-            )  # fmt: skip

@@ -1,0 +1,37 @@
+"""How much of the scheduler's time capture may take."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+LOG = logging.getLogger("attn.capture")
+
+# Seconds between two looks at the overhead.
+BUDGET_EVERY_S = 10.0
+
+
+class Budget:
+    """Whether the time that the host spends on capture stays within a share of all time.
+
+    Args:
+        percent: --attention-overhead-budget; None for no bound.
+    """
+
+    def __init__(self, percent: float | None) -> None:
+        self._percent, self.is_spent = percent, False
+        self._seconds, self._since = 0.0, time.perf_counter()
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+        passed = time.perf_counter() - self._since
+        if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
+            return
+        share = 100 * self._seconds / passed
+        self._seconds, self._since = 0.0, time.perf_counter()
+        if share > self._percent:
+            self.is_spent = True
+            LOG.warning(
+                "capture is switched off: it took %.1f%% of the scheduler's time, and "
+                "--attention-overhead-budget is %g%%", share, self._percent,
+            )  # fmt: skip
