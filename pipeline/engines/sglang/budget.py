@@ -22,16 +22,18 @@ class Budget:
         self._percent, self.is_spent = percent, False
         self._seconds, self._since = 0.0, time.perf_counter()
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> bool:
+        """Count time that capture took; whether the budget is spent now, and was not before."""
         self._seconds += seconds
         passed = time.perf_counter() - self._since
         if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
-            return
+            return False
         share = 100 * self._seconds / passed
         self._seconds, self._since = 0.0, time.perf_counter()
-        if share > self._percent:
-            self.is_spent = True
+        self.is_spent = share > self._percent
+        if self.is_spent:
             LOG.warning(
                 "capture is switched off: it took %.1f%% of the scheduler's time, and "
                 "--attention-overhead-budget is %g%%", share, self._percent,
             )  # fmt: skip
+        return self.is_spent

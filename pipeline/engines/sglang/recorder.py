@@ -8,6 +8,7 @@ tokens of the one before are known.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.serving.request import CaptureRequest
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.rows import LayerRow, Row
 from pipeline.engines.serving.sinks import RecordSink, open_sink
 
@@ -60,9 +61,10 @@ def ends_capture_not_serving(method: Method) -> Method:
         try:
             return method(self, *given, **named)
         except Exception:
+            LOG.exception("capture is switched off for good, after an error")
             self.failed = True
             self._noted, self._extend = [], None
-            LOG.exception("capture is switched off for good, after an error")
+            self._report_off()
             return None
 
     return cast("Method", guarded)
@@ -74,13 +76,16 @@ class Recorder:
     Args:
         runner: SGLang's `ModelRunner`, with its model and its pools.
         options: of the server, with capture on.
+        switched_off: is given the facts that hold once capture is off.
 
     Raises:
         OptionError: layers that cannot be captured, or a sink that cannot be used.
     """
 
-    def __init__(self, runner: Any, options: ServeOptions) -> None:
-        self.options = options
+    def __init__(
+        self, runner: Any, options: ServeOptions, switched_off: Callable[[ModelFacts], None]
+    ) -> None:
+        self.options, self._switched_off = options, switched_off
         self.model = model = CapturedModel(runner, options)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
@@ -127,7 +132,7 @@ class Recorder:
             self._prepare_extend(batch, [int(prefix) for prefix in prefixes], lengths)
         self.capture.requests.copy()
         if self._noted:
-            self._budget.add(time.perf_counter() - began)
+            self._spend(time.perf_counter() - began)
 
     def _prepare_extend(self, batch: Any, prefixes: list[int], lengths: list[int]) -> None:
         for index, req in enumerate(batch.reqs):
@@ -297,7 +302,7 @@ class Recorder:
         seconds = time.perf_counter() - began
         for state in {id(note.state): note.state for note in noted}.values():
             state.collector.add_seconds(seconds / len(noted))
-        self._budget.add(seconds)
+        self._spend(seconds)
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
@@ -307,7 +312,7 @@ class Recorder:
             state = getattr(req, ATTRIBUTE, None)
             if state is None:
                 entries.append([])
-                usage.append(self._usage_of_none(req) if self.off else [])
+                usage.append([])
                 continue
             ends = req.finished() and not state.ended
             entries.append(state.entries)
@@ -323,19 +328,23 @@ class Recorder:
             usage["missing_prompt_rows"] = missing
         return usage | ({"off": self.off} if self.off else {})
 
-    def _usage_of_none(self, req: Any) -> list[dict[str, Any]]:
-        """What is said of a request that asked when capture was off already."""
-        request = self._request(req) if req.finished() else None
-        if request is None or not request.stream_entries:
-            return []
-        return [{"mode": request.mode, "rows": 0, "bytes": 0, "overhead_ms": 0.0, "off": self.off}]
-
     @property
     def off(self) -> str | None:
         """Why capture is off since some time, in words for clients."""
         if self.failed:
             return "capture ended with an error: see the server's log"
-        return "capture took more time than it may" if self._budget.is_spent else None
+        if self._budget.is_spent:
+            return "capture took more than --attention-overhead-budget of the time"
+        return None
+
+    def _report_off(self) -> None:
+        facts = self.model.facts
+        off = {**facts.reasons, "capture": str(self.off)}
+        self._switched_off(dataclasses.replace(facts, reasons=off))
+
+    def _spend(self, seconds: float) -> None:
+        if self._budget.add(seconds):
+            self._report_off()
 
     def close(self) -> None:
         """Deliver what waits, and log what became of all records."""
