@@ -30,6 +30,8 @@ ON_A_CPU = {
     # Threads that wait for each other are 20 times slower where other tests use the cores as well.
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    # This checkout's plug-in, wherever attn was installed from.
+    "PYTHONPATH": str(REPO),
 }
 
 
@@ -50,6 +52,7 @@ class SGLangServer:
         folder: holds its log, and is its working directory.
         options: further options of the command; of one that is given twice the last counts.
         environment: further environment variables.
+        by_attn: whether it is started by `attn serve`.
 
     Attributes:
         url: of its API. log: the file with all that its processes have printed.
@@ -60,13 +63,15 @@ class SGLangServer:
     """
 
     def __init__(
-        self, folder: Path, *options: str | Path, environment: Mapping[str, str] | None = None
-    ) -> None:
+        self, folder: Path, *options: str | Path, environment: Mapping[str, str] | None = None,
+        by_attn: bool = False,
+    ) -> None:  # fmt: skip
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "sglang.log"
+        started_by = ["cli", "serve"] if by_attn else ["sglang.launch_server", "--model-path"]
         command = [
-            PYTHON, "-m", "sglang.launch_server", "--model-path", MODEL, "--port", str(port),
+            PYTHON, "-m", *started_by, MODEL, "--port", str(port),
             "--device", "cpu", "--attention-backend", "torch_native",
             "--sampling-backend", "pytorch", "--dtype", "float32",
             # The demo model is none for conversations and has no template.

@@ -126,7 +126,9 @@ class Writing:
                 body = self._answer(body)
             except ValueError:  # not JSON: an error of SGLang's own, which stays what it is
                 body = bytes(self._body)
-        if start is not None:
+        if start is not None and body == self._body:
+            await self._send(start)
+        elif start is not None:
             headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
             headers.append((b"content-length", str(len(body)).encode()))
             await self._send({**start, "headers": headers})

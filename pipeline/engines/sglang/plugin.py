@@ -7,16 +7,14 @@ answers (`check_before_serving`), and a server that would not capture does not s
 
 from __future__ import annotations
 
+import atexit
 import inspect
-import json
 import logging
 import os
+import pkgutil
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import AttnError
@@ -25,14 +23,14 @@ from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 
+from . import facts_file
 from .answers import AnswerWriter, heard, hide_system_prompt
 from .command_line import add_options, read_options
+from .facts_file import LiveFacts
 from .layers import refusal
 
 LOG = logging.getLogger("attn.capture")
 
-# Where the model's process writes what can be captured, for the one that answers.
-FACTS_VARIABLE = "ATTN_SGLANG_FACTS"
 ARGUMENTS = "sglang.srt.server_args.ServerArgs."
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch."
@@ -47,10 +45,12 @@ PARAMETERS = {
     RUNNER + "init_attention_backends": ("self",),
     BATCH + "init_new": ("batch", "model_runner"),
     SCHEDULER + "get_output_streamer_class": ("self",),
+    SCHEDULER + "handle_shutdown": ("self",),
     MANAGER + "generate_request": ("self", "obj", "request"),
     CHAT + "_convert_to_internal_request": ("self", "request", "raw_request"),
     SERVER + "_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
 }
+Hooks = dict[str, tuple[str, Callable[..., Any]]]
 # Of a `ModelRunner`, its recorder.
 ATTRIBUTE = "_attn_recorder"
 
@@ -71,26 +71,38 @@ def register() -> None:
 
 
 def install_hooks() -> None:
+    if not facts_file.is_chosen():
+        # The first process: what is captured is not known before the command line is read.
+        install(HOOKS_OF_FIRST)
+        facts_file.choose_path()
+    elif ServeOptions.from_environment(os.environ).is_on:
+        wrap_backends()
+        install(HOOKS_OF_MODEL)
+
+
+def install(hooks: Hooks) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def hook(target: str, function: Callable[..., Any], kind: Any) -> None:
-        HookRegistry.register(target, function, kind)
+    for target, (kind, function) in hooks.items():
+        HookRegistry.register(target, function, HookType[kind])
 
-    if FACTS_VARIABLE not in os.environ:
-        # The first process: what is captured is not known before the command line is read.
-        hook(ARGUMENTS + "add_cli_args", add_options, HookType.AFTER)
-        hook(ARGUMENTS + "from_cli_args", read_options, HookType.AROUND)
-        os.environ[FACTS_VARIABLE] = str(Path(tempfile.mkdtemp(prefix="attn-")) / "facts.json")
-        hook(MANAGER + "generate_request", heard, HookType.AROUND)
-        hook(CHAT + "_convert_to_internal_request", hide, HookType.AFTER)
-        hook(SERVER + "_setup_and_run_http_server", before_serving, HookType.BEFORE)
-        return
-    if not ServeOptions.from_environment(os.environ).is_on:
-        return
-    wrap_backends()
-    hook(RUNNER + "init_attention_backends", start_recorder, HookType.AFTER)
-    hook(BATCH + "init_new", prepare_step, HookType.AFTER)
-    hook(SCHEDULER + "get_output_streamer_class", streamer_class, HookType.AFTER)
+
+def unhooked(hooks: Hooks) -> list[str]:
+    """Those of them that SGLang has not installed, in words."""
+    return [
+        f"the hook on {target} did not take: see the log above"
+        for target in hooks
+        if not hasattr(find(target), "__wrapped__")
+    ]
+
+
+def find(target: str) -> Any:
+    """What a hook's target names. ImportError, AttributeError: nothing."""
+    owner, _, name = target.rpartition(".")
+    module, _, last = owner.rpartition(".")
+    if last[:1].isupper():
+        owner = f"{module}:{last}"
+    return getattr(pkgutil.resolve_name(owner), name)
 
 
 # In the model's process --------------------------------------------------------------------------
@@ -135,22 +147,18 @@ def start_recorder(result: None, runner: Any) -> None:
     from .recorder import Recorder
 
     options = ServeOptions.from_environment(os.environ)
-    facts: dict[str, Any]
     try:
+        if lost := unhooked(HOOKS_OF_MODEL):
+            raise_refused("; ".join(lost))
         if reason := refusal(runner):
             raise_refused(reason)
-        recorder = Recorder(runner, options)
+        recorder = Recorder(runner, options, facts_file.write)
     except AttnError as error:
-        facts = {"error": str(error)}
-    else:
-        runner.sampling_observer = recorder
-        setattr(runner, ATTRIBUTE, recorder)
-        facts = asdict(recorder.facts)
-    path = Path(os.environ[FACTS_VARIABLE])
-    # Of several processes each says the same.
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(facts), encoding="utf-8")
-    unfinished.replace(path)
+        facts_file.write(str(error))
+        return
+    runner.sampling_observer = recorder
+    setattr(runner, ATTRIBUTE, recorder)
+    facts_file.write(recorder.model.facts)
 
 
 def raise_refused(reason: str) -> None:
@@ -170,7 +178,7 @@ def streamer_class(result: type, scheduler: Any) -> type:
     recorder = getattr(runner, ATTRIBUTE, None)
     if recorder is None:
         return result
-    recorder.use_tokenizer(scheduler.tokenizer)
+    recorder.model.use_tokenizer(scheduler.tokenizer)
     outputs: Callable[[list[Any]], dict[str, list[Any]]] = recorder.outputs
 
     base: Any = result
@@ -183,6 +191,13 @@ def streamer_class(result: type, scheduler: Any) -> type:
             return outputs(reqs)
 
     return Streamer
+
+
+def close_recorder(result: None, scheduler: Any, request: Any) -> None:
+    """After `Scheduler.handle_shutdown`: no step comes any more."""
+    recorder = getattr(scheduler.tp_worker.model_runner, ATTRIBUTE, None)
+    if recorder is not None:
+        recorder.close()
 
 
 # In the process that answers ---------------------------------------------------------------------
@@ -201,49 +216,34 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
     if not options.is_on and not options.turned_off:
         return
     problems = misfits()
-    facts = {} if options.turned_off else read_facts(problems)
+    facts: Callable[[], ModelFacts]
+    if options.turned_off:
+        nothing = ModelFacts(server_args.model_path, 0, (), 0, None)
+        facts = lambda: nothing  # noqa: E731
+    else:
+        try:
+            facts = LiveFacts()
+            atexit.register(facts.remove)
+        except AttnError as error:
+            problems.append(str(error))
     if problems:
         for problem in problems:
             print(f"attn: {problem}", file=sys.stderr)
         print("attn: the server does not start, as it would capture nothing", file=sys.stderr)
         sys.stderr.flush()
         end_server()
-    found = _facts_of(facts, server_args)
     # The gate is the outermost of the two: what it refuses never reaches the writer.
     app.add_middleware(AnswerWriter)
-    app.add_middleware(CaptureGate, options=options, facts=lambda: found)
-    say_what_is_captured(options, found)
-
-
-def _facts_of(facts: dict[str, Any], server_args: Any) -> ModelFacts:
-    if not facts:
-        return ModelFacts(server_args.model_path, 0, (), 0, None)
-    lists = {name: tuple(facts[name]) for name in ("layers", "score_layers")}
-    return ModelFacts(**facts | lists)
-
-
-def read_facts(problems: list[str]) -> dict[str, Any]:
-    path = Path(os.environ[FACTS_VARIABLE])
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        problems.append("the hooks in the model's process did not take: see its log above")
-        return {}
-    if error := facts.get("error"):
-        problems.append(error)
-        return {}
-    return facts
+    app.add_middleware(CaptureGate, options=options, facts=facts)
+    say_what_is_captured(options, facts())
 
 
 def misfits() -> list[str]:
     """What of SGLang is not as the hooks need it, in words."""
-    import pkgutil
-
     found = []
     for target, wanted in PARAMETERS.items():
-        owner, _, name = target.rpartition(".")
         try:
-            function = inspect.unwrap(getattr(pkgutil.resolve_name(_colon(owner)), name))
+            function = inspect.unwrap(find(target))
             names = [name for name in inspect.signature(function).parameters if name != "cls"]
         except (ImportError, AttributeError, ValueError) as error:
             found.append(f"this SGLang has no {target} ({error}): 0.5.23 was seen to work")
@@ -253,13 +253,7 @@ def misfits() -> list[str]:
                 f"{target} takes {', '.join(names)}, not {', '.join(wanted)}: SGLang 0.5.23 was "
                 "seen to work"
             )
-    return found
-
-
-def _colon(owner: str) -> str:
-    """`module:Class` for a class, `module` for a module."""
-    module, _, last = owner.rpartition(".")
-    return f"{module}:{last}" if last[:1].isupper() else owner
+    return found or unhooked(HOOKS_OF_FIRST)
 
 
 def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
@@ -283,3 +277,19 @@ def end_server() -> None:
 
     kill_process_tree(os.getpid(), include_parent=False)
     os._exit(1)
+
+
+# How and with what each process's functions are hooked.
+HOOKS_OF_FIRST: Hooks = {
+    ARGUMENTS + "add_cli_args": ("AFTER", add_options),
+    ARGUMENTS + "from_cli_args": ("AROUND", read_options),
+    MANAGER + "generate_request": ("AROUND", heard),
+    CHAT + "_convert_to_internal_request": ("AFTER", hide),
+    SERVER + "_setup_and_run_http_server": ("BEFORE", before_serving),
+}
+HOOKS_OF_MODEL: Hooks = {
+    RUNNER + "init_attention_backends": ("AFTER", start_recorder),
+    BATCH + "init_new": ("AFTER", prepare_step),
+    SCHEDULER + "get_output_streamer_class": ("AFTER", streamer_class),
+    SCHEDULER + "handle_shutdown": ("AFTER", close_recorder),
+}

@@ -8,39 +8,33 @@ tokens of the one before are known.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from capture_kernels.arrays import Mask
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.errors import OptionError
-from capture_kernels.serving.step import LayerKind, StepCapture, StepResults
+from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.serving.phases import (
-    PARSERS,
-    PhaseTracker,
-    ThinkTags,
-    starts_inside,
-    think_tags,
-)
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.rows import LayerRow, Row
 from pipeline.engines.serving.sinks import open_sink
-from pipeline.record import capture_id
 
-from .layers import attention_layers, kinds_of, revision_of
+from .captured_model import CapturedModel
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
+from .states import ExtendRows, NotedRow, RequestState
 
 LOG = logging.getLogger("attn.capture")
 
@@ -50,43 +44,6 @@ RAW_TOP_K, SKETCH_TOP_K = 64, 32
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
-
-
-@dataclass(eq=False)
-class RequestState:
-    """One captured request. entries: those that no response has yet; last: position of the last
-    row that was captured, as a request that was put back is run again; fed: tokens whose phase is
-    known; ended: whether its response was told how it ended."""
-
-    collector: RequestCollector
-    layers: tuple[int, ...]  # indices among the captured layers
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    last: int = -1
-    fed: int = 0
-    ended: bool = False
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether its client asked for attention."""
-        request = self.collector.request
-        return request.stream_entries or request.scores is not None
-
-
-class NotedRow(NamedTuple):
-    """A row that is captured. request: its number in the batch; row: of the results."""
-
-    request: int
-    row: int
-    state: RequestState
-    position: int
-    token: int | None  # that is fed; None: not known yet, it is the request's last output
-
-
-class ExtendRows(NamedTuple):
-    """The rows of a step over prompts: their page table, and where their queries are."""
-
-    table: PageTable
-    queries: Tensor  # int64[R]
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -104,9 +61,10 @@ def ends_capture_not_serving(method: Method) -> Method:
         try:
             return method(self, *given, **named)
         except Exception:
+            LOG.exception("capture is switched off for good, after an error")
             self.failed = True
             self._noted, self._extend = [], None
-            LOG.exception("capture is switched off for good, after an error")
+            self._report_off()
             return None
 
     return cast("Method", guarded)
@@ -118,26 +76,22 @@ class Recorder:
     Args:
         runner: SGLang's `ModelRunner`, with its model and its pools.
         options: of the server, with capture on.
+        switched_off: is given the facts that hold once capture is off.
 
     Raises:
         OptionError: layers that cannot be captured, or a sink that cannot be used.
     """
 
-    def __init__(self, runner: Any, options: ServeOptions) -> None:
-        self.options, arguments, config = options, runner.server_args, runner.model_config
-        self.name = arguments.served_model_name or arguments.model_path
-        layers = attention_layers(runner.model)
-        if not layers:
-            raise OptionError("no layer has attention to capture")
-        self._revision = revision_of(arguments.model_path, config.hf_config)
-        self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
-        chosen = options.choose_layers(list(layers), config.num_hidden_layers)
-        kinds = kinds_of({number: layers[number] for number in chosen})
+    def __init__(
+        self, runner: Any, options: ServeOptions, switched_off: Callable[[ModelFacts], None]
+    ) -> None:
+        self.options, self._switched_off = options, switched_off
+        self.model = model = CapturedModel(runner, options)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
         top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
         self.capture = StepCapture(
-            kinds,
+            model.kinds,
             max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
             max_length=self._tokens.shape[1],
             num_requests=len(self._tokens),
@@ -146,14 +100,10 @@ class Recorder:
             mean_top_k=top_k,
         )
         self.on_gpu = self._tokens.is_cuda
-        self.facts = self._facts(kinds, chosen, config)
         sink = open_sink(
             sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
         )
         self._records = None if sink is None else RecordMaker(sink, options.layout)
-        self._tags: ThinkTags | None = None
-        self._decode: Callable[..., str] | None = None
-        self._parser = arguments.reasoning_parser
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
         self._rows = 0
@@ -162,52 +112,6 @@ class Recorder:
         self._budget = OverheadBudget(options.overhead_budget)
         self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
         self.failed = False
-
-    def _facts(self, kinds: list[LayerKind], chosen: Sequence[int], config: Any) -> ModelFacts:
-        later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(
-            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
-        )
-        return ModelFacts(
-            name=self.name,
-            num_layers=config.num_hidden_layers,
-            layers=tuple(chosen),
-            heads=kinds[0].heads,
-            max_context=config.context_len,
-            reasons=reasons,
-            capture_id=self._capture_id(chosen, self.options.mask_prefix),
-        )
-
-    def _capture_id(self, layers: Sequence[int], mask: int) -> str:
-        options = self.options
-        return capture_id(
-            {
-                "model": self._revision,
-                "layers": list(layers),
-                "per_layer": False,
-                "heads": None,
-                "mask": mask,
-                "window": options.tokens_window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
-            windowed=self._windowed,
-        )
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Find the tags of --reasoning-parser in the model's tokens."""
-        if tokenizer is None or self._parser not in PARSERS:
-            if self._parser:
-                LOG.warning("phases of --reasoning-parser %s are not known here", self._parser)
-            return
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-        def decode(tokens: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-        self._tags, self._decode = think_tags(self._parser, encode, decode), decode
 
     # The step ------------------------------------------------------------------------------------
 
@@ -237,14 +141,13 @@ class Recorder:
         starts = np.cumsum([0, *np.subtract(lengths, prefixes)]).tolist()
         if not self._noted:
             return
-        noted = self._noted[: self.capture.max_rows]
-        # More rows than the plan has room for: the last of them are kept, nearest to the answer.
-        if len(self._noted) > len(noted):
-            noted = [
-                note._replace(row=row)
-                for row, note in enumerate(self._noted[-self.capture.max_rows :])
-            ]
-        self._noted, self._rows = noted, len(noted)
+        if len(self._noted) > self.capture.max_rows:
+            # More rows than the plan has room for: those nearest to the answers are kept.
+            self._noted.sort(key=lambda note: lengths[note.request] - note.position)
+            kept = sorted(self._noted[: self.capture.max_rows], key=lambda note: note.row)
+            self._noted = [note._replace(row=row) for row, note in enumerate(kept)]
+        noted = self._noted
+        self._rows = len(noted)
         device = self._tokens.device
         columns = [
             [batch.reqs[note.request].kv.req_pool_idx for note in noted],
@@ -275,7 +178,6 @@ class Recorder:
             at = len(self._noted) if row is None else row
             token = self._token(req, position)
             self._noted.append(NotedRow(index, at, state, position, token))
-        state.last = wanted[-1]
 
     @staticmethod
     def _token(req: Any, position: int) -> int | None:
@@ -288,27 +190,26 @@ class Recorder:
     def _state(self, req: Any) -> RequestState | None:
         found: RequestState | None = getattr(req, ATTRIBUTE, None)
         if found is None and not hasattr(req, ATTRIBUTE):
-            params = req.sampling_params.custom_params
-            request = CaptureRequest.from_custom_params(params, self.options.secret)
+            request = self._request(req)
             if request is not None:
                 found = self._new_state(req, request)
             setattr(req, ATTRIBUTE, found)
         return found
 
+    def _request(self, req: Any) -> CaptureRequest | None:
+        params = req.sampling_params.custom_params
+        return CaptureRequest.from_custom_params(params, self.options.secret)
+
     def _new_state(self, req: Any, request: CaptureRequest) -> RequestState:
         prompt = list(req.origin_input_ids)
-        phases = PhaseTracker(None)
-        if self._tags is not None and self._decode is not None:
-            inside = starts_inside(self._tags.rule, prompt, self._decode)
-            phases = PhaseTracker(self._tags, inside=inside)
         collector = RequestCollector(
             request,
             request_id=req.rid,
-            model=self.name,
-            capture_id=self._capture_id(request.layers, request.mask_prefix),
+            model=self.model.name,
+            capture_id=self.model.capture_id(request.layers, request.mask_prefix),
             layout=self.options.layout,
             prompt_len=len(prompt),
-            phases=phases,
+            phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
             response_id=req.rid,
             keep_records=False,
             records_elsewhere=self._records is not None,
@@ -372,14 +273,21 @@ class Recorder:
         mean, positions, masses = (
             tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
         )
+        complete: Mask = np.all(np.any(mean, axis=2), axis=0)
         recorded: list[RecordRow] = []
         for note in noted:
             state, commit = note.state, commits[note.request]
             collector = state.collector
             # A row past the prompt whose token was never committed belongs to no answer: its
-            # request ended with the step before.
-            if note.position >= collector.prompt_len and commit is None:
+            # request ended with the step before, or was put back and is run again. A row that
+            # was taken before it was put back is not taken twice.
+            is_prompt = note.position < collector.prompt_len
+            if note.position <= state.last or (commit is None and not is_prompt):
                 continue
+            if not complete[note.row]:
+                continue  # the step was incomplete, so that nothing is known of it
+            state.last = note.position
+            state.prompt_rows += is_prompt
             req = batch.reqs[note.request]
             # Steps without a captured row were not seen here, but their tokens are known by now.
             for token in req.output_ids[state.fed : note.position - collector.prompt_len + 1]:
@@ -402,12 +310,12 @@ class Recorder:
                 state.entries += collector.add(Row(note.position, token, layers, at))
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, mean, at))
-        seconds = time.perf_counter() - began
-        for note in noted:
-            note.state.collector.add_seconds(seconds / len(noted))
         now = time.perf_counter()
-        if self._budget.add(now - self._consumed_at, seconds + self._prepare_s):
+        for note in noted:
+            note.state.collector.add_seconds((now - began) / len(noted))
+        if self._budget.add(now - self._consumed_at, now - began + self._prepare_s):
             LOG.warning("capture is switched off: %s", self._budget.exceeded)
+            self._report_off()
         self._consumed_at = now
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
@@ -422,14 +330,33 @@ class Recorder:
                 continue
             ends = req.finished() and not state.ended
             entries.append(state.entries)
-            usage.append([state.collector.finish()] if ends and state.is_asked else [])
+            usage.append([self._usage(state)] if ends and state.is_asked else [])
             state.entries, state.ended = [], state.ended or ends
         return {ENTRIES: entries, USAGE: usage}
 
+    def _usage(self, state: RequestState) -> dict[str, Any]:
+        usage = state.collector.finish()
+        if missing := state.missing_prompt_rows:
+            usage["missing_prompt_rows"] = missing
+        return usage | ({"off": self.off} if self.off else {})
+
+    @property
+    def off(self) -> str | None:
+        """Why capture is off since some time, in words for clients."""
+        if self.failed:
+            return "capture ended with an error: see the server's log"
+        return self._budget.exceeded
+
+    def _report_off(self) -> None:
+        facts = self.model.facts
+        off = {**facts.reasons, "capture": str(self.off)}
+        self._switched_off(dataclasses.replace(facts, reasons=off))
+
     def close(self) -> None:
-        """Deliver what waits."""
+        """Deliver what waits, and log what became of all records."""
         if self._records is not None:
-            self._records.close()
+            counts = self._records.close()
+            LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.columns import vectors_of_columns
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.serving.collect import RequestCollector
-from pipeline.engines.serving.sinks import RecordSink
+from pipeline.engines.serving.sinks import Counts, RecordSink
 from pipeline.record import make_batch
 
 # Seconds between two batches.
@@ -70,11 +70,14 @@ class RecordMaker:
         self._waiting += len(step.rows)
         self._steps.append(step)
 
-    def close(self) -> None:
+    def close(self) -> Counts:
         """Make the records of what waits, and close the sink."""
         self._closing.set()
         self._thread.join()
-        self._sink.close()
+        counts = self._sink.close()
+        return counts._replace(
+            given=counts.given + self.dropped, dropped=counts.dropped + self.dropped
+        )
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_S):
