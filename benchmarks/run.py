@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["layers"] = ["kernel_layers"]
 ON_GPU["steps"] = ["gpu_server_steps"]
+ON_GPU["sglang"] = ["sglang_serving"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
@@ -60,6 +62,8 @@ ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
 LIBRARIES = (*common.LIBRARIES, "dask", "river", "tokenizers", "torch", "triton", "transformers")
+# Those that need torch and no RAPIDS.
+OF_TORCH = ("capture", "capture-8b", "kernels", "layers", "steps", "sglang")
 Figure = tuple[str, str]
 
 
@@ -74,11 +78,13 @@ def gpu_memory_gib() -> float:
 
 def cannot_run(name: str) -> str | None:
     """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
-    if name not in ("capture", "capture-8b", "kernels", "layers", "steps"):
+    if name not in OF_TORCH:
         return why_not()
     free = gpu_memory_gib()
     if not free:
         return "torch sees no GPU"
+    if name == "sglang" and find_spec("sglang") is None:
+        return "SGLang is not installed"
     if name == "capture-8b" and free < MEMORY_8B_GIB:
         return f"{free:.0f} GiB are free and it takes {MEMORY_8B_GIB}"
     return None
@@ -313,6 +319,12 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
 
 
+def of_sglang_serving(found: dict[str, Any]) -> Iterator[Figure]:
+    for batch, kinds in found["batches"].items():
+        for kind, case in kinds.items():
+            yield f"batch {batch}, {kind}", f"{case['percent']:.2f}% less than without the plug-in"
+
+
 def of_gpu_server_steps(found: dict[str, Any]) -> Iterator[Figure]:
     for name, case in found["steps"].items():
         exact, server = case["exact"]["us"], case["server"]["us"]
@@ -410,6 +422,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_kernels": of_gpu_kernels,
     "kernel_layers": of_kernel_layers,
     "gpu_server_steps": of_gpu_server_steps,
+    "sglang_serving": of_sglang_serving,
     "gpu_kills": of_gpu_kills,
     "sidecar_fuzz": of_sidecar_fuzz,
     "stream": of_stream,

@@ -218,8 +218,10 @@ def main() -> int:
         if asked.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
     missed = misses(figures)
+    batches = ",".join(map(str, asked.batches))
+    given = f"--batches {batches} --rounds {asked.rounds} --steps {asked.steps}"
     about = {
-        "command": "python benchmarks/sglang_serving.py",
+        "command": f"python benchmarks/sglang_serving.py {given}",
         "date": datetime.now(UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
