@@ -20,7 +20,7 @@ class ExampleServer:
     """A client of one server; a context manager.
 
     Args:
-        base_url: address of its API, as `http://127.0.0.1:30000/v1`.
+        base_url: address of its API, as `http://127.0.0.1:30000/v1`; without a path, /v1.
         api_key: sent as a bearer token.
         timeout: seconds for each wait for the network.
 
@@ -38,6 +38,8 @@ class ExampleServer:
             raise ServerError(f"cannot use {base_url!r} or the key: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServerError(f"{base_url!r} is not an address: give one as http://HOST:PORT/v1")
+        if url.path == "/":
+            self._url += "/v1"
 
     def __enter__(self) -> ExampleServer:
         return self

@@ -71,7 +71,7 @@ def test_the_answer_is_right_and_the_line_is_marked(
     example: Example, kind: str, attn: Run, request: pytest.FixtureRequest, demo: DemoModel
 ) -> None:
     server: Server = request.getfixturevalue(kind)
-    done = attn("examples", example.name, "--base-url", f"{server.url}/v1")
+    done = attn("examples", example.name, "--base-url", server.url)  # its path is /v1
     assert (done.returncode, done.stderr) == (0, "")
     assert f"Expected: {example.answer!r}\n" in done.stdout
     assert re.search(rf"^Output: .*{example.answer}.* ✓$", done.stdout, flags=re.MULTILINE)
