@@ -14,6 +14,7 @@ import httpx
 import pytest
 from asking import CHAT, COMPLETIONS, MODES, ask
 from attention_checks import check
+from plain_answers import answer_shapes, expected_shapes
 from running_sglang import SGLangServer, require_sglang
 
 pytestmark = pytest.mark.slow
@@ -199,3 +200,7 @@ def test_capabilities_say_what_it_was_started_with(server):
         "disabled_in_production": False,
     }
     assert KEY not in server.log.read_text()
+
+
+def test_who_asks_for_nothing_is_answered_as_by_sglang_alone(server):
+    assert answer_shapes(server.url) == expected_shapes()

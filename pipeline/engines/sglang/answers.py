@@ -53,7 +53,18 @@ async def heard(
             current = CURRENT.get()
             if current is not None and isinstance(output, dict):
                 note(current, output.get("meta_info") or {}, self.incremental_streaming_output)
+            for one in output if isinstance(output, list) else [output]:
+                drop_empty(one)
             yield output
+
+
+def drop_empty(output: Any) -> None:
+    """Leave out of an output's `meta_info` what is said of those who did not ask: nothing. SGLang
+    has a key in all outputs of a step, or in none."""
+    meta_info = output.get("meta_info") if isinstance(output, dict) else None
+    for key in (ENTRIES, USAGE):
+        if meta_info and not meta_info.get(key, True):
+            del meta_info[key]
 
 
 def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:

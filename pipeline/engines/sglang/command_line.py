@@ -38,7 +38,7 @@ def read_options(original: Callable[..., Any], cls: type, arguments: argparse.Na
         options = ServeOptions.from_environment(os.environ)
         options.check_files()
     except OptionError as error:
-        print(error, file=sys.stderr)
+        print(f"attn: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.environ.update(options.environment())
     return original(cls, arguments)

@@ -40,6 +40,7 @@ LOG = logging.getLogger("attn.capture")
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
 # Records of a request that wait before they are given to the sink.
 RECORDS_AT_ONCE = 64
+ENDED = "capture is switched off for good, after an error"
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
@@ -61,10 +62,8 @@ def ends_capture_not_serving(method: Method) -> Method:
         try:
             return method(self, *given, **named)
         except Exception:
-            LOG.exception("capture is switched off for good, after an error")
-            self.failed = True
-            self._noted, self._extend = [], None
-            self._report_off()
+            LOG.exception(ENDED)
+            self.fail()
             return None
 
     return cast("Method", guarded)
@@ -306,6 +305,16 @@ class Recorder:
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
+        try:
+            return self._outputs(reqs)
+        except Exception:
+            LOG.exception(ENDED)
+            self.fail()
+            return {}
+
+    def _outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        if all(getattr(req, ATTRIBUTE, None) is None for req in reqs):
+            return {}
         entries: list[list[Any]] = []
         usage: list[list[Any]] = []
         for req in reqs:
@@ -336,6 +345,12 @@ class Recorder:
         if self._budget.is_spent:
             return "capture took more than --attention-overhead-budget of the time"
         return None
+
+    def fail(self) -> None:
+        """Switch capture off for good."""
+        self.failed = True
+        self._noted, self._extend = [], None
+        self._report_off()
 
     def _report_off(self) -> None:
         facts = self.model.facts
