@@ -147,7 +147,7 @@ class Writing:
 
     def _answer(self, body: bytes) -> bytes:
         answer = json.loads(body)
-        choices = answer.get("choices")
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices:
             return body
         entries = self._current.take()
@@ -172,6 +172,8 @@ class Writing:
         try:
             event = json.loads(content)
         except ValueError:
+            return line
+        if not isinstance(event, dict):
             return line
         end = line[len(line.rstrip()) :]
         if event.get("choices"):

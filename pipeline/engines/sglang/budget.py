@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 LOG = logging.getLogger("attn.capture")
 
@@ -16,20 +17,23 @@ class Budget:
 
     Args:
         percent: --attention-overhead-budget; None for no bound.
+        clock: seconds.
     """
 
-    def __init__(self, percent: float | None) -> None:
-        self._percent, self.is_spent = percent, False
-        self._seconds, self._since = 0.0, time.perf_counter()
+    def __init__(
+        self, percent: float | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._percent, self._clock, self.is_spent = percent, clock, False
+        self._seconds, self._since = 0.0, clock()
 
     def add(self, seconds: float) -> bool:
         """Count time that capture took; whether the budget is spent now, and was not before."""
         self._seconds += seconds
-        passed = time.perf_counter() - self._since
+        passed = self._clock() - self._since
         if self._percent is None or passed < BUDGET_EVERY_S or self.is_spent:
             return False
         share = 100 * self._seconds / passed
-        self._seconds, self._since = 0.0, time.perf_counter()
+        self._seconds, self._since = 0.0, self._clock()
         self.is_spent = share > self._percent
         if self.is_spent:
             LOG.warning(

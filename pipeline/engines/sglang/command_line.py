@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from capture_kernels.errors import OptionError
+from capture_kernels.errors import AttnError
 from pipeline.engines.serving.options import TABLE, ServeOptions
 
 
@@ -37,7 +37,7 @@ def read_options(original: Callable[..., Any], cls: type, arguments: argparse.Na
     try:
         options = ServeOptions.from_environment(os.environ)
         options.check_files()
-    except OptionError as error:
+    except AttnError as error:
         print(f"attn: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.environ.update(options.environment())

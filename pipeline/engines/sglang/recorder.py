@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -32,7 +31,7 @@ from pipeline.engines.serving.sinks import RecordSink, open_sink
 from .budget import Budget
 from .captured_model import CapturedModel
 from .recorder_keys import ENTRIES, USAGE
-from .states import ExtendRows, NotedRow, RequestState
+from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
 
 LOG = logging.getLogger("attn.capture")
 
@@ -107,6 +106,7 @@ class Recorder:
         self._rows = 0
         self._extend: ExtendRows | None = None
         self._is_decode = False
+        self._stage = Stage.REPLAYED
         self._budget = Budget(options.overhead_budget)
         self.failed = False
 
@@ -117,7 +117,7 @@ class Recorder:
         """Note the rows of a step, and switch their requests on."""
         began = time.perf_counter()
         mode = forward_batch.forward_mode
-        self._noted, self._extend, self._rows = [], None, 0
+        self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
         self._is_decode = mode.is_decode()
         if mode.is_idle() or not batch.reqs:
             return
@@ -234,6 +234,10 @@ class Recorder:
             table = self._extend.table
         if number == capture.layers[0]:
             capture.begin(table)
+            self._stage = Stage.BEGUN
+        elif self._stage is not Stage.BEGUN:
+            self._stage = Stage.INCOMPLETE
+            return
         rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if not decode:
             assert self._extend is not None
@@ -243,6 +247,7 @@ class Recorder:
         capture.layer(number, rows, keys, descale=descale, sinks=sinks)
         if number == capture.layers[-1]:
             capture.end()
+            self._stage = Stage.ENDED
 
     # What SGLang calls a sampling observer -------------------------------------------------------
 
@@ -255,9 +260,11 @@ class Recorder:
     @ends_capture_not_serving
     def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
         """The step's results, as copies that no later step changes."""
-        if not self._noted:
+        replayed = self.on_gpu and self._stage is Stage.REPLAYED
+        if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
-        return DeviceStep(self, self._noted, self.capture.results(self._rows), datetime.now(UTC))
+        found = self.capture.results(self._rows)
+        return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
 
     @ends_capture_not_serving
     def consume(
@@ -366,30 +373,3 @@ class Recorder:
         if self.sink is not None:
             counts = self.sink.close()
             LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
-
-
-@dataclass(frozen=True)
-class DeviceStep:
-    """The results of a step on the device, and whose they are."""
-
-    recorder: Recorder
-    noted: list[NotedRow]
-    found: StepResults
-    at: datetime
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
-        copied = StepResults(*(copy_tensor(tensor) for tensor in self.found))
-        return HostStep(self.recorder, self.noted, copied, self.at)
-
-
-@dataclass(frozen=True)
-class HostStep:
-    """The same on the host, once SGLang's copy has arrived."""
-
-    recorder: Recorder
-    noted: list[NotedRow]
-    found: StepResults
-    at: datetime
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        self.recorder.consume(self.noted, self.found, self.at, batch, commits)
