@@ -8,10 +8,11 @@ variable, which a request's own tasks share with no other.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send
@@ -79,12 +80,19 @@ def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:
 
 
 class AnswerWriter:
-    """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes."""
+    """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes.
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    Args:
+        at_end: awaited when the server has answered its last request.
+    """
+
+    def __init__(self, app: App, at_end: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._app, self._at_end = app, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and self._at_end is not None:
+            await self._app(scope, receive, partial(self._ending, send, self._at_end))
+            return
         if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
             await self._app(scope, receive, send)
             return
@@ -94,6 +102,12 @@ class AnswerWriter:
             await self._app(scope, receive, Writing(current, scope["path"] == CHAT, send))
         finally:
             CURRENT.reset(token)
+
+    @staticmethod
+    async def _ending(send: Send, at_end: Callable[[], Awaitable[None]], message: Message) -> None:
+        if message["type"].startswith("lifespan.shutdown."):
+            await at_end()
+        await send(message)
 
 
 class Writing:

@@ -15,6 +15,8 @@ from typing import Any
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving.request import ModelFacts
 
+# Why nothing is captured once all records are delivered.
+ENDED = "the server ends"
 # Its path. The first process of a server sets it, so that the others know that they are not.
 VARIABLE = "ATTN_SGLANG_FACTS"
 

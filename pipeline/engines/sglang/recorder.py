@@ -30,6 +30,7 @@ from pipeline.engines.serving.sinks import RecordSink, open_sink
 
 from .budget import Budget
 from .captured_model import CapturedModel
+from .facts_file import ENDED
 from .recorder_keys import ENTRIES, USAGE
 from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
 
@@ -39,7 +40,7 @@ LOG = logging.getLogger("attn.capture")
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
 # Records of a request that wait before they are given to the sink.
 RECORDS_AT_ONCE = 64
-ENDED = "capture is switched off for good, after an error"
+FAULT = "capture is switched off for good, after an error"
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
@@ -61,7 +62,7 @@ def ends_capture_not_serving(method: Method) -> Method:
         try:
             return method(self, *given, **named)
         except Exception:
-            LOG.exception(ENDED)
+            LOG.exception(FAULT)
             self.fail()
             return None
 
@@ -108,7 +109,7 @@ class Recorder:
         self._is_decode = False
         self._stage = Stage.REPLAYED
         self._budget = Budget(options.overhead_budget)
-        self.failed = False
+        self.failed = self._closed = False
 
     # The step ------------------------------------------------------------------------------------
 
@@ -315,7 +316,7 @@ class Recorder:
         try:
             return self._outputs(reqs)
         except Exception:
-            LOG.exception(ENDED)
+            LOG.exception(FAULT)
             self.fail()
             return {}
 
@@ -357,19 +358,23 @@ class Recorder:
         """Switch capture off for good."""
         self.failed = True
         self._noted, self._extend = [], None
-        self._report_off()
+        self._report_off(self.off)
 
-    def _report_off(self) -> None:
+    def _report_off(self, reason: str | None) -> None:
         facts = self.model.facts
-        off = {**facts.reasons, "capture": str(self.off)}
+        off = {**facts.reasons, "capture": str(reason)}
         self._switched_off(dataclasses.replace(facts, reasons=off))
 
     def _spend(self, seconds: float) -> None:
         if self._budget.add(seconds):
-            self._report_off()
+            self._report_off(self.off)
 
     def close(self) -> None:
-        """Deliver what waits, and log what became of all records."""
+        """Deliver what waits, log what became of all records, and report the end; once."""
+        if self._closed:
+            return
+        self._closed = True
         if self.sink is not None:
             counts = self.sink.close()
             LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
+        self._report_off(ENDED)
