@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from asking import CHAT, COMPLETIONS, GENERATE, MODES, ask
 from attention_checks import check
+from plain_answers import answer_shapes, expected_shapes
 from running_sglang import SGLangServer, require_sglang
 
 from pipeline.engines.options import choose_layers
@@ -216,6 +217,12 @@ def test_fifty_requests_at_once_are_each_answered_as_alone(server, tokenizer, kn
         what = {"layers": want.get("layers", LAYERS), "mask": want.get("mask", 0),
                 "k": want.get("k", 32)}  # fmt: skip
         check(want["mode"], found.entries, expected, length, rows, **what)
+
+
+def test_who_is_only_recorded_is_answered_as_by_sglang_alone(server):
+    # Chats are not: this server has a reasoning parser.
+    routes = ["/v1/completions", "/generate"]
+    assert answer_shapes(server.url, routes) == expected_shapes(routes)
 
 
 def begin_stream(server: SGLangServer, chunks: int) -> str:

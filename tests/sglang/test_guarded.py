@@ -4,17 +4,23 @@ puts back every few steps, as it does where memory is short."""
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from asking import CHAT, COMPLETIONS, MODES, ask
 from attention_checks import check
+from plain_answers import answer_shapes, expected_shapes
 from running_sglang import SGLangServer, require_sglang
+
+from pipeline.store.open import open_store
 
 pytestmark = pytest.mark.slow
 KEY = "a-key-of-16-or-more"
@@ -29,9 +35,13 @@ def fresh_prompt(lines: int = 3) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[SGLangServer]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("guarded")
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[SGLangServer]:
     require_sglang()
-    folder = tmp_path_factory.mktemp("guarded")
     keys = folder / "keys"
     keys.write_text(KEY + "\n")
     keys.chmod(0o600)
@@ -41,6 +51,7 @@ def server(tmp_path_factory) -> Iterator[SGLangServer]:
         "--attention-max-concurrent-capture", "4", "--attention-capture-stride", str(STRIDE),
         "--attention-tokens-max", str(MOST), "--attention-mask-system-prompt",
         "--attention-mask-prefix", "2", "--chunked-prefill-size", str(CHUNK),
+        "--attention-store", folder / "records", "--attention-sample-rate", "0",
     )  # fmt: skip
     put_back = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     with SGLangServer(folder, *options, environment=put_back, by_attn=True) as running:
@@ -199,3 +210,23 @@ def test_capabilities_say_what_it_was_started_with(server):
         "disabled_in_production": False,
     }
     assert KEY not in server.log.read_text()
+
+
+def test_who_asks_for_nothing_is_answered_as_by_sglang_alone(server):
+    assert answer_shapes(server.url) == expected_shapes()
+
+
+def test_ctrl_c_loses_no_record(server, folder):
+    """The last test of this server: it ends."""
+    found = [
+        ask(server.url, COMPLETIONS, fresh_prompt(), 16, headers=KEYED,
+            return_attention_tokens=True, **MODES["fingerprint"])
+        for _ in range(4)
+    ]  # fmt: skip
+    # As a terminal does, to all processes of the server.
+    os.killpg(server.process.pid, signal.SIGINT)
+    server.process.wait(30)
+    with open_store(folder / "records") as store:
+        ids = [row["response_id"] for batch in store.scan() for row in batch.to_pylist()]
+    for answer in found:
+        assert ids.count(answer.id) == len(answer.entries) == MOST

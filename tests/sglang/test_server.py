@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from plain_answers import answer_shapes, expected_shapes
 from running_sglang import MODEL, SGLangServer, require_sglang
 from shared import REPO
 
@@ -21,7 +22,9 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[SGLangServer]:
     require_sglang()
-    with SGLangServer(tmp_path_factory.mktemp("sglang")) as running:
+    # SGLang's own way to leave plug-ins out: to name those that are wanted.
+    without = {"SGLANG_PLUGINS": "other"}
+    with SGLangServer(tmp_path_factory.mktemp("sglang"), environment=without) as running:
         yield running
 
 
@@ -84,3 +87,14 @@ def test_chat_is_the_same_text_streamed_or_not(server, greedy):
         assert answer["usage"]["prompt_tokens"] == len(ids)
         events = streamed(server, "/v1/chat/completions", body)
         assert "".join(choice["delta"].get("content") or "" for choice in events) == text
+
+
+def test_the_expected_answers_are_those_of_sglang_alone(server):
+    # `test_guarded.py` and `test_attention.py` compare them with answers of servers that capture.
+    assert answer_shapes(server.url) == expected_shapes()
+
+
+def test_a_server_without_the_plug_in_knows_nothing_of_it(server):
+    assert server.client.get("/v1/attention/capabilities").status_code == 404
+    body = {**ASKED, "prompt": PROMPTS[0], "return_attention_tokens": True}
+    assert "attention" not in server.client.post("/v1/completions", json=body).text

@@ -8,10 +8,11 @@ variable, which a request's own tasks share with no other.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send
@@ -53,7 +54,18 @@ async def heard(
             current = CURRENT.get()
             if current is not None and isinstance(output, dict):
                 note(current, output.get("meta_info") or {}, self.incremental_streaming_output)
+            for one in output if isinstance(output, list) else [output]:
+                drop_empty(one)
             yield output
+
+
+def drop_empty(output: Any) -> None:
+    """Leave out of an output's `meta_info` what is said of those who did not ask: nothing. SGLang
+    has a key in all outputs of a step, or in none."""
+    meta_info = output.get("meta_info") if isinstance(output, dict) else None
+    for key in (ENTRIES, USAGE):
+        if meta_info and not meta_info.get(key, True):
+            del meta_info[key]
 
 
 def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:
@@ -68,12 +80,19 @@ def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:
 
 
 class AnswerWriter:
-    """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes."""
+    """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes.
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    Args:
+        at_end: awaited when the server has answered its last request.
+    """
+
+    def __init__(self, app: App, at_end: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._app, self._at_end = app, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and self._at_end is not None:
+            await self._app(scope, receive, partial(self._ending, send, self._at_end))
+            return
         if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
             await self._app(scope, receive, send)
             return
@@ -83,6 +102,12 @@ class AnswerWriter:
             await self._app(scope, receive, Writing(current, scope["path"] == CHAT, send))
         finally:
             CURRENT.reset(token)
+
+    @staticmethod
+    async def _ending(send: Send, at_end: Callable[[], Awaitable[None]], message: Message) -> None:
+        if message["type"].startswith("lifespan.shutdown."):
+            await at_end()
+        await send(message)
 
 
 class Writing:
@@ -136,7 +161,7 @@ class Writing:
 
     def _answer(self, body: bytes) -> bytes:
         answer = json.loads(body)
-        choices = answer.get("choices")
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices:
             return body
         entries = self._current.take()
@@ -161,6 +186,8 @@ class Writing:
         try:
             event = json.loads(content)
         except ValueError:
+            return line
+        if not isinstance(event, dict):
             return line
         end = line[len(line.rstrip()) :]
         if event.get("choices"):

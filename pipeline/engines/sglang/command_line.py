@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from capture_kernels.errors import OptionError
+from capture_kernels.errors import AttnError
 from pipeline.engines.serving.options import TABLE, ServeOptions
 
 
@@ -38,8 +38,8 @@ def read_options(original: Callable[..., Any], cls: type, arguments: argparse.Na
     try:
         options = ServeOptions.from_environment({**os.environ, **chosen})
         options.check_files()
-    except OptionError as error:
-        print(error, file=sys.stderr)
+    except AttnError as error:
+        print(f"attn: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.environ |= options.environment()
     return original(cls, arguments)

@@ -15,6 +15,9 @@ from typing import Any
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving.request import ModelFacts
 
+# Why nothing is captured once all records are delivered.
+ENDED = "the server ends"
+
 
 def is_chosen() -> bool:
     """Whether the path was chosen: by the first process of a server, which this one then is not."""

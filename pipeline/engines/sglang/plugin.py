@@ -7,12 +7,14 @@ answers (`check_before_serving`), and a server that would not capture does not s
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import inspect
 import logging
 import os
 import pkgutil
 import sys
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -22,6 +24,7 @@ from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
+from pipeline.engines.serving.sinks import CLOSE_S
 
 from . import facts_file
 from .answers import AnswerWriter, heard, hide_system_prompt
@@ -158,6 +161,8 @@ def start_recorder(result: None, runner: Any) -> None:
         return
     runner.sampling_observer = recorder
     setattr(runner, ATTRIBUTE, recorder)
+    # Ctrl+C in a terminal ends this process as it does the first.
+    atexit.register(recorder.close)
     facts_file.write(recorder.model.facts)
 
 
@@ -233,9 +238,24 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
         sys.stderr.flush()
         end_server()
     # The gate is the outermost of the two: what it refuses never reaches the writer.
-    app.add_middleware(AnswerWriter)
+    app.add_middleware(AnswerWriter, at_end=partial(end_model, tokenizer_manager, facts))
     app.add_middleware(CaptureGate, options=options, facts=facts)
     say_what_is_captured(options, facts())
+
+
+async def end_model(tokenizer_manager: Any, facts: Callable[[], ModelFacts]) -> None:
+    """Have the model's process deliver its records and end, as SGLang does after a SIGTERM; after a
+    SIGINT it would kill it."""
+    if facts().reasons.get("capture") == facts_file.ENDED or not facts().layers:
+        return
+    from sglang.srt.managers.io_struct import ShutdownReq
+
+    if (watchdog := tokenizer_manager._subprocess_watchdog) is not None:
+        watchdog.stop()  # it would take the end for a crash
+    tokenizer_manager._dispatch_to_scheduler(ShutdownReq())
+    until = time.monotonic() + CLOSE_S + 1.0
+    while facts().reasons.get("capture") != facts_file.ENDED and time.monotonic() < until:
+        await asyncio.sleep(0.05)
 
 
 def misfits() -> list[str]:

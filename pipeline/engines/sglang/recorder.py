@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -32,14 +31,16 @@ from pipeline.engines.serving.rows import LayerRow, Row
 from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
+from .facts_file import ENDED
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
-from .states import ExtendRows, NotedRow, RequestState
+from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
 
 LOG = logging.getLogger("attn.capture")
 
 # Of raw entries the most a client may ask for; sketches name 32.
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
+FAULT = "capture is switched off for good, after an error"
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
@@ -61,10 +62,8 @@ def ends_capture_not_serving(method: Method) -> Method:
         try:
             return method(self, *given, **named)
         except Exception:
-            LOG.exception("capture is switched off for good, after an error")
-            self.failed = True
-            self._noted, self._extend = [], None
-            self._report_off()
+            LOG.exception(FAULT)
+            self.fail()
             return None
 
     return cast("Method", guarded)
@@ -109,9 +108,10 @@ class Recorder:
         self._rows = 0
         self._extend: ExtendRows | None = None
         self._is_decode = False
+        self._stage = Stage.REPLAYED
         self._budget = OverheadBudget(options.overhead_budget)
         self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
-        self.failed = False
+        self.failed = self._closed = False
 
     # The step ------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Recorder:
         """Note the rows of a step, and switch their requests on."""
         began = time.perf_counter()
         mode = forward_batch.forward_mode
-        self._noted, self._extend, self._rows = [], None, 0
+        self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
         self._is_decode = mode.is_decode()
         if mode.is_idle() or not batch.reqs:
             return
@@ -238,6 +238,10 @@ class Recorder:
             table = self._extend.table
         if number == capture.layers[0]:
             capture.begin(table)
+            self._stage = Stage.BEGUN
+        elif self._stage is not Stage.BEGUN:
+            self._stage = Stage.INCOMPLETE
+            return
         rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if not decode:
             assert self._extend is not None
@@ -247,6 +251,7 @@ class Recorder:
         capture.layer(number, rows, keys, descale=descale, sinks=sinks)
         if number == capture.layers[-1]:
             capture.end()
+            self._stage = Stage.ENDED
 
     # What SGLang calls a sampling observer -------------------------------------------------------
 
@@ -259,9 +264,11 @@ class Recorder:
     @ends_capture_not_serving
     def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
         """The step's results, as copies that no later step changes."""
-        if not self._noted:
+        replayed = self.on_gpu and self._stage is Stage.REPLAYED
+        if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
-        return DeviceStep(self, self._noted, self.capture.results(self._rows), datetime.now(UTC))
+        found = self.capture.results(self._rows)
+        return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
 
     @ends_capture_not_serving
     def consume(
@@ -315,11 +322,21 @@ class Recorder:
             note.state.collector.add_seconds((now - began) / len(noted))
         if self._budget.add(now - self._consumed_at, now - began + self._prepare_s):
             LOG.warning("capture is switched off: %s", self._budget.exceeded)
-            self._report_off()
+            self._report_off(self.off)
         self._consumed_at = now
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
+        try:
+            return self._outputs(reqs)
+        except Exception:
+            LOG.exception(FAULT)
+            self.fail()
+            return {}
+
+    def _outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        if all(getattr(req, ATTRIBUTE, None) is None for req in reqs):
+            return {}
         entries: list[list[Any]] = []
         usage: list[list[Any]] = []
         for req in reqs:
@@ -347,43 +364,23 @@ class Recorder:
             return "capture ended with an error: see the server's log"
         return self._budget.exceeded
 
-    def _report_off(self) -> None:
+    def fail(self) -> None:
+        """Switch capture off for good."""
+        self.failed = True
+        self._noted, self._extend = [], None
+        self._report_off(self.off)
+
+    def _report_off(self, reason: str | None) -> None:
         facts = self.model.facts
-        off = {**facts.reasons, "capture": str(self.off)}
+        off = {**facts.reasons, "capture": str(reason)}
         self._switched_off(dataclasses.replace(facts, reasons=off))
 
     def close(self) -> None:
-        """Deliver what waits, and log what became of all records."""
+        """Deliver what waits, log what became of all records, and report the end; once."""
+        if self._closed:
+            return
+        self._closed = True
         if self._records is not None:
             counts = self._records.close()
             LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
-
-
-@dataclass(frozen=True)
-class DeviceStep:
-    """The results of a step on the device, and whose they are."""
-
-    recorder: Recorder
-    noted: list[NotedRow]
-    found: StepResults
-    at: datetime
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
-        # Copies of nothing cost as much as others.
-        copied = StepResults(
-            *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
-        )
-        return HostStep(self.recorder, self.noted, copied, self.at)
-
-
-@dataclass(frozen=True)
-class HostStep:
-    """The same on the host, once SGLang's copy has arrived."""
-
-    recorder: Recorder
-    noted: list[NotedRow]
-    found: StepResults
-    at: datetime
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        self.recorder.consume(self.noted, self.found, self.at, batch, commits)
+        self._report_off(ENDED)

@@ -1,13 +1,17 @@
-"""What the model's process holds of a captured request, and of the rows of a step."""
+"""What the model's process holds of a captured request and of a step, and how results travel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
 
 
@@ -57,3 +61,42 @@ class ExtendRows(NamedTuple):
 
     table: PageTable
     queries: Tensor  # int64[R]
+
+
+class Stage(Enum):
+    """How far the captured layers of a step have come, as far as the host sees them run."""
+
+    REPLAYED = auto()  # it does not: a CUDA graph runs them
+    BEGUN = auto()
+    INCOMPLETE = auto()  # one ran before the first
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The results of a step on the device, and whose they are."""
+
+    consumer: Callable[..., None]  # `Recorder.consume`
+    noted: list[NotedRow]
+    found: StepResults
+    at: datetime
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
+        # Copies of nothing cost as much as others.
+        copied = StepResults(
+            *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
+        )
+        return HostStep(self.consumer, self.noted, copied, self.at)
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """The same on the host, once SGLang's copy has arrived."""
+
+    consumer: Callable[..., None]  # `Recorder.consume`
+    noted: list[NotedRow]
+    found: StepResults
+    at: datetime
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        self.consumer(self.noted, self.found, self.at, batch, commits)
