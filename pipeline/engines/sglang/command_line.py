@@ -28,17 +28,18 @@ def add_options(result: Any, parser: argparse.ArgumentParser) -> None:
 def read_options(original: Callable[..., Any], cls: type, arguments: argparse.Namespace) -> Any:
     """Around `ServerArgs.from_cli_args`: what was given becomes ATTN_CAPTURE_* variables, which all
     of SGLang's processes inherit. A value that cannot be used ends the program with 2."""
+    chosen: dict[str, str] = {}
     for option in TABLE:
         given = getattr(arguments, option.parameter, None)
         if given is not None:
             text = given if isinstance(given, str) else option.text(
                 tuple(given) if isinstance(given, list) else given)  # fmt: skip
-            os.environ[option.variable] = text
+            chosen[option.variable] = text
     try:
-        options = ServeOptions.from_environment(os.environ)
+        options = ServeOptions.from_environment({**os.environ, **chosen})
         options.check_files()
     except AttnError as error:
         print(f"attn: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    os.environ.update(options.environment())
+    os.environ |= options.environment()
     return original(cls, arguments)

@@ -17,19 +17,22 @@ from pipeline.engines.serving.request import ModelFacts
 
 # Why nothing is captured once all records are delivered.
 ENDED = "the server ends"
-# Its path. The first process of a server sets it, so that the others know that they are not.
-VARIABLE = "ATTN_SGLANG_FACTS"
+
+
+def is_chosen() -> bool:
+    """Whether the path was chosen: by the first process of a server, which this one then is not."""
+    return "ATTN_SGLANG_FACTS" in os.environ
 
 
 def choose_path() -> None:
     """Of this process and its children. Nothing is made yet."""
     folder = Path(tempfile.gettempdir()) / f"attn-{secrets.token_hex(8)}"
-    os.environ[VARIABLE] = str(folder / "facts.json")
+    os.environ["ATTN_SGLANG_FACTS"] = str(folder / "facts.json")
 
 
 def write(facts: ModelFacts | str) -> None:
     """Write facts, or why nothing can be captured."""
-    path = Path(os.environ[VARIABLE])
+    path = Path(os.environ["ATTN_SGLANG_FACTS"])
     path.parent.mkdir(mode=0o700, exist_ok=True)
     content = {"error": facts} if isinstance(facts, str) else asdict(facts)
     # Of several processes each says the same.
@@ -46,7 +49,7 @@ class LiveFacts:
     """
 
     def __init__(self) -> None:
-        self._path = Path(os.environ[VARIABLE])
+        self._path = Path(os.environ["ATTN_SGLANG_FACTS"])
         try:
             self._changed, self._facts = self._read()
         except OSError as error:

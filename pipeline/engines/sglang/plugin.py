@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def install_hooks() -> None:
-    if facts_file.VARIABLE not in os.environ:
+    if not facts_file.is_chosen():
         # The first process: what is captured is not known before the command line is read.
         install(HOOKS_OF_FIRST)
         facts_file.choose_path()
