@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import LAYERS, MOST_RUNNING  # noqa: E402
+from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.sglang import recorder as recorders  # noqa: E402

@@ -1,0 +1,108 @@
+"""A recorder, and what SGLang's scheduler hands it, made of SGLang's small objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pipeline.engines.serving.options import ServeOptions  # noqa: E402
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
+from pipeline.engines.sglang.recorder import Recorder  # noqa: E402
+
+HEADS, KEY_HEADS, DIM, LAYERS = 4, 2, 8, 2
+MOST_RUNNING, LONGEST = 4, 128
+
+
+@dataclass
+class Req:
+    """As far as the recorder looks at SGLang's `Req`."""
+
+    rid: str
+    origin_input_ids: list[int]
+    sampling_params: Any
+    kv: Any
+    output_ids: list[int] = field(default_factory=list)
+    require_reasoning: bool = False
+    is_over: bool = False
+
+    def finished(self) -> bool:
+        return self.is_over
+
+
+class Steps:
+    """Runs steps as SGLang does: prepared, run layer by layer, sampled, and later consumed."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options, self.facts = options, list[ModelFacts]()
+        slots = (1 + MOST_RUNNING) * LONGEST
+        rows = torch.arange(slots, dtype=torch.int32).reshape(1 + MOST_RUNNING, LONGEST)
+        generator = torch.Generator().manual_seed(0)
+        self.keys = torch.randn((LAYERS, slots, KEY_HEADS, DIM), generator=generator)
+        self.runner = SimpleNamespace(
+            server_args=SimpleNamespace(
+                served_model_name="demo", model_path="/none", reasoning_parser=None
+            ),
+            model_config=SimpleNamespace(
+                num_hidden_layers=LAYERS, context_len=LONGEST, hf_config=None
+            ),
+            model=None,
+            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
+            req_to_token_pool=SimpleNamespace(req_to_token=rows),
+            max_running_requests=MOST_RUNNING,
+        )
+        self.recorder = Recorder(self.runner, options, self.facts.append)
+        self.generator = generator
+
+    def request(self, row: int, prompt: int, **wanted: Any) -> Req:
+        """A request in a row of `req_to_token`; without `wanted` it asks for nothing."""
+        params = None
+        if wanted:
+            asked = CaptureRequest(**{"layers": list(range(LAYERS))} | wanted)
+            params = {"attn": asked.signed(self.options.secret)}
+        kv = SimpleNamespace(req_pool_idx=row)
+        return Req(f"r{row}", list(range(prompt)), SimpleNamespace(custom_params=params), kv)
+
+    def run(
+        self, reqs: list[Req], lengths: list[int], prefixes: list[int] | None = None,
+        leave_out: int | None = None,
+    ) -> Callable[[list[Any]], None]:  # fmt: skip
+        """A step over rows of so many keys: a decode, or with prefixes an extend. Gives what
+        consumes it, with what was committed of each request."""
+        decode = prefixes is None
+        batch = SimpleNamespace(reqs=reqs)
+        mode = SimpleNamespace(
+            is_decode=lambda: decode, is_extend=lambda: not decode, is_idle=lambda: False
+        )
+        pools = [req.kv.req_pool_idx for req in reqs]
+        forward = SimpleNamespace(
+            forward_mode=mode, seq_lens_cpu=torch.tensor(lengths), extend_prefix_lens_cpu=prefixes,
+            seq_lens=torch.tensor(lengths), req_pool_indices=torch.tensor(pools),
+        )  # fmt: skip
+        self.recorder.prepare(forward, batch)
+        queries = len(reqs) if decode else sum(lengths) - sum(prefixes or ())
+        for number in range(LAYERS):
+            if number == leave_out:
+                continue
+            layer = SimpleNamespace(
+                layer_id=number, tp_q_head_num=HEADS, qk_head_dim=DIM, k_scale=None
+            )
+            query = torch.randn((queries, HEADS * DIM), generator=self.generator)
+            self.recorder.layer(layer, query, forward, decode=decode, sinks=None)
+        step = self.recorder.after_sample(True, torch.zeros(len(reqs)))
+
+        def consume(commits: list[Any]) -> None:
+            if step is not None:
+                step.copy_to_host(torch.clone).consume(batch, commits)
+
+        return consume
+
+    def said(self, req: Req) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Entries and usage of a request since the last time."""
+        found = self.recorder.outputs([req])
+        return tuple(values[0] for values in found.values()) if found else ([], [])
