@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from discovery.engines.rapids import why_not
+from pipeline.serve_command import has_sglang
 
 HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
@@ -83,7 +83,7 @@ def cannot_run(name: str) -> str | None:
     free = gpu_memory_gib()
     if not free:
         return "torch sees no GPU"
-    if name == "sglang" and find_spec("sglang") is None:
+    if name == "sglang" and not has_sglang():
         return "SGLang is not installed"
     if name == "capture-8b" and free < MEMORY_8B_GIB:
         return f"{free:.0f} GiB are free and it takes {MEMORY_8B_GIB}"

@@ -97,7 +97,7 @@ def serve(
     if not 0 <= port <= 65535:
         raise OptionError(f"--port must be between 0 and 65535, got {port}")
     _check_rest(engine, ctx.args)
-    if engine is Engine.SGLANG and importlib.util.find_spec("sglang") is None:
+    if engine is Engine.SGLANG and not has_sglang():
         raise MissingExtraError(
             "--engine sglang needs SGLang: pip install 'attn[sglang]', or use --engine transformers"
         )
@@ -189,6 +189,12 @@ def _become_sglang(model: str, options: ServeOptions, arguments: list[str]) -> N
     sys.stderr.flush()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *arguments]
     os.execve(sys.executable, command, {**os.environ, **options.environment()})
+
+
+def has_sglang() -> bool:
+    """Whether SGLang is installed. A folder of that name is not SGLang."""
+    found = importlib.util.find_spec("sglang")
+    return found is not None and found.origin is not None
 
 
 def say(line: str) -> None:

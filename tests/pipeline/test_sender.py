@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -61,10 +63,9 @@ def received(socket: zmq.Socket) -> Message:
     return decode(socket.recv(), max_rows=10_000, max_bytes=1 << 24)
 
 
-def spare_address(context: zmq.Context) -> str:
-    """An address that nobody listens at."""
-    with receiver(context) as socket:
-        return address_of(socket)
+def spare_address() -> str:
+    """An address that nobody listens at, nor will: a free port may be taken by another test."""
+    return f"ipc://{tempfile.gettempdir()}/attn-{secrets.token_hex(8)}"
 
 
 def sent_within(sender: Sender, messages: int) -> bool:
@@ -92,7 +93,7 @@ def test_what_is_sent_comes_in_order_and_says_what_came_before(context, records)
 
 
 def test_each_sender_has_a_name_of_its_own(context):
-    address = spare_address(context)
+    address = spare_address()
     with Sender(address) as one, Sender(address) as other:
         assert str(os.getpid()) in one.sender_id
         assert one.sender_id != other.sender_id
@@ -117,7 +118,7 @@ def test_a_large_batch_goes_in_several_messages_or_not_at_all(context, records):
 
 
 def test_without_a_receiver_a_full_queue_drops_and_counts(context, records):
-    sender = Sender(spare_address(context), max_queued=5)
+    sender = Sender(spare_address(), max_queued=5)
     answers = [sender.send(records(10)) for _ in range(12)]
     assert answers == [True] * 5 + [False] * 7
     assert sender.queued == 5 and not sender.wait_for_room(0.01)
@@ -130,13 +131,13 @@ def test_without_a_receiver_a_full_queue_drops_and_counts(context, records):
 
 
 def test_a_batch_without_rows_is_not_sent(context, records):
-    with Sender(spare_address(context), max_queued=1) as sender:
+    with Sender(spare_address(), max_queued=1) as sender:
         assert all(sender.send(records(0)) for _ in range(5))
         assert sender.queued == 0
 
 
 def test_a_receiver_that_comes_late_learns_what_was_dropped_before_each_message(context, records):
-    address = spare_address(context)
+    address = spare_address()
     with Sender(address, max_queued=3) as sender:
         for number in range(5):
             sender.send(records(10, first=number * 10))
@@ -181,7 +182,7 @@ def start_receiver(address: str) -> subprocess.Popen:
 
 
 def test_a_killed_receiver_is_missed_and_the_next_one_sees_what_is_lost(context, records):
-    address = spare_address(context)
+    address = spare_address()
     with Sender(address, max_queued=1_000) as sender:
         first = start_receiver(address)
         for number in range(50):
@@ -265,7 +266,7 @@ def test_a_process_that_never_closes_its_sender_ends_all_the_same(context, tmp_p
         "print(sender.send(planted_batch(planted(40, 0)[0], START, rows_per_request=5)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, spare_address(context)], capture_output=True, text=True,
+        [sys.executable, "-c", code, spare_address()], capture_output=True, text=True,
         timeout=PATIENCE_MS / 1_000, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
@@ -300,7 +301,7 @@ def test_an_address_off_this_machine_needs_keys(tmp_path):
 
 
 def test_a_receiver_that_is_paused_gets_the_rest_when_it_goes_on(context, records):
-    address = spare_address(context)
+    address = spare_address()
     process = start_receiver(address)
     try:
         with Sender(address, max_queued=10_000) as sender:

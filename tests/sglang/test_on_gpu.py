@@ -6,13 +6,14 @@ import asyncio
 import math
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from shared import REPO
+
+from pipeline.serve_command import has_sglang
 
 sys.path.insert(0, str(REPO / "tests" / "pipeline" / "openai_server"))
 torch = pytest.importorskip("torch")
@@ -21,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.skipif(not has_sglang(), reason="SGLang is not installed"),
 ]
 MODEL = REPO / "examples" / "demo_model"
 NEW = 24
