@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import sys
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,6 @@ from shared import REPO
 
 from pipeline.serve_command import has_sglang
 
-sys.path.insert(0, str(REPO / "tests" / "pipeline" / "openai_server"))
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
