@@ -129,9 +129,10 @@ class OfflineEngine:
         for variable in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[variable]
         os.environ.update(serve.environment())
-        with stdout_as_stderr():
-            self._engine = Quiet(**given)
+        self._engine: Any = None
         try:
+            with stdout_as_stderr():
+                self._engine = Quiet(**given)
             facts = _facts()
             self.name: str = facts["name"]
             self.layers: tuple[int, ...] = tuple(facts["layers"])
@@ -191,7 +192,9 @@ class OfflineEngine:
         room = self._most_tokens + 1 + RESERVED - len(tokens)
         sampling = {
             "temperature": 0,
-            "max_new_tokens": min(options.max_new_tokens, room),
+            # For 0 it would not sample, and what samples is what copies the rows. The token that
+            # is too many is never fed.
+            "max_new_tokens": max(1, min(options.max_new_tokens, room)),
             "custom_params": {CUSTOM_PARAM: request.signed(self._secret)},
         }
         try:
@@ -209,7 +212,10 @@ class OfflineEngine:
 
     def close(self) -> None:
         """End the engine's processes."""
-        self._engine.shutdown()
+        if FACTS_VARIABLE in os.environ:
+            shutil.rmtree(Path(os.environ[FACTS_VARIABLE]).parent, ignore_errors=True)
+        if self._engine is not None:
+            self._engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +306,6 @@ def _facts() -> dict[str, Any]:
     except OSError:
         problems.append("the hooks in the model's process did not take: see its log above")
         facts = {}
-    shutil.rmtree(Path(path).parent, ignore_errors=True)
     if error := facts.get("error"):
         problems.append(error)
     if problems:
