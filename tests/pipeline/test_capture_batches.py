@@ -30,9 +30,11 @@ from pipeline.store.open import open_store
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.sglang.offline import (
     Generated,
     OfflineEngine,
+    put_options,
     recorded_positions,
     serve_options,
 )
@@ -186,3 +188,14 @@ def test_the_rows_waited_for_are_those_that_the_plug_in_records(
 def test_what_sglang_cannot_do_is_refused_by_its_name(tmp_path, given, says):
     with pytest.raises(OptionError, match=says):
         serve_options(CaptureOptions(**given), tmp_path / "f.db")
+
+
+def test_the_plug_in_is_given_the_capture_s_options_and_none_of_a_server(tmp_path):
+    options = CaptureOptions(layers="0, 2", window=50, mask_prefix=3, sink_tokens=2)
+    chosen = serve_options(options, tmp_path / "f.db")
+    variables = {"ATTN_CAPTURE_SIDECAR_URL": "tcp://127.0.0.1:9", "PATH": "/bin"}
+    put_options(chosen, variables)
+    assert ServeOptions.from_environment(variables) == chosen
+    assert variables["PATH"] == "/bin" and chosen.sidecar_url is None
+    assert (chosen.layers, chosen.store) == ("0,2", tmp_path / "f.db")
+    assert (chosen.tokens_window, chosen.mask_prefix, chosen.sink_tokens) == (50, 3, 2)

@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -126,9 +126,7 @@ class OfflineEngine:
             given["max_total_tokens"] = CPU_CACHE_TOKENS
         elif device.index:
             given["base_gpu_id"] = device.index
-        for variable in [name for name in os.environ if name.startswith(PREFIX)]:
-            del os.environ[variable]
-        os.environ.update(serve.environment())
+        put_options(serve, os.environ)
         self._engine: Any = None
         try:
             with stdout_as_stderr():
@@ -270,6 +268,13 @@ def serve_options(options: CaptureOptions, store: Path) -> ServeOptions:
         mask_prefix=min(options.mask_prefix, INT32),
         sink_tokens=min(options.sink_tokens, INT32),
     )
+
+
+def put_options(options: ServeOptions, environment: MutableMapping[str, str]) -> None:
+    """Have the variables say these options, and nothing that they said before."""
+    for name in [name for name in environment if name.startswith(PREFIX)]:
+        del environment[name]
+    environment.update(options.environment())
 
 
 def missing_sglang() -> MissingExtraError:
