@@ -31,7 +31,7 @@ from pipeline.engines.serving.options import INT32, ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest
 from pipeline.engines.transformers import think_tags
 
-from .plugin import FACTS_VARIABLE, misfits
+from .plugin import misfits
 
 Result = TypeVar("Result")
 # Requests that run at once, and tokens of prompts in one step. The recorder has room for as many
@@ -210,8 +210,8 @@ class OfflineEngine:
 
     def close(self) -> None:
         """End the engine's processes."""
-        if FACTS_VARIABLE in os.environ:
-            shutil.rmtree(Path(os.environ[FACTS_VARIABLE]).parent, ignore_errors=True)
+        if facts := os.environ.get("ATTN_SGLANG_FACTS"):
+            shutil.rmtree(Path(facts).parent, ignore_errors=True)
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -300,7 +300,7 @@ def _tokenizer_and_dtype(model: str) -> tuple[Any, str]:
 def _facts() -> dict[str, Any]:
     """What the plug-in captures, in the words of the model's process. OptionError: nothing."""
     problems = misfits()
-    path = os.environ.get(FACTS_VARIABLE)
+    path = os.environ.get("ATTN_SGLANG_FACTS")
     if path is None:
         raise OptionError(
             "SGLang did not load attn's plug-in: install attn in the same environment, and name "
