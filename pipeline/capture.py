@@ -28,7 +28,8 @@ from .interrupts import lost_interrupts_raised_again
 from .record import PHASES, vectors
 
 if TYPE_CHECKING:
-    from pipeline.engines.transformers import CapturedPrompt, TransformersEngine
+    from pipeline.engines.captured import CapturedPrompt
+    from pipeline.engines.transformers import TransformersEngine
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -42,7 +43,8 @@ class Prompt(NamedTuple):
 
 @dataclass
 class CaptureSummary:
-    """Running totals of a capture. Prompts are counted once their rows are in the store."""
+    """Running totals of a capture. Prompts are counted once their rows are in the store; missing:
+    rows of the others that should be there and are not."""
 
     session_id: str
     model: str
@@ -58,6 +60,7 @@ class CaptureSummary:
     duplicates: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     blind_rows: int = 0
+    missing: int = 0
     seconds: float = 0.0
     zones: dict[str, Counter[str]] = field(default_factory=dict)
 
@@ -99,6 +102,7 @@ class CaptureSummary:
                 "duplicates": self.duplicates,
                 "rejected": dict(self.rejected),
                 "without_visible_key": self.blind_rows,
+                "missing": self.missing,
             },
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens_per_second, 1),
@@ -121,6 +125,8 @@ class CaptureSummary:
             )
         for reason, count in sorted(self.rejected.items()):
             out.append(f"{count} rows rejected: {reason}")
+        if self.missing:
+            out.append(f"{self.missing} rows did not reach the store")
         if self.refused:
             out.append(f"{len(self.refused)} prompts refused: {', '.join(self.refused[:10])}")
         table = {p: [self.zones[p][z] for z in ZONES] for p in PHASES if p in self.zones}

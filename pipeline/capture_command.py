@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from uuid import uuid4
 
 import typer
 
-from capture_kernels.errors import MissingExtraError
+from capture_kernels.errors import MissingExtraError, StoreError
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.engines.options import CaptureOptions
+from pipeline.engines.options import CaptureOptions, Engine
 
-from .capture import CaptureSummary, read_prompts, run_capture
+from .capture import CaptureSummary, Prompt, read_prompts, run_capture
+from .capture_batches import BatchedCapture
 from .interrupts import INTERRUPTED
-from .progress import shown_progress
+from .progress import ProgressDisplay, shown_progress
 from .store.commands import AsJson
+from .store.open import open_store
+
+if TYPE_CHECKING:
+    from pipeline.engines.sglang.offline import OfflineEngine
+    from pipeline.engines.transformers import TransformersEngine
 
 
 def capture(
@@ -27,6 +35,9 @@ def capture(
     prompts: Annotated[
         Path, typer.Option(help='Prompts: JSON Lines of {"id", "prompt"}, or one per line.')
     ],
+    engine: Annotated[
+        Engine, typer.Option(help="What runs the model: transformers, or sglang (many at once).")
+    ] = Engine.TRANSFORMERS,
     db: Annotated[str, typer.Option(help="Store: a .db file or a folder.")] = "fingerprints.db",
     layers: Annotated[
         str, typer.Option(help="last, auto (4 over the depth), all, or indices: 2,18,27.")
@@ -60,42 +71,30 @@ def capture(
     chosen = {field.name: ctx.params[field.name] for field in fields(CaptureOptions)}
     options = CaptureOptions(**chosen | {"layout": Layout.parse(layout)})
     work = read_prompts(prompts)
-    try:
-        from transformers.utils import logging as transformers_logging
+    run = _run_sglang if engine is Engine.SGLANG else _run_transformers
+    summary = run(model, options, work, db, session_id or f"capture-{uuid4().hex[:12]}")
+    print(json.dumps(summary.as_dict()) if as_json else "\n".join(summary.lines()))
+    if summary.missing:
+        raise StoreError(
+            f"{summary.missing} rows did not reach {db}: run the same command again to add them"
+        )
+    if summary.interrupted:
+        print(f"interrupted: {summary.prompts} of {len(work)} prompts are stored", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
 
+
+def _run_transformers(
+    model: str, options: CaptureOptions, work: Sequence[Prompt], db: str, session_id: str
+) -> CaptureSummary:
+    try:
         from pipeline.engines.loading import load_engine
         from pipeline.engines.transformers import utc_now
     except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("torch", "transformers"):
-            raise
-        missing = "capture needs torch and transformers: pip install 'attn[capture]'"
-        raise MissingExtraError(missing) from None
-    from .store.open import open_store
-
-    # Its bars and warnings about generation would mix with ours.
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+        raise _missing(error, "capture") from None
+    _quiet_transformers()
     engine = load_engine(model, options)
-    summary = CaptureSummary(
-        session_id=session_id or f"capture-{uuid4().hex[:12]}",
-        model=engine.name,
-        capture_id=engine.capture_id,
-        layers=engine.layers,
-        layout=options.layout,
-    )
-
-    def show(summary: CaptureSummary) -> None:
-        display.show(
-            done := summary.prompts + len(summary.refused),
-            f"{done}/{len(work)} prompts, {summary.inserted} rows, "
-            f"{summary.tokens_per_second:.0f} tokens/s",
-        )
-
-    with (
-        open_store(db, create=True) as store,
-        # A plain line for each tenth of the prompts, so that a log stays readable.
-        shown_progress("capture", len(work) // 10, len(work)) as display,
-    ):
+    summary = _new_summary(engine, options, session_id)
+    with open_store(db, create=True) as store, _shown(work) as display:
         run_capture(
             engine,
             work,
@@ -103,9 +102,71 @@ def capture(
             summary,
             clock=utc_now,
             warn=lambda line: display.say(f"warning: {line}"),
-            progress=show,
+            progress=lambda summary: _show(display, summary, work),
         )
-    print(json.dumps(summary.as_dict()) if as_json else "\n".join(summary.lines()))
-    if summary.interrupted:
-        print(f"interrupted: {summary.prompts} of {len(work)} prompts are stored", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED)
+    return summary
+
+
+def _run_sglang(
+    model: str, options: CaptureOptions, work: Sequence[Prompt], db: str, session_id: str
+) -> CaptureSummary:
+    try:
+        from pipeline.engines.sglang.offline import OfflineEngine
+    except ImportError as error:
+        raise _missing(error, "--engine sglang") from None
+    _quiet_transformers()
+    # Made here, so that it can be read from the start.
+    with (
+        open_store(db, create=True) as store,
+        OfflineEngine(model, options, Path(db)) as engine,
+        _shown(work) as display,
+    ):
+        summary = _new_summary(engine, options, session_id)
+        BatchedCapture(
+            engine,
+            store,
+            summary,
+            warn=lambda line: display.say(f"warning: {line}"),
+            progress=lambda summary: _show(display, summary, work),
+        ).run(work)
+    return summary
+
+
+def _missing(error: ImportError, what: str) -> Exception:
+    """What to raise for an import that failed."""
+    if (error.name or "").split(".")[0] not in ("torch", "transformers"):
+        return error
+    return MissingExtraError(f"{what} needs torch and transformers: pip install 'attn[capture]'")
+
+
+def _quiet_transformers() -> None:
+    """Its bars and warnings about generation would mix with ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _new_summary(
+    engine: TransformersEngine | OfflineEngine, options: CaptureOptions, session_id: str
+) -> CaptureSummary:
+    return CaptureSummary(
+        session_id=session_id,
+        model=engine.name,
+        capture_id=engine.capture_id,
+        layers=engine.layers,
+        layout=options.layout,
+    )
+
+
+def _shown(work: Sequence[Prompt]) -> AbstractContextManager[ProgressDisplay]:
+    # A plain line for each tenth of the prompts, so that a log stays readable.
+    return shown_progress("capture", len(work) // 10, len(work))
+
+
+def _show(display: ProgressDisplay, summary: CaptureSummary, work: Sequence[Prompt]) -> None:
+    display.show(
+        done := summary.prompts + len(summary.refused),
+        f"{done}/{len(work)} prompts, {summary.inserted} rows, "
+        f"{summary.tokens_per_second:.0f} tokens/s",
+    )

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from enum import StrEnum
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from capture_kernels.errors import MissingExtraError, OptionError
 from capture_kernels.fingerprint.vector import Layout
+from pipeline.engines.options import Engine
 from pipeline.engines.serving.option_table import Option
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.stream.curve import is_loopback
@@ -25,11 +25,6 @@ ALIKE = 0.85
 # What MODEL, --host and --port are to SGLang.
 TAKEN = ("--model-path", "--model")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-class Engine(StrEnum):
-    SGLANG = "sglang"
-    TRANSFORMERS = "transformers"
 
 
 def serve_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -26,7 +26,7 @@ def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
         OptionError: the model cannot be found or read, or cannot be captured.
         MissingExtraError: the device does not answer, or the checkpoint needs another package.
     """
-    device = _device(options.device)
+    device = choose_device(options.device)
     try:
         config = AutoConfig.from_pretrained(name)
         if config.is_encoder_decoder:
@@ -55,7 +55,13 @@ def local_revision(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names.
+
+    Raises:
+        OptionError: no such device.
+        MissingExtraError: no CUDA device answers.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from capture_kernels.errors import AttnError, OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
+
+
+class Engine(StrEnum):
+    """What runs the model."""
+
+    SGLANG = "sglang"
+    TRANSFORMERS = "transformers"
 
 
 class PromptError(AttnError):

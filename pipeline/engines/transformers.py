@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,19 +26,11 @@ from pipeline.record import MEAN_LAYER, capture_id, make_batch
 
 from .attention_scores import check_output, read_first_keys, read_scores
 from .attention_tap import AttentionCall, AttentionTap, NeedsEagerError
+from .captured import CapturedPrompt
 from .options import CaptureOptions, PromptError
 
 _NOT_ONCE = "it does not run its attention once over every token"
 _NO_SOFTMAX = "it has no softmax attention"
-
-
-class CapturedPrompt(NamedTuple):
-    """One prompt's records, and what its run did."""
-
-    batch: pa.RecordBatch
-    prompt_tokens: int
-    new_tokens: list[int]
-    blind_rows: int  # rows to capture that see no key: they have no record
 
 
 def utc_now() -> datetime:
@@ -66,7 +58,7 @@ class TransformersEngine:
         self.model, self.tokenizer, self.options = model.eval(), tokenizer, options
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config()
-        self.tags = _think_tags(tokenizer) if options.think_tags else None
+        self.tags = think_tags(tokenizer) if options.think_tags else None
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
         try:
             self.layers, self.heads = self._probe()
@@ -350,7 +342,8 @@ class _Step:
         return self._plans[key][1:]
 
 
-def _think_tags(tokenizer: Any) -> tuple[int, int]:
+def think_tags(tokenizer: Any) -> tuple[int, int]:
+    """The tokens <think> and </think>. OptionError: the tokenizer has no such tokens."""
     vocabulary = tokenizer.get_vocab()
     try:
         return vocabulary["<think>"], vocabulary["</think>"]

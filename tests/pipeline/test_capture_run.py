@@ -143,6 +143,7 @@ def test_a_capture_ends_in_the_store(tmp_path, model):
         "duplicates": 0,
         "rejected": {},
         "without_visible_key": 3,
+        "missing": 0,
     }
     rows = stored(db)
     assert len(rows) == 39

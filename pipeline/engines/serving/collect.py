@@ -85,16 +85,18 @@ class RequestCollector:
     def wants(self, position: int) -> bool:
         """Whether the row at an absolute position is to be captured.
 
-        Of the prompt the last `prompt_rows` rows; of the generated ones those at multiples of
-        `stride`, up to `max_steps` of them; none within the masked prefix, and none at all if
-        nobody gets anything of them, as where full scores alone are asked for.
+        Of the prompt's last `prompt_rows` rows those at multiples of `prompt_stride`; of the
+        generated ones those at multiples of `stride`, up to `max_steps` of them; none within the
+        masked prefix, and none at all if nobody gets anything of them, as where full scores alone
+        are asked for.
         """
         request = self.request
         used = request.stream_entries or request.hubs or self._keep or self._elsewhere
         if position < request.mask_prefix or not used:
             return False
         if position < self.prompt_len:
-            return position >= self.prompt_len - request.prompt_rows
+            last = position >= self.prompt_len - request.prompt_rows
+            return last and position % request.prompt_stride == 0
         if position % request.stride:
             return False
         before = (position - 1) // request.stride - (self.prompt_len - 1) // request.stride

@@ -44,6 +44,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         mask_prefix: how many tokens at the start are hidden.
         mask_system: hide the system prompt, however many tokens it has.
         prompt_rows: how many of the prompt's last rows are wanted.
+        prompt_stride: of these the ones whose positions are multiples of this.
         hubs: whether probabilities are added up by position over the request.
         scores: layers of which all probabilities are wanted; None for none.
         stride: the generated rows whose positions are multiples of this.
@@ -62,6 +63,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     mask_prefix: int = 0
     mask_system: bool = False
     prompt_rows: int = 0
+    prompt_stride: int = 1
     hubs: bool = False
     scores: list[int] | None = None
     stride: int = 1
