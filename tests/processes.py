@@ -140,6 +140,8 @@ def _command(
         os.dup2(opened, number)
         if how == "closed":
             os.close(number)
+    # A shell that runs the tests in the background has it ignored, and every child inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if kill_at is not None:
         _at_event(kill_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if hold_at is not None:
