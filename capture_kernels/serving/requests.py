@@ -78,12 +78,3 @@ class RequestTable:
             # A buffer of its own, which PyTorch uses again only when this copy is over.
             source = torch.empty(len(source), dtype=torch.uint8, pin_memory=True).copy_(source)
         self._device.copy_(source, non_blocking=True)
-
-    @property
-    def any_enabled(self) -> bool:
-        return bool(self._of["enabled"].any())
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory."""
-        return self._device.nbytes

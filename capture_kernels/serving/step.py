@@ -233,8 +233,3 @@ class StepCapture:
         if len(of_kinds) == 1 and self._order == sorted(self._order):
             return of_kinds[0][:, :rows].clone()
         return torch.cat([each[:, :rows] for each in of_kinds])[self._order]
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory that the flags and the means take; plans add their own workspaces."""
-        return self.requests.nbytes + self._mean.nbytes
