@@ -48,8 +48,8 @@ def distinct_rows(vectors: Floats) -> Ints:
     xp = array_module(vectors)
     bits = (vectors.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
     hashes = xp.zeros(len(vectors), np.uint64)
-    for column in bits.T:
-        hashes = mix64(hashes ^ column)
+    for column in range(bits.shape[1]):
+        hashes = mix64(hashes ^ bits[:, column])
     return np.sort(on_host(xp.unique(hashes, return_index=True)[1]))
 
 

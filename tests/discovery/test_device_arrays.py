@@ -21,7 +21,7 @@ from capture_kernels.fingerprint.zones import ZoneRules, ripple
 from discovery import job
 from discovery.algorithms import prototypes
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.metrics import map_quality
+from discovery.algorithms.metrics import distinct_rows, map_quality
 from discovery.algorithms.pca import Moments, fit_projection
 from discovery.algorithms.prototypes import learn_borders, train_prototypes
 from discovery.algorithms.sampling import drawn_rows, stratified_rows
@@ -162,6 +162,12 @@ def test_the_quality_of_a_map_is_the_same_on_a_device():
     space = np.random.default_rng(0).normal(size=(ROWS, 5)).astype(np.float32)
     arguments = space, space[:, :2].copy(), 12, 900, 1
     assert map_quality(DeviceEngine(), *arguments) == map_quality(CpuEngine(), *arguments)
+
+
+def test_equal_rows_are_the_same_on_a_device():
+    rows = vectors_of(Layout.LOG16, 30).repeat(2, axis=0)
+    found = distinct_rows(DeviceEngine().array(rows))
+    assert found.tolist() == distinct_rows(rows).tolist() == list(range(0, 60, 2))
 
 
 def test_prototypes_learn_the_same_on_a_device(monkeypatch):
