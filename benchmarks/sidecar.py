@@ -7,8 +7,8 @@ Against `attn sidecar` in a process of its own and a run of the shipped sample:
 - classify: POST /classify at 1,000 requests a second of constant arrival, latencies from the
   intended start; then batches of 256 as fast as they go, JSON and Arrow; both again while `latest`
   moves to another run every second. Every answer is compared with the classifier's own.
-- ingest: ZMQ to a SQLite file at 150,000 rows a second and to a Parquet folder at 300,000, and
-  afterwards the store is counted.
+- ingest: ZMQ to a SQLite file and to a Parquet folder, a tenth more offered than 150,000 and
+  300,000 rows a second, and afterwards the store is counted.
 - peer: FastAPI with a model of Pydantic, hdbscan.approximate_predict for each request. The same
   vectors and connections, as fast as it goes.
 - soak: half of both loads for some minutes, and the slope of the resident memory.
@@ -53,6 +53,9 @@ from pipeline.stream.wire import encode
 LIBRARIES = ("numpy", "pyarrow", "fastapi", "uvicorn", "uvloop", "pyzmq", "msgspec", "hdbscan")
 RATE, P99_MS, BATCH, BATCH_RATE = 1_000, 5.0, 256, 100_000
 INGEST = {"sqlite": 150_000, "parquet": 300_000}
+# Of a rate that is to be sustained, so much is offered: the last rows are stored after the last was
+# sent.
+OFFERED = 1.1
 # Rows of a message: what 100 requests of a busy engine decode in 20 steps.
 MESSAGE_ROWS = 2_048
 SINGLES, BATCHES = 2_000, 40
@@ -345,7 +348,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
             print(f"{ratio:.1f} times the peer's requests a second")
             figures["ingest"] = {
-                kind: ingest(folder, output, records, kind, rate, seconds)
+                kind: ingest(folder, output, records, kind, OFFERED * rate, seconds)
                 for kind, rate in INGEST.items()
             }
             figures["targets"] = targets(figures)
@@ -365,8 +368,7 @@ def targets(figures: dict[str, Any]) -> dict[str, bool]:
         found[f"{name}: {BATCH_RATE:,} a second"] = rate >= BATCH_RATE
     for kind, rate in INGEST.items():
         stored = figures["ingest"][kind]["stored_per_second"]
-        # The first message is classified and written after it was sent.
-        found[f"{kind}: {rate:,} rows a second"] = stored >= 0.99 * rate
+        found[f"{kind}: {rate:,} rows a second"] = stored >= rate
     return found
 
 
