@@ -17,7 +17,15 @@ from torch import Tensor
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.reference import DecodeStatistics, decode_statistics
 from capture_kernels.fingerprint.vector import Visibility, chosen_heads
-from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, LOGSUMEXP_COLUMN, LayerPlan, check
+from capture_kernels.layer_plan import (
+    COLUMNS,
+    FLAGS,
+    FLOAT32,
+    LOGSUMEXP_COLUMN,
+    LayerPlan,
+    check,
+    head_words,
+)
 
 from .answers import Statistics, TopK
 from .step.page_table import PageTable
@@ -31,6 +39,7 @@ class _Row(NamedTuple):
     slots: Tensor  # int64[n], KV slots of the row's newest n keys, oldest first
     length: int
     visibility: Visibility
+    heads: list[int] | None  # that its means are of, by number in the plan; None: all
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,6 +82,7 @@ class HostStatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
     ) -> None:
@@ -84,6 +94,7 @@ class HostStatisticsPlan(LayerPlan):
         check(enabled, "enabled", [flags], FLAGS)
         check(num_active, "num_active", [1], {torch.int32})
         check(masks, "masks", [flags], {torch.int32})
+        check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
         check(hubs, "hubs", [rows, None], FLOAT32)
@@ -106,7 +117,10 @@ class HostStatisticsPlan(LayerPlan):
                 slots = slots[first : first + length]
             prefix = own.mask_prefix if masks is None else max(int(masks[flag]), 0)
             visibility = Visibility(own.sink_tokens, prefix, own.window)
-            self._rows.append(_Row(row, slots.long(), length, visibility))
+            heads = None if head_masks is None else self._heads_of(head_masks[flag])
+            if heads == []:
+                continue  # nothing is said of it: none of its heads is the plan's
+            self._rows.append(_Row(row, slots.long(), length, visibility, heads))
 
     def run(
         self,
@@ -157,6 +171,7 @@ class HostStatisticsPlan(LayerPlan):
                     window=self.window,
                     top_k=self.top_k,
                     mean_top_k=self.mean_top_k,
+                    mean_heads=row.heads,
                 )
             self._write(answer, row, found)
 
@@ -173,6 +188,12 @@ class HostStatisticsPlan(LayerPlan):
             top = TopK(*(each[layer, :rows] for each in self.answers))
         return Statistics(self.per_head[layer, :rows], self.mean[layer, :rows], top)
 
+    def _heads_of(self, words: Tensor) -> list[int] | None:
+        """Which of the plan's heads a mask leaves, by number in the plan; None for all."""
+        bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+        kept = [number for number, head in enumerate(self.order) if bits[head]]
+        return None if len(kept) == len(self.order) else kept
+
     def _write(self, answer: Statistics, row: _Row, found: DecodeStatistics) -> None:
         number = row.number
         columns = np.zeros((len(self.order), COLUMNS))
@@ -183,8 +204,9 @@ class HostStatisticsPlan(LayerPlan):
         # A key that is not finite makes its heads invalid, but not the numbers of the mean.
         columns[~np.isfinite(columns).all(axis=1)] = 0.0
         columns[:, LOGSUMEXP_COLUMN] = found.logsumexp
-        mean = columns.mean(axis=0)
-        mean[28] = columns[:, 28].all()
+        of_mean = columns if row.heads is None else columns[row.heads]
+        mean = of_mean.mean(axis=0)
+        mean[28] = of_mean[:, 28].all()
         if not np.isfinite(mean[LOGSUMEXP_COLUMN]):
             mean[LOGSUMEXP_COLUMN] = 0.0
         answer.mean[number] = torch.from_numpy(mean)

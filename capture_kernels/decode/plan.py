@@ -108,7 +108,7 @@ class StatisticsPlan(LayerPlan):
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.scheduled = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
-            *(self.visibility or Visibility(), self.window, self.all_keys),
+            *(self.visibility or Visibility(), self.window, self.all_keys, self.heads),
         )
         heads = self.groups.count
         partial = (programs + max_rows, heads, PARTIAL.value)
@@ -148,6 +148,7 @@ class StatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
     ) -> None:
@@ -155,8 +156,9 @@ class StatisticsPlan(LayerPlan):
         dropped.
 
         Args:
-            table, enabled, num_active, masks, by_request: as `Schedule.run` takes them. The table's
-                KV slots must stay as they are until the step's layers are finished.
+            table, enabled, num_active, masks, head_masks, by_request: as `Schedule.run` takes them.
+                The table's KV slots must stay as they are until the step's layers are finished.
+                Head masks are for the means alone: of their heads, those of the plan count.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position as `TopK` counts it; what lies beyond `longest` is left out.
 
@@ -170,8 +172,9 @@ class StatisticsPlan(LayerPlan):
             if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(
-            table, enabled=enabled, num_active=num_active, masks=masks, by_request=by_request
-        )
+            table, enabled=enabled, num_active=num_active, masks=masks, head_masks=head_masks,
+            by_request=by_request,
+        )  # fmt: skip
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
         self._hubs, self._ran = hubs, 0

@@ -22,7 +22,7 @@ from capture_kernels.decode.host import HostStatisticsPlan
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
-from capture_kernels.layer_plan import COLUMNS
+from capture_kernels.layer_plan import COLUMNS, head_words
 
 from .requests import RequestTable
 
@@ -97,7 +97,8 @@ class StepCapture:
         self.layers = tuple(sorted(numbers))
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
-        self.requests = RequestTable(self.num_requests, self.device)
+        most_heads = max(kind.heads for kind in self.kinds)
+        self.requests = RequestTable(self.num_requests, self.device, heads=most_heads)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
         self._plans: list[Any] = []
@@ -154,10 +155,12 @@ class StepCapture:
             raise OptionError(f"the table must be a req_to_token of {self.num_requests} requests")
         self._table = table
         self._ran, self._in_turn = [0] * len(self.kinds), True
-        for plan in self._plans:
+        flags = self.requests
+        for plan, kind in zip(self._plans, self.kinds, strict=True):
             plan.schedule(
-                table, enabled=self.requests.enabled, masks=self.requests.mask, by_request=True
-            )
+                table, enabled=flags.enabled, masks=flags.mask,
+                head_masks=flags.heads[:, : head_words(kind.heads)], by_request=True,
+            )  # fmt: skip
 
     def layer(
         self,

@@ -140,9 +140,12 @@ def options(**changes: Any) -> dict[str, Any]:
     return {"max_rows": ROWS, "max_length": LENGTH, "device": "cpu", **shape, **changes}
 
 
-def beside(dtype: torch.dtype = torch.bfloat16, layers: int = 2, **changes: Any) -> None:
+def beside(
+    dtype: torch.dtype = torch.bfloat16, layers: int = 2, head_masks: bool = False, **changes: Any
+) -> None:
     plan = StatisticsPlan(**options(layers=layers, **changes))
-    plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
+    masks = torch.full((ROWS, HEADS // 32), -1, dtype=torch.int32) if head_masks else None
+    plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8), head_masks=masks)
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
     descale = torch.ones(plan.groups.key_heads) if dtype.itemsize == 1 else None
     for _ in range(plan.layers):
@@ -190,6 +193,10 @@ PLANS: dict[str, Callable[[], None]] = {
     "top 64": lambda: beside(top_k=64, mean_top_k=64),
     "top 16 of a million keys": lambda: beside(
         layers=1, top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0
+    ),
+    "top 16, head masks": lambda: beside(top_k=16, mean_top_k=16, head_masks=True),
+    "top 16 of a million keys, head masks": lambda: beside(
+        layers=1, mean_top_k=16, max_length=1 << 20, scratch_bytes=0, head_masks=True
     ),
     "fused": lambda: fused(True),
     "fused, top 16": lambda: fused(True, top_k=16),

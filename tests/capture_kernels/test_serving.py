@@ -111,6 +111,34 @@ def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_hos
 
 
 @pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize("heads", [4, 36])
+def test_means_of_a_row_are_of_the_heads_that_its_request_chose(heads, on_host):
+    model = Model(heads=heads)
+    capture = model.capture(on_host=on_host, mean_top_k=3)
+    chosen = {0: [1, heads - 1], 1: None, 2: [0], 3: list(range(heads))}
+    for row, own in chosen.items():
+        capture.requests.enable(model.row(row), heads=own)
+    capture.requests.copy()
+    model.step(capture)
+    found = capture.results(4)
+    for index, number in enumerate(model.numbers):
+        for row, own in chosen.items():
+            truth = model.truth(number, row, mean_top_k=3, mean_heads=own)
+            of_mean = slice(None) if own is None else own
+            mean = found.mean[index, row].cpu().numpy()
+            assert_close(mean[:16], truth.hist[of_mean].mean(0), **MASSES)
+            assert_close(mean[27], truth.entropy[of_mean].mean(), **MASSES)
+            assert_close(mean[29], truth.logsumexp[of_mean].mean(), largest=1e-3, rms=1e-3)
+            assert mean[28] == 1
+            positions = found.mean_positions[index, row].tolist()
+            assert positions == truth.mean_top_positions.tolist()
+            assert_close(found.mean_masses[index, row], truth.mean_top_mass, **MASSES)
+    for wrong in ([], [heads], [-1]):
+        with pytest.raises(OptionError, match="heads"):
+            capture.requests.enable(model.row(0), heads=wrong)
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
 def test_a_step_in_which_a_layer_did_not_run_says_nothing(on_host):
     model = Model()
     capture = model.capture(on_host=on_host)
