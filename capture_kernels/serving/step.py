@@ -57,7 +57,7 @@ class StepResults(NamedTuple):
     mean: Tensor  # float32[L, R, 32], of the chosen heads
     mean_positions: Tensor  # int32[L, R, mean_k]: `TopK`
     mean_masses: Tensor  # float32[L, R, mean_k]
-    per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless `keep_heads`
+    per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless heads are asked for
     positions: Tensor  # int32[L, R, H, k]
     logits: Tensor  # float32[L, R, H, k]
 
@@ -85,7 +85,6 @@ class StepCapture:
     chosen: Sequence[int] | None = None  # query heads; None for all
     mean_top_k: int = 0  # keys of the mean of the heads' probabilities
     top_k: int = 0  # keys of each head
-    keep_heads: bool = False  # whether results hold each head's numbers too
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
@@ -214,21 +213,22 @@ class StepCapture:
                 RequestRows(table.seq_lens, table.starts, flags.handle, flags.phase, flags.enabled),
             )
 
-    def results(self, rows: int) -> StepResults:
+    def results(self, rows: int, *, heads: bool = False) -> StepResults:
         """Copies of what the step that ran last found of its first rows.
 
         Args:
             rows: how many there are; a replayed graph does not tell the host.
+            heads: whether each head's numbers are wanted too.
         """
-        heads = slice(None) if self.keep_heads else slice(0)
+        kept = slice(None) if heads else slice(0)
         top = [plan.answers for plan in self._plans]
         return StepResults(
             self._in_order([self._mean], rows),
             self._in_order([each.mean_positions for each in top], rows),
             self._in_order([each.mean_masses for each in top], rows),
-            self._in_order([plan.per_head[:, :, heads] for plan in self._plans], rows),
-            self._in_order([each.positions[:, :, heads] for each in top], rows),
-            self._in_order([each.logits[:, :, heads] for each in top], rows),
+            self._in_order([plan.per_head[:, :, kept] for plan in self._plans], rows),
+            self._in_order([each.positions[:, :, kept] for each in top], rows),
+            self._in_order([each.logits[:, :, kept] for each in top], rows),
         )
 
     def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:

@@ -85,13 +85,13 @@ class Model:
 @pytest.mark.parametrize("windowed", [(), (0, 3)])
 def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_host):
     model = Model(windowed=windowed)
-    capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2, keep_heads=True)
+    capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2)
     assert capture.layers == tuple(model.numbers)
     capture.requests.enable(model.row(0))
     capture.requests.enable(model.row(2), mask=5)
     capture.requests.copy()
     model.step(capture)
-    found = capture.results(4)
+    found = capture.results(4, heads=True)
     assert found.mean.shape == (len(model.numbers), 4, 32)
     assert found.mean[:, :, 28].tolist() == [[1, 0, 1, 0]] * len(model.numbers)
     for index, number in enumerate(model.numbers):

@@ -100,7 +100,8 @@ def assert_top(
 
 # What the reference is told as well as the plan.
 DESCRIBED = (
-    "visibility", "soft_cap", "window", "scale", "chosen", "sinks", "enabled", "masks", "head_masks",
+    "visibility", "soft_cap", "window", "scale", "chosen", "sinks", "enabled", "masks",
+    "head_masks",
 )  # fmt: skip
 
 

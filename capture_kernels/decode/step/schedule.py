@@ -98,8 +98,8 @@ def is_split(program_ptr, program, begin, end, last):
 @triton.jit(do_not_specialize=["num_rows"])
 def _schedule_rows(
     seq_lens, starts, enabled, num_active, masks, head_masks, block_ptr, program_ptr, row_table,
-    row_heads, base, table_stride, mask_stride, num_rows, programs, max_length, model_window, visible_window,
-    mask_prefix, sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr,
+    row_heads, base, table_stride, mask_stride, num_rows, programs, max_length, model_window,
+    visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr,
     HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr, HEAD_WORDS: tl.constexpr,
     BY_REQUEST: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

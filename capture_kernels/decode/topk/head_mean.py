@@ -210,8 +210,8 @@ def head_mean(
                         p = mean_of_tile(
                             row, newest, tile * TILE + lane, real, layer_query, layer_keys,
                             head_table, descale, shifts, count, factor, soft_cap, stride_qr,
-                            stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM,
-                            BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                            stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H,
+                            HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                         largest = add_tile(
                             p, largest, tile, row, block, position, real, lane,

@@ -132,6 +132,10 @@ class ServeOptions:
         "--attention-instrumentation-layers", "Layers of attn_capture: as the capture layers.",
         str, "last",
     )  # fmt: skip
+    head_lists: bool = option(
+        "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
+        bool, False,
+    )  # fmt: skip
     layout: Layout = option(
         "--attention-layout", "Vector layout: log16 or layered.", Layout, Layout.LOG16
     )

@@ -48,7 +48,7 @@ class CapturedModel:
         self.kinds = kinds_of({number: layers[number] for number in chosen})
         later = "the SGLang plug-in does not have it yet"
         reasons = dict.fromkeys(
-            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
+            ("attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
         )
         self.facts = ModelFacts(
             name=self.name,
@@ -57,21 +57,21 @@ class CapturedModel:
             heads=self.kinds[0].heads,
             max_context=config.context_len,
             reasons=reasons,
-            capture_id=self.capture_id(chosen, options.mask_prefix),
+            capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
         self._parser = arguments.reasoning_parser
         self._tags: ThinkTags | None = None
         self._decode: Callable[..., str] | None = None
 
-    def capture_id(self, layers: Sequence[int], mask: int) -> str:
-        """Of records of some layers, with so many hidden tokens."""
+    def capture_id(self, layers: Sequence[int], heads: list[int] | None, mask: int) -> str:
+        """Of records of some layers and heads, with so many hidden tokens."""
         options = self._options
         return capture_id(
             {
                 "model": self._revision,
                 "layers": list(layers),
                 "per_layer": False,
-                "heads": None,
+                "heads": heads,
                 "mask": mask,
                 "window": options.tokens_window,
                 "sinks": options.sink_tokens,

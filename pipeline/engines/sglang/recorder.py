@@ -27,7 +27,7 @@ from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.rows import LayerRow, Row
+from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
@@ -35,6 +35,7 @@ from .facts_file import ENDED
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
 from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
+from .step_rows import layer_rows, wants_lists
 
 LOG = logging.getLogger("attn.capture")
 
@@ -89,6 +90,7 @@ class Recorder:
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
         top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
+        self._has_lists = "raw" in modes and options.head_lists
         self.capture = StepCapture(
             model.kinds,
             max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
@@ -97,6 +99,7 @@ class Recorder:
             device=self._tokens.device,
             visibility=options.visibility,
             mean_top_k=top_k,
+            top_k=RAW_TOP_K if self._has_lists else 0,
         )
         self.on_gpu = self._tokens.is_cuda
         sink = open_sink(
@@ -173,7 +176,8 @@ class Recorder:
         if state is None or not wanted:
             requests.disable(pool_index)
             return
-        requests.enable(pool_index, mask=state.collector.request.mask_prefix)
+        request = state.collector.request
+        requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads)
         for position in wanted:
             at = len(self._noted) if row is None else row
             token = self._token(req, position)
@@ -206,7 +210,7 @@ class Recorder:
             request,
             request_id=req.rid,
             model=self.model.name,
-            capture_id=self.model.capture_id(request.layers, request.mask_prefix),
+            capture_id=self.model.capture_id(request.layers, request.heads, request.mask_prefix),
             layout=self.options.layout,
             prompt_len=len(prompt),
             phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
@@ -267,7 +271,8 @@ class Recorder:
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
-        found = self.capture.results(self._rows)
+        lists = any(wants_lists(note.state.collector.request) for note in self._noted)
+        found = self.capture.results(self._rows, heads=lists and self._has_lists)
         return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
 
     @ends_capture_not_serving
@@ -277,9 +282,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
         began = time.perf_counter()
-        mean, positions, masses = (
-            tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
-        )
+        mean = found.mean.numpy()
         complete: Mask = np.all(np.any(mean, axis=2), axis=0)
         recorded: list[RecordRow] = []
         for note in noted:
@@ -307,13 +310,7 @@ class Recorder:
                     RecordRow(collector, note.row, state.layers, note.position, token, phase)
                 )
             if state.is_asked:
-                layers = [
-                    LayerRow(
-                        self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
-                        positions[i, note.row], masses[i, note.row],
-                    )
-                    for i in state.layers
-                ]  # fmt: skip
+                layers = layer_rows(found, note.row, state.layers, collector.request)
                 state.entries += collector.add(Row(note.position, token, layers, at))
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, mean, at))
