@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from capture_kernels.decode.host import HostStatisticsPlan
+from capture_kernels.decode.ranks import HeadRanks
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
@@ -51,7 +52,8 @@ class StepResults(NamedTuple):
     """What was found of R rows in L captured layers, shallowest first, on the device.
 
     Columns are those of `decode.answers`. If a row was not captured, column 28 of `mean` is 0, and
-    the other fields mean nothing.
+    the other fields mean nothing. With heads on several ranks, means are of all of them, and fields
+    with an H of this rank's.
     """
 
     mean: Tensor  # float32[L, R, 32], of the chosen heads
@@ -89,6 +91,7 @@ class StepCapture:
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
+    ranks: HeadRanks | None = None  # that hold the layers' other heads; None if all are here
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -134,6 +137,7 @@ class StepCapture:
             "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
             "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
             "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
+            "ranks": self.ranks,
         }  # fmt: skip
         if self.on_host:
             return HostStatisticsPlan(**own)
