@@ -71,7 +71,7 @@ def test_who_asks_and_who_does_not_share_steps_on_both_ranks(
     server, tokenizer, greedy, reference, store
 ):
     """Also where the rows of one step are many: the last test of this server, which is stopped."""
-    jobs = [(fresh_prompt(), 3 + n % 4, n % 3) for n in range(16)]
+    jobs = [(fresh_prompt(), 3 + n % 4, n % 3) for n in range(7)]
 
     def run(job):
         prompt, count, kind = job

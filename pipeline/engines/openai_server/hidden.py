@@ -138,7 +138,7 @@ def routing_of(call: RouterCall, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _routers(model: Any) -> list[tuple[int, nn.Module]]:
     """The modules that transformers itself records the routers' logits of, by layer."""
-    found = []
+    found: dict[int, tuple[int, nn.Module]] = {}
     for name, module in model.named_modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits") if isinstance(recorded, dict) else None
@@ -149,8 +149,8 @@ def _routers(model: Any) -> list[tuple[int, nn.Module]]:
         for inner, candidate in module.named_modules():
             match = _LAYER.search(f"{prefix}{inner}.")
             if isinstance(candidate, kind) and match is not None:
-                found.append((int(match[1]), candidate))
-    return list({id(router): (number, router) for number, router in found}.values())
+                found[id(candidate)] = (int(match[1]), candidate)
+    return list(found.values())
 
 
 def _router_hook(number: int, observe: Callable[[Inside], object]) -> Callable[..., None]:
