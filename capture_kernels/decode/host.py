@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.reference import DecodeStatistics, decode_statistics
+from capture_kernels.fingerprint.reference import (
+    DecodeStatistics,
+    decode_statistics,
+    largest_masses,
+)
 from capture_kernels.fingerprint.vector import Visibility, chosen_heads
 from capture_kernels.layer_plan import (
     COLUMNS,
@@ -28,6 +32,7 @@ from capture_kernels.layer_plan import (
 )
 
 from .answers import Statistics, TopK
+from .ranks import HeadRanks
 from .step.page_table import PageTable
 
 # The fields of a `TopK` without any keys.
@@ -40,6 +45,7 @@ class _Row(NamedTuple):
     length: int
     visibility: Visibility
     heads: list[int] | None  # that its means are of, by number in the plan; None: all
+    first_real: int  # key
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,6 +63,7 @@ class HostStatisticsPlan(LayerPlan):
     mean_top_k: int = 0
     hubs: bool = False
     mean_out: Tensor | None = None  # where `mean` is, as `StatisticsPlan` has it
+    ranks: HeadRanks | None = None  # that hold the layer's other heads, as `StatisticsPlan` has it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +127,10 @@ class HostStatisticsPlan(LayerPlan):
             heads = None if head_masks is None else self._heads_of(head_masks[flag])
             if heads == []:
                 continue  # nothing is said of it: none of its heads is the plan's
-            self._rows.append(_Row(row, slots.long(), length, visibility, heads))
+            first_real = visibility.first_real(length - 1)
+            if self.window:
+                first_real = max(first_real, length - self.window)
+            self._rows.append(_Row(row, slots.long(), length, visibility, heads, first_real))
 
     def run(
         self,
@@ -150,11 +160,9 @@ class HostStatisticsPlan(LayerPlan):
         scales = torch.ones(1) if descale is None else descale.reshape(-1)
         scales = scales.expand(self.key_heads)[key_heads].double()
         learned = None if sinks is None else sinks[chosen].double().numpy()
+        means = []
         for row in self._rows:
-            first = row.visibility.first_real(row.length - 1)
-            if self.window:
-                first = max(first, row.length - self.window)
-            count = max(row.length - first, 0)
+            count = max(row.length - row.first_real, 0)
             held = torch.zeros((row.length, len(key_heads), self.head_dim), dtype=torch.float64)
             if count:
                 real = keys[row.slots[-count:]][:, key_heads].double()
@@ -174,6 +182,26 @@ class HostStatisticsPlan(LayerPlan):
                     mean_heads=row.heads,
                 )
             self._write(answer, row, found)
+            means.append(torch.from_numpy(found.mean))
+        # Every rank has the same rows, so that none waits here for one that does not come.
+        if self.ranks is not None and means:
+            self._add_ranks(self.ranks, answer, means)
+
+    def _add_ranks(self, ranks: HeadRanks, answer: Statistics, means: list[Tensor]) -> None:
+        """Make the means of the other ranks' heads, too: of the columns and of the probabilities,
+        float64[length] of each row."""
+        ranks.average_columns(answer.mean, answer.per_head)
+        if not self.mean_top_k or answer.top is None:
+            return
+        flat = torch.cat(means)
+        ranks.add_up(flat)
+        for row, mean in zip(self._rows, flat.split([len(each) for each in means]), strict=True):
+            positions, masses = largest_masses(
+                (mean / ranks.count).numpy(), row.first_real, self.mean_top_k,
+                row.visibility.mask_prefix,
+            )  # fmt: skip
+            answer.top.mean_positions[row.number] = torch.from_numpy(positions)
+            answer.top.mean_masses[row.number] = torch.from_numpy(masses)
 
     def finish(self) -> None:
         """Nothing is left to do: `run` has finished its layer."""

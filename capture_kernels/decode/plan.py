@@ -33,6 +33,7 @@ from capture_kernels.layer_plan import (
 from .answers import Statistics, TopK
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
+from .ranks import HeadRanks
 from .step.layers import PendingLayers
 from .step.logits import split_dims
 from .step.page_table import PageTable
@@ -82,6 +83,9 @@ class StatisticsPlan(LayerPlan):
     # float32[layers, max_rows, 32] where `mean` is to be, as plans of several kinds of layers may
     # share a buffer; None for one of its own
     mean_out: Tensor | None = None
+    # The processes that hold the layer's other heads: `mean` and its top k are then of all heads,
+    # the rest and hubs of this one's. None if all are here.
+    ranks: HeadRanks | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +126,7 @@ class StatisticsPlan(LayerPlan):
             hubs=self.hubs,
             partial_bytes=4 * math.prod(partial),
             scratch_bytes=self.scratch_bytes,
+            ranks=self.ranks,
         )
         self.pending = PendingLayers(self.top.pending_layers, self.device)
         self.partial = self._zeros(self.pending.capacity, *partial)
@@ -248,6 +253,9 @@ class StatisticsPlan(LayerPlan):
             num_warps=warps,
             maxnreg=registers if warps == 1 else None,
         )
+        if self.ranks is not None:
+            done = slice(step["first_layer"], step["first_layer"] + layers)
+            self.ranks.average_columns(self.mean[done, :rows], self.per_head[done, :rows])
         self.top.launch(step, layers, self._hubs)
 
     @property

@@ -160,9 +160,7 @@ def decode_statistics(
         top_mass = np.exp(top_logits - logsumexp[:, None]).sum(axis=1)
         chosen = slice(None) if mean_heads is None else list(mean_heads)
         mean = np.exp(logits - logsumexp[:, None])[chosen].mean(axis=0)
-    mean_positions, mean_masses = _largest(
-        np.where(real, mean, -np.inf)[None], mean_top_k, visibility.mask_prefix
-    )
+    mean_top = largest_masses(mean, first_real, mean_top_k, visibility.mask_prefix)
 
     entropy, count, distances = np.zeros(heads), max(t - start + 1, 0), t - j[start:]
     logs = logits[:, start:] - visible_lse[:, None]
@@ -184,9 +182,26 @@ def decode_statistics(
         top_logits=top_logits,
         top_mass=top_mass,
         mean=mean,
-        mean_top_positions=mean_positions[0],
-        mean_top_mass=np.maximum(mean_masses[0], 0.0),
+        mean_top_positions=mean_top[0],
+        mean_top_mass=mean_top[1],
     )
+
+
+def largest_masses(mean: Doubles, first_real: int, count: int, masked: int) -> tuple[Ints, Doubles]:
+    """The largest of a row's mean probabilities, as `DecodeStatistics` names them.
+
+    Args:
+        mean: float64[t + 1].
+        first_real: the first real key.
+        count: how many to name.
+        masked: the length of the masked prefix, from whose end positions are counted.
+
+    Returns:
+        Positions int64[count], -1 where there are fewer, and masses float64[count], 0 there.
+    """
+    real = np.arange(len(mean)) >= first_real
+    positions, masses = _largest(np.where(real, mean, -np.inf)[None], count, masked)
+    return positions[0], np.maximum(masses[0], 0.0)
 
 
 def _head_logits(queries: Doubles, keys: Doubles, scale: float, soft_cap: float | None) -> Doubles:

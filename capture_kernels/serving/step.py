@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from capture_kernels.decode.host import HostStatisticsPlan
+from capture_kernels.decode.ranks import HeadRanks
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
@@ -51,7 +52,8 @@ class StepResults(NamedTuple):
     """What was found of R rows in L captured layers, shallowest first, on the device.
 
     Columns are those of `decode.answers`. If a row was not captured, column 28 of `mean` is 0, and
-    the other fields mean nothing.
+    the other fields mean nothing. With heads on several ranks, means are of all of them, and fields
+    with an H of this rank's.
     """
 
     mean: Tensor  # float32[L, R, 32], of the chosen heads
@@ -68,7 +70,8 @@ class StepCapture:
 
     Attributes:
         layers: the captured layers' numbers, shallowest first.
-        requests: which requests are captured, and how.
+        requests: which requests are captured, and how. With heads on several ranks, means are of
+            all of them, whichever a request chose.
         incomplete_steps: see `end`; of a replayed graph the step that was captured is counted.
 
     Raises:
@@ -88,6 +91,7 @@ class StepCapture:
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
+    ranks: HeadRanks | None = None  # that hold the layers' other heads; None if all are here
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -134,6 +138,7 @@ class StepCapture:
             "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
             "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
             "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
+            "ranks": self.ranks,
         }  # fmt: skip
         if self.on_host:
             return HostStatisticsPlan(**own)
@@ -156,9 +161,10 @@ class StepCapture:
         self._ran, self._in_turn = [0] * len(self.kinds), True
         flags = self.requests
         for plan, kind in zip(self._plans, self.kinds, strict=True):
+            words = flags.heads[:, : head_words(kind.heads)]
             plan.schedule(
                 table, enabled=flags.enabled, masks=flags.mask,
-                head_masks=flags.heads[:, : head_words(kind.heads)], by_request=True,
+                head_masks=words if self.ranks is None else None, by_request=True,
             )  # fmt: skip
 
     def layer(

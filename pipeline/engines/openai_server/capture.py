@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from pipeline.engines.attention_scores import Scores, check_output, read_first_k
 from pipeline.engines.attention_tap import AttentionCall
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.request import RequestError
-from pipeline.engines.serving.rows import HeadRows, LayerRow, Row
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing, Row
+
+from .hidden import Inside, RouterCall, routing_of
 
 # What the full scores of one request may take, as float16.
 SCORES_BYTES = 256 << 20
@@ -33,6 +35,7 @@ _SCORES_ROWS = 128
 # The prompt and the first generated token take every path through the model's code, so that later
 # steps need no check.
 _CHECKED_STEPS = 2
+T = TypeVar("T")
 _NO_POSITIONS, _NO_MASSES = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -56,13 +59,20 @@ class RequestCapture:
         windows: the sliding window of each layer of the model; 0 for none.
         sink_tokens: as of `Visibility`.
         longest: the most tokens that the request can have.
+        lens: the most likely tokens after a layer, for hidden states float[R, D].
     """
 
     def __init__(
-        self, collector: RequestCollector, *, windows: Sequence[int], sink_tokens: int, longest: int
+        self,
+        collector: RequestCollector,
+        *,
+        windows: Sequence[int],
+        sink_tokens: int,
+        longest: int,
+        lens: Callable[[Tensor, int], list[Lens]],
     ) -> None:
         self.collector, self.request = collector, collector.request
-        self._windows, self._longest = windows, longest
+        self._windows, self._longest, self._lens = windows, longest, lens
         request = self.request
         self._visibility = Visibility(sink_tokens, request.mask_prefix, request.window)
         self._scores: dict[int, list[Tensor]] = {layer: [] for layer in request.scores or ()}
@@ -75,6 +85,8 @@ class RequestCapture:
         self._plans: dict[_Kind, tuple[HostStatisticsPlan, int]] = {}
         self._rows_hubs: Tensor | None = None
         self._answers: dict[int, Statistics] = {}
+        self._routings: dict[int, list[Routing]] = {}  # by layer, of each wanted row
+        self._lenses: dict[int, list[Lens]] = {}
         self._seconds = 0.0
 
     def begin(self, begin: int, tokens: list[int]) -> None:
@@ -84,7 +96,7 @@ class RequestCapture:
         self._wanted = torch.tensor(wanted, dtype=torch.int64)
         self._begin, self._tokens, self._seconds = begin, tokens, 0.0
         self._steps += 1
-        self._plans, self._answers = {}, {}
+        self._plans, self._answers, self._routings, self._lenses = {}, {}, {}, {}
         if self._hubs is not None and wanted:
             self._rows_hubs = torch.zeros((len(wanted), self._longest))
 
@@ -104,6 +116,21 @@ class RequestCapture:
                 self._take_rows(call, scores, offset)
             if wants_scores:
                 self._take_scores(call, scores, offset)
+        self._seconds += time.perf_counter() - started
+
+    def observe_inside(self, call: Inside) -> None:
+        """Take what a layer of the step did besides attention."""
+        if call.layer not in self.request.layers or not len(self._wanted):
+            return
+        started = time.perf_counter()
+        rows = self._wanted - self._begin
+        if isinstance(call, RouterCall):
+            experts, entropy = (each.numpy() for each in routing_of(call, rows))
+            self._routings[call.layer] = [
+                Routing(own, float(of)) for own, of in zip(experts, entropy, strict=True)
+            ]
+        elif self.request.lens:
+            self._lenses[call.layer] = self._lens(call.hidden[rows], self.request.lens)
         self._seconds += time.perf_counter() - started
 
     def end(self, captured_at: datetime) -> list[dict[str, object]]:
@@ -221,6 +248,8 @@ class RequestCapture:
                     _NO_POSITIONS if top is None else top.mean_positions[number].numpy(),
                     _NO_MASSES if top is None else top.mean_masses[number].numpy(),
                     heads,
+                    _of_row(self._routings.get(layer), number),
+                    _of_row(self._lenses.get(layer), number),
                 )
             )
         return Row(position, self._tokens[position - self._begin], layers, captured_at)
@@ -258,3 +287,7 @@ class RequestCapture:
             p = logits.softmax(dim=2).nan_to_num(0.0)[:, :, : len(keys)]
             taken[part, :, offset:] = p.half()
         self._scores[call.layer].append(taken)
+
+
+def _of_row(found: list[T] | None, number: int) -> T | None:
+    return None if found is None else found[number]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -15,9 +16,12 @@ from pipeline.engines.options import CaptureOptions
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import PhaseTracker, starts_inside, think_tags
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
+from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.system_prompt import Message, count_system_tokens
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import capture_id
+
+from .hidden import HiddenStates
 
 
 class ServedModel:
@@ -54,6 +58,7 @@ class ServedModel:
         count = self.engine.config.num_hidden_layers
         self.layers = options.choose_layers(self.engine.layers, count)
         self.score_layers = options.choose_score_layers(self.engine.layers, count)
+        self.hidden = self._hidden_states(count)
         self._taken = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self._tags = None
         if reasoning_parser is not None:
@@ -82,12 +87,16 @@ class ServedModel:
             capture_id=self.capture_id(plain),
             heads=config.num_attention_heads,
             max_context=self.context,
-            reasons=({} if off is None else {"capture": off})
-            | {
-                "moe_routing": "the transformers engine does not record the routing of experts",
-                "logit_lens": "the transformers engine has no logit lens",
-            },
+            reasons=({} if off is None else {"capture": off}) | self.hidden.reasons,
+            moe=bool(self.hidden.routed),
         )
+
+    def _hidden_states(self, layers: int) -> HiddenStates:
+        def run() -> Tensor:
+            return self.forward([0, 0], self.cache())
+
+        with torch.inference_mode():
+            return HiddenStates(self.engine.model, layers, run)
 
     @property
     def context(self) -> int | None:
@@ -110,6 +119,14 @@ class ServedModel:
         return self.tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def lens(self, hidden: Tensor, count: int) -> list[Lens]:
+        """The most likely tokens after a layer, by `HiddenStates.lens`, for each of float[R, D]."""
+        logprobs, tokens = self.hidden.lens(hidden, count)
+        return [
+            Lens(own, [self.text([token]) for token in own], found)
+            for own, found in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """The tokens of a plain prompt. RequestError: it has none, or numbers that are no token."""

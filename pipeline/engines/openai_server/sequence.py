@@ -16,6 +16,7 @@ from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.request import CaptureRequest, RequestError
 
 from .capture import RequestCapture
+from .hidden import Inside
 from .model import ServedModel
 from .sampling import Chosen, Sampler
 from .text import TextStream
@@ -106,13 +107,18 @@ class Sequence:
                 collector,
                 windows=model.windows,
                 sink_tokens=model.options.sink_tokens,
+                lens=model.lens,
                 longest=prompt + self._limit,
             )
 
-    def observe(self, call: AttentionCall) -> None:
-        """Take one layer's attention of the step that is running."""
-        if self._capture is not None:
+    def observe(self, call: AttentionCall | Inside) -> None:
+        """Take what one layer does in the step that is running."""
+        if self._capture is None:
+            return
+        if isinstance(call, AttentionCall):
             self._capture.observe(call)
+        else:
+            self._capture.observe_inside(call)
 
     @property
     def capture_seconds(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,8 +18,8 @@ from pipeline.record import MEAN_LAYER, make_batch
 
 from .phases import PhaseTracker
 from .request import CaptureRequest
-from .responses import Entry, fingerprint_entry, hub_list, raw_entry, sketch_entry
-from .rows import Row
+from .responses import Entry, fingerprint_entry, hub_list, raw_entry, routing_of, sketch_entry
+from .rows import LayerRow, Row
 
 
 class RequestCollector:
@@ -146,6 +147,7 @@ class RequestCollector:
             "token_id": pa.array([row.token_id for row, _ in rows], pa.int32()),
             "sink_mass": sink_mass[valid],
             "vector": vector[valid],
+            **routing_columns([row.layers for row, _ in rows]),
         }
         return make_batch({**self.common, **changing}, len(rows))
 
@@ -167,24 +169,40 @@ class RequestCollector:
 
     def _entries(self, row: Row, phase: str) -> list[Entry]:
         request = self.request
+        layers = row.layers
+        if not request.routing:
+            layers = [layer._replace(routing=None) for layer in layers]
         step = row.position - self.prompt_len + 1
         if request.mode == "raw":
             # Counted as the positions of its keys are, so that no entry tells how much is hidden.
             position = row.position - request.mask_prefix
             return [
                 raw_entry(layer, request.top_k, step=step, position=position, phase=phase)
-                for layer in row.layers
+                for layer in layers
                 if (layer.positions >= 0).any()
             ]
         columns = np.stack([layer.mean for layer in row.layers])[:, None]
         described = vectors_of_columns(columns, self.layout)
         if request.mode == "sketch":
-            seen = [layer for layer in row.layers if (layer.positions >= 0).any()]
+            seen = [layer for layer in layers if (layer.positions >= 0).any()]
             return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
         if not described.valid[0]:
             return []
         vector = described.vector[0]
-        return [fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase)]
+        return [
+            fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase, rows=layers)
+        ]
+
+
+def routing_columns(rows: Sequence[Sequence[LayerRow]]) -> dict[str, Any]:
+    """Columns of records for the layers of some rows; none if no layer has a router."""
+    found = [routing_of(layers) for layers in rows]
+    if all(experts is None for experts, _ in found):
+        return {}
+    return {
+        "top_experts": pa.array([experts for experts, _ in found], pa.list_(pa.int16())),
+        "router_entropy": pa.array([entropy for _, entropy in found], pa.float32()),
+    }
 
 
 def _no_rows() -> dict[str, Any]:

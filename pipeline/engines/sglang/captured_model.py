@@ -26,6 +26,9 @@ LOG = logging.getLogger("attn.capture")
 class CapturedModel:
     """The model of a `ModelRunner`, and which of its layers are captured.
 
+    Args:
+        ranks: how many processes share the heads of each layer.
+
     Attributes:
         name: of the model in records and responses.
         kinds: the captured layers, for `StepCapture`.
@@ -35,7 +38,7 @@ class CapturedModel:
         OptionError: layers that cannot be captured.
     """
 
-    def __init__(self, runner: Any, options: ServeOptions) -> None:
+    def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
         layers = attention_layers(runner.model)
@@ -46,15 +49,22 @@ class CapturedModel:
         self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
         self.kinds = kinds_of({number: layers[number] for number in chosen})
+        heads = self.kinds[0].heads * ranks
+        if ranks > 1 and heads != config.num_attention_heads:
+            raise OptionError(
+                f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
+            )
         later = "the SGLang plug-in does not have it yet"
         reasons = dict.fromkeys(
             ("attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
         )
+        if ranks > 1:
+            reasons["head_filtering"] = "with --tp-size above 1, means are of all heads"
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
             layers=tuple(chosen),
-            heads=self.kinds[0].heads,
+            heads=heads,
             max_context=config.context_len,
             reasons=reasons,
             capture_id=self.capture_id(chosen, None, options.mask_prefix),

@@ -28,7 +28,8 @@ def refusal(runner: Any) -> str | None:
             runner.is_hybrid_swa
         ),
         "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
-        "tensor parallelism (--tp-size) splits the heads": arguments.tp_size > 1,
+        "--enable-dp-attention was not tried": arguments.enable_dp_attention,
+        "context parallelism (--attn-cp-size) splits the keys": arguments.attn_cp_size > 1,
         "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
         "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),
     }

@@ -147,23 +147,32 @@ def start_recorder(result: None, runner: Any) -> None:
     """After `ModelRunner.init_attention_backends`: the model and its pools are there."""
     if runner.is_draft_worker:
         return
+    from .parallel import Ranks
     from .recorder import Recorder
 
     options = ServeOptions.from_environment(os.environ)
+    ranks, recorder, reason = Ranks.of_this_process(), None, None
     try:
         if lost := unhooked(HOOKS_OF_MODEL):
             raise_refused("; ".join(lost))
         if reason := refusal(runner):
             raise_refused(reason)
-        recorder = Recorder(runner, options, facts_file.write)
+        recorder = Recorder(runner, options, facts_file.write, ranks)
     except AttnError as error:
-        facts_file.write(str(error))
+        reason = str(error)
+    reason = ranks.first_reason(reason)
+    if recorder is None or reason is not None:
+        if recorder is not None:
+            recorder.close()
+        if ranks.answers:
+            facts_file.write(str(reason))
         return
     runner.sampling_observer = recorder
     setattr(runner, ATTRIBUTE, recorder)
     # Ctrl+C in a terminal ends this process as it does the first.
     atexit.register(recorder.close)
-    facts_file.write(recorder.model.facts)
+    if ranks.answers:
+        facts_file.write(recorder.model.facts)
 
 
 def raise_refused(reason: str) -> None:
@@ -181,7 +190,7 @@ def streamer_class(result: type, scheduler: Any) -> type:
     """After `Scheduler.get_output_streamer_class`: one that adds what the recorder has."""
     runner = scheduler.tp_worker.model_runner
     recorder = getattr(runner, ATTRIBUTE, None)
-    if recorder is None:
+    if recorder is None or not recorder.ranks.answers:
         return result
     recorder.model.use_tokenizer(scheduler.tokenizer)
     outputs: Callable[[list[Any]], dict[str, list[Any]]] = recorder.outputs

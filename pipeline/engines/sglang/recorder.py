@@ -13,14 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from capture_kernels.arrays import Mask
+from capture_kernels.arrays import Floats, Int32s, Mask
+from capture_kernels.decode.ranks import VALID_COLUMN
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.budget import OverheadBudget
@@ -32,6 +32,7 @@ from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
 from .facts_file import ENDED
+from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
 from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
@@ -41,33 +42,10 @@ LOG = logging.getLogger("attn.capture")
 
 # Of raw entries the most a client may ask for; sketches name 32.
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
-FAULT = "capture is switched off for good, after an error"
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def ends_capture_not_serving(method: Method) -> Method:
-    """Of a `Recorder`'s method that SGLang's own steps call: what it raises is logged, and capture
-    is off from then on, because a server that stops answering is worse than one that says no more
-    of its attention."""
-
-    @wraps(method)
-    def guarded(self: Recorder, *given: Any, **named: Any) -> Any:
-        if self.failed:
-            return None
-        try:
-            return method(self, *given, **named)
-        except Exception:
-            LOG.exception(FAULT)
-            self.fail()
-            return None
-
-    return cast("Method", guarded)
 
 
 class Recorder:
@@ -77,16 +55,22 @@ class Recorder:
         runner: SGLang's `ModelRunner`, with its model and its pools.
         options: of the server, with capture on.
         switched_off: is given the facts that hold once capture is off.
+        ranks: the processes that hold the model's heads, of which this is one.
 
     Raises:
         OptionError: layers that cannot be captured, or a sink that cannot be used.
     """
 
     def __init__(
-        self, runner: Any, options: ServeOptions, switched_off: Callable[[ModelFacts], None]
+        self,
+        runner: Any,
+        options: ServeOptions,
+        switched_off: Callable[[ModelFacts], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self.options, self._switched_off = options, switched_off
-        self.model = model = CapturedModel(runner, options)
+        self.ranks = ranks = ranks or Ranks()
+        self.model = model = CapturedModel(runner, options, ranks.count)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
         top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
@@ -100,11 +84,14 @@ class Recorder:
             visibility=options.visibility,
             mean_top_k=top_k,
             top_k=RAW_TOP_K if self._has_lists else 0,
+            ranks=ranks.heads,
         )
         self.on_gpu = self._tokens.is_cuda
-        sink = open_sink(
-            sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
-        )
+        sink = None
+        if ranks.answers:
+            sink = open_sink(
+                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
+            )
         self._records = None if sink is None else RecordMaker(sink, options.layout)
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
@@ -118,7 +105,7 @@ class Recorder:
 
     # The step ------------------------------------------------------------------------------------
 
-    @ends_capture_not_serving
+    @all_or_none
     def prepare(self, forward_batch: Any, batch: Any) -> None:
         """Note the rows of a step, and switch their requests on."""
         began = time.perf_counter()
@@ -165,10 +152,12 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Note the wanted rows of a request among those at positions first to before `after`."""
         requests, pool_index = self.capture.requests, req.kv.req_pool_idx
-        state = None if self._budget.exceeded else self._state(req)
+        # Ranks must agree: only one of them knows what was spent and taken so far, and drops it.
+        alone = self.ranks.alone
+        state = None if alone and self._budget.exceeded else self._state(req)
         wanted: list[int] = []
         if state is not None:
-            begin = max(first, state.last + 1)
+            begin = max(first, state.last + 1) if alone else first
             if begin < state.collector.prompt_len:
                 # Of a prompt only its last rows can be wanted.
                 begin = max(begin, state.collector.prompt_len - state.collector.request.prompt_rows)
@@ -216,12 +205,12 @@ class Recorder:
             phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
             response_id=req.rid,
             keep_records=False,
-            records_elsewhere=self._records is not None,
+            records_elsewhere=self.options.records,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
         return RequestState(collector, layers)
 
-    @ends_capture_not_serving
+    @all_or_none
     def layer(
         self, layer: Any, query: Tensor, forward_batch: Any, *, decode: bool, sinks: Tensor | None
     ) -> None:
@@ -260,7 +249,7 @@ class Recorder:
     # What SGLang calls a sampling observer -------------------------------------------------------
 
     def is_active(self, sampling_info: Any) -> bool:
-        return bool(self._noted)
+        return bool(self._noted) and self.ranks.answers
 
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
         return True
@@ -281,6 +270,8 @@ class Recorder:
         commits: Sequence[Any],
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
+        if self._budget.exceeded and not self.ranks.alone:
+            return  # their requests are captured to their ends
         began = time.perf_counter()
         mean = found.mean.numpy()
         complete: Mask = np.all(np.any(mean, axis=2), axis=0)
@@ -310,6 +301,7 @@ class Recorder:
                     RecordRow(collector, note.row, state.layers, note.position, token, phase)
                 )
             if state.is_asked:
+                state.unnamed += self._lacks_top_k(mean, found.mean_positions.numpy(), note)
                 layers = layer_rows(found, note.row, state.layers, collector.request)
                 state.entries += collector.add(Row(note.position, token, layers, at))
         if self._records is not None and recorded:
@@ -321,6 +313,15 @@ class Recorder:
             LOG.warning("capture is switched off: %s", self._budget.exceeded)
             self._report_off(self.off)
         self._consumed_at = now
+
+    @staticmethod
+    def _lacks_top_k(mean: Floats, positions: Int32s, note: NotedRow) -> bool:
+        """Whether a row sees keys, but no top k of them: heads on several ranks, and no room."""
+        if note.state.collector.request.mode == "fingerprint":
+            return False
+        layers = list(note.state.layers)
+        sees = mean[layers, note.row, VALID_COLUMN] == 1
+        return bool((sees & (positions[layers, note.row, 0] < 0)).any())
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
@@ -352,6 +353,8 @@ class Recorder:
         usage = state.collector.finish()
         if missing := state.missing_prompt_rows:
             usage["missing_prompt_rows"] = missing
+        if state.unnamed:
+            usage["rows_without_top_k"] = state.unnamed
         return usage | ({"off": self.off} if self.off else {})
 
     @property
@@ -364,10 +367,13 @@ class Recorder:
     def fail(self) -> None:
         """Switch capture off for good."""
         self.failed = True
-        self._noted, self._extend = [], None
+        if self.ranks.alone:
+            self._noted, self._extend = [], None
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:
+        if not self.ranks.answers:
+            return
         facts = self.model.facts
         off = {**facts.reasons, "capture": str(reason)}
         self._switched_off(dataclasses.replace(facts, reasons=off))

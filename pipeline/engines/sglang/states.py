@@ -20,7 +20,7 @@ class RequestState:
     """One captured request. entries: those that no response has yet; last: position of the last
     row that was taken, as a request that was put back is run again; prompt_rows: how many of the
     prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
-    ended."""
+    ended; unnamed: rows that see keys, but have no top k."""
 
     collector: RequestCollector
     layers: tuple[int, ...]  # indices among the captured layers
@@ -28,6 +28,7 @@ class RequestState:
     last: int = -1
     prompt_rows: int = 0
     fed: int = 0
+    unnamed: int = 0
     ended: bool = False
 
     @property
