@@ -46,6 +46,7 @@ class _Row(NamedTuple):
     visibility: Visibility
     heads: list[int] | None  # that its means are of, by number in the plan; None: all
     first_real: int  # key
+    hub: int  # where its hubs are; -1 for nowhere
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,6 +93,7 @@ class HostStatisticsPlan(LayerPlan):
         head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
+        hub_slots: Tensor | None = None,
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
@@ -104,7 +106,8 @@ class HostStatisticsPlan(LayerPlan):
         check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
-        check(hubs, "hubs", [rows, None], FLOAT32)
+        check(hub_slots, "hub_slots", [flags], {torch.int32})
+        check(hubs, "hubs", [rows if hub_slots is None else None, None], FLOAT32)
         active = rows if num_active is None else min(int(num_active), rows)
         own = self.visibility or Visibility()
         lengths, starts = table.seq_lens.tolist(), table.starts.tolist()
@@ -127,10 +130,11 @@ class HostStatisticsPlan(LayerPlan):
             heads = None if head_masks is None else self._heads_of(head_masks[flag])
             if heads == []:
                 continue  # nothing is said of it: none of its heads is the plan's
+            hub = row if hub_slots is None else int(hub_slots[flag])
             first_real = visibility.first_real(length - 1)
             if self.window:
                 first_real = max(first_real, length - self.window)
-            self._rows.append(_Row(row, slots.long(), length, visibility, heads, first_real))
+            self._rows.append(_Row(row, slots.long(), length, visibility, heads, first_real, hub))
 
     def run(
         self,
@@ -243,8 +247,8 @@ class HostStatisticsPlan(LayerPlan):
             for there, here in zip(answer.top, found_top(found), strict=True):
                 if there.shape[1]:
                     there[number] = torch.from_numpy(here)
-        if self._hubs is not None:
-            of_row = self._hubs[number]
+        if self._hubs is not None and row.hub >= 0:
+            of_row = self._hubs[row.hub]
             known = found.mean[row.visibility.mask_prefix :][: len(of_row)]
             of_row[: len(known)] += torch.from_numpy(known).float()
 

@@ -140,6 +140,7 @@ class StatisticsPlan(LayerPlan):
             self.mean = self.mean_out
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
+        self._has_slots = False
         self._ran = 0
         self._captured_rows: set[int] = set()  # of the steps that CUDA graphs hold
 
@@ -156,6 +157,7 @@ class StatisticsPlan(LayerPlan):
         head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
+        hub_slots: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows. Unfinished layers of the last step are
         dropped.
@@ -165,7 +167,9 @@ class StatisticsPlan(LayerPlan):
                 The table's KV slots must stay as they are until the step's layers are finished.
                 Head masks are for the means alone: of their heads, those of the plan count.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
-                position as `TopK` counts it; what lies beyond `longest` is left out.
+                position as `TopK` counts it; what lies beyond `longest` is left out. With
+                `hub_slots`, float32[any, longest].
+            hub_slots: as `Schedule.run` takes them. Rows of a step may share a slot.
 
         Raises:
             OptionError: rows, flags, masks or hubs that do not fit the plan.
@@ -173,16 +177,17 @@ class StatisticsPlan(LayerPlan):
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")
-            check(hubs, "hubs", [table.num_rows, None], FLOAT32, self.device)
-            if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
+            rows = table.num_rows if hub_slots is None else None
+            check(hubs, "hubs", [rows, None], FLOAT32, self.device)
+            if hubs.stride(0) < hubs.shape[1] and len(hubs) > 1:
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(
             table, enabled=enabled, num_active=num_active, masks=masks, head_masks=head_masks,
-            by_request=by_request,
+            hub_slots=None if hubs is None else hub_slots, by_request=by_request,
         )  # fmt: skip
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
-        self._hubs, self._ran = hubs, 0
+        self._hubs, self._ran, self._has_slots = hubs, 0, hub_slots is not None
         self.pending.take()
 
     def run(
@@ -256,7 +261,7 @@ class StatisticsPlan(LayerPlan):
         if self.ranks is not None:
             done = slice(step["first_layer"], step["first_layer"] + layers)
             self.ranks.average_columns(self.mean[done, :rows], self.per_head[done, :rows])
-        self.top.launch(step, layers, self._hubs)
+        self.top.launch(step, layers, self._hubs, slots=self._has_slots)
 
     @property
     def answers(self) -> TopK:

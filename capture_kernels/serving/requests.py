@@ -29,6 +29,7 @@ class RequestTable:
     Attributes:
         handle: int64[n] on the device, what the server calls the request.
         mask: int32[n], tokens at its start that are hidden.
+        hub: int32[n], the slot of `StepCapture.hubs` that it is added to; -1 for none.
         heads: int32[n, ceil(H / 32)], the heads that its means are of: `Schedule.run`'s head masks.
         enabled: uint8[n], whether its rows are captured.
         phase: uint8[n], of its next row.
@@ -46,6 +47,7 @@ class RequestTable:
         fields = (
             ("handle", np.int64, torch.int64, (size,)),
             ("mask", np.int32, torch.int32, (size,)),
+            ("hub", np.int32, torch.int32, (size,)),
             ("heads", np.int32, torch.int32, (size, head_words(heads))),
             ("enabled", np.uint8, torch.uint8, (size,)),
             ("phase", np.uint8, torch.uint8, (size,)),
@@ -60,7 +62,7 @@ class RequestTable:
             begin, end = end, end + length
             self._of[name] = self._host[begin:end].view(kind).reshape(shape)
             found.append(self._device[begin:end].view(dtype).view(shape))
-        self.handle, self.mask, self.heads, self.enabled, self.phase = found
+        self.handle, self.mask, self.hub, self.heads, self.enabled, self.phase = found
 
     def enable(
         self,
@@ -70,11 +72,13 @@ class RequestTable:
         mask: int = 0,
         phase: int = OUTPUT,
         heads: Sequence[int] | None = None,
+        hub: int = -1,
     ) -> None:
         """Capture a request's rows from the next step on.
 
         Args:
             heads: query heads that its means are of; None for all.
+            hub: the slot that its means are added up in; -1 for none.
 
         Raises:
             OptionError: there is no such row, or a number that its field does not hold.
@@ -90,11 +94,11 @@ class RequestTable:
             bits = np.zeros(32 * head_words(self.num_heads), np.uint8)
             bits[list(heads)] = 1
             words = np.packbits(bits, bitorder="little").view("<i4")
-        self._put(index, handle=handle, mask=mask, enabled=1, phase=phase, heads=words)
+        self._put(index, handle=handle, mask=mask, enabled=1, phase=phase, heads=words, hub=hub)
 
     def disable(self, index: int) -> None:
         """Capture none of its rows from the next step on."""
-        self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0)
+        self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0, hub=-1)
 
     def _put(self, index: int, **values: int | Int32s) -> None:
         for name, value in values.items():

@@ -62,6 +62,7 @@ class StepResults(NamedTuple):
     per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless heads are asked for
     positions: Tensor  # int32[L, R, H, k]
     logits: Tensor  # float32[L, R, H, k]
+    hubs: Tensor  # float32[n]: of the asked slots, one after the other
 
 
 @dataclass(eq=False)
@@ -70,6 +71,9 @@ class StepCapture:
 
     Attributes:
         layers: the captured layers' numbers, shallowest first.
+        hubs: float32[hub_slots, max_length], sums over steps and layers of the heads' mean
+            probabilities by position, counted from the end of the masked prefix. Who gives a slot
+            to a request clears it.
         requests: which requests are captured, and how. With heads on several ranks, means are of
             all of them, whichever a request chose.
         incomplete_steps: see `end`; of a replayed graph the step that was captured is counted.
@@ -88,6 +92,7 @@ class StepCapture:
     chosen: Sequence[int] | None = None  # query heads; None for all
     mean_top_k: int = 0  # keys of the mean of the heads' probabilities
     top_k: int = 0  # keys of each head
+    hub_slots: int = 0  # how many requests may add up their means by position at once
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
@@ -102,6 +107,7 @@ class StepCapture:
             self.on_host = torch.device(self.device).type != "cuda"
         most_heads = max(kind.heads for kind in self.kinds)
         self.requests = RequestTable(self.num_requests, self.device, heads=most_heads)
+        self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
         self._plans: list[Any] = []
@@ -138,7 +144,7 @@ class StepCapture:
             "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
             "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
             "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
-            "ranks": self.ranks,
+            "ranks": self.ranks, "hubs": self.hub_slots > 0,
         }  # fmt: skip
         if self.on_host:
             return HostStatisticsPlan(**own)
@@ -165,6 +171,8 @@ class StepCapture:
             plan.schedule(
                 table, enabled=flags.enabled, masks=flags.mask,
                 head_masks=words if self.ranks is None else None, by_request=True,
+                hubs=self.hubs if self.hub_slots else None,
+                hub_slots=flags.hub if self.hub_slots else None,
             )  # fmt: skip
 
     def layer(
@@ -219,12 +227,15 @@ class StepCapture:
                 RequestRows(table.seq_lens, table.starts, flags.handle, flags.phase, flags.enabled),
             )
 
-    def results(self, rows: int, *, heads: bool = False) -> StepResults:
+    def results(
+        self, rows: int, *, heads: bool = False, hubs: Sequence[tuple[int, int]] = ()
+    ) -> StepResults:
         """Copies of what the step that ran last found of its first rows.
 
         Args:
             rows: how many there are; a replayed graph does not tell the host.
             heads: whether each head's numbers are wanted too.
+            hubs: slots, and how many of their first positions.
         """
         kept = slice(None) if heads else slice(0)
         top = [plan.answers for plan in self._plans]
@@ -235,6 +246,9 @@ class StepCapture:
             self._in_order([plan.per_head[:, :, kept] for plan in self._plans], rows),
             self._in_order([each.positions[:, :, kept] for each in top], rows),
             self._in_order([each.logits[:, :, kept] for each in top], rows),
+            torch.cat([self.hubs[slot, :length] for slot, length in hubs])
+            if hubs
+            else self.hubs.new_empty(0),
         )
 
     def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:

@@ -51,6 +51,7 @@ def compiled(capability: int, plans: tuple[str, ...]) -> dict[str, dict[str, dic
 OTHER_PLANS = [
     *("heads, top 3", "one row, top 16", "top 64", "top 16 of a million keys", "scores", "records"),
     *("top 16, head masks", "top 16 of a million keys, head masks"),
+    "hubs by slot",
 ]
 FAST = ("beside, one layer",)
 # What a kernel may put aside before its loop and fetch after it, in bytes of a thread; others none.

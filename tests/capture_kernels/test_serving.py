@@ -69,10 +69,10 @@ class Model:
         """The request row of the case's row `index`."""
         return int(self.case.req_pool_indices[index])
 
-    def truth(self, number, row, visibility=None, **asked):
+    def truth(self, number, row, visibility=None, keys=None, **asked):
         return decode_statistics(
             self.queries[number][row].double().cpu().numpy(),
-            self.case.keys[row],
+            self.case.keys[row] if keys is None else keys,
             scale=0.3,
             position=LENGTHS[row] - 1,
             visibility=visibility or Visibility(),
@@ -136,6 +136,30 @@ def test_means_of_a_row_are_of_the_heads_that_its_request_chose(heads, on_host):
     for wrong in ([], [heads], [-1]):
         with pytest.raises(OptionError, match="heads"):
             capture.requests.enable(model.row(0), heads=wrong)
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize("windowed", [(), (0,)])
+def test_slots_add_up_what_their_requests_attended_to(windowed, on_host):
+    model = Model(windowed=windowed)
+    capture = model.capture(on_host=on_host, hub_slots=3)
+    # Two rows of one request, one without a slot, one with a hidden prefix and a head of its own.
+    model.case.req_pool_indices[1] = model.case.req_pool_indices[0]
+    capture.requests.enable(model.row(0), hub=2)
+    capture.requests.enable(model.row(2), hub=0, mask=20, heads=[1])
+    capture.requests.enable(model.row(3))
+    capture.requests.copy()
+    for _ in range(2):
+        model.step(capture)
+    expected = np.zeros((3, 300))
+    for number in model.numbers:
+        for row, slot, mask, heads in ((0, 2, 0, None), (1, 2, 0, None), (2, 0, 20, [1])):
+            keys = model.case.keys[0 if row == 1 else row][: LENGTHS[row]]
+            truth = model.truth(number, row, Visibility(1, mask), keys=keys, mean_heads=heads)
+            expected[slot, : LENGTHS[row] - mask] += 2 * truth.mean[mask:]
+    assert_close(capture.hubs, expected, **MASSES)
+    found = capture.results(4, hubs=[(0, 109), (2, 40)]).hubs
+    assert_close(found, np.concatenate([expected[0, :109], expected[2, :40]]), **MASSES)
 
 
 @pytest.mark.parametrize("on_host", HOSTS)

@@ -16,7 +16,7 @@ one split of that row; its partial result is stored at p + r, different for ever
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
     program_ptr  int32[P + 1]  program p has the blocks program_ptr[p] to program_ptr[p + 1]
-    row_table    int32[7, R]   one line for each field below
+    row_table    int32[8, R]   one line for each field below
     row_heads    int32[W, R]   with head masks: bit h % 32 of word h // 32 is query head h's
     base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
 """
@@ -37,9 +37,10 @@ from capture_kernels.layer_plan import FLAGS, check, head_words
 
 from .page_table import PageTable
 
-ROW_FIELDS = 7
-# Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split.
-POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED = (
+ROW_FIELDS = 8
+# Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split; HUB is
+# where its hubs are, -1 for nowhere.
+POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED, HUB = (
     tl.constexpr(field) for field in range(ROW_FIELDS)
 )
 
@@ -97,11 +98,12 @@ def is_split(program_ptr, program, begin, end, last):
 # The number of rows changes from step to step: specialising on it would compile while serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def _schedule_rows(
-    seq_lens, starts, enabled, num_active, masks, head_masks, block_ptr, program_ptr, row_table,
-    row_heads, base, table_stride, mask_stride, num_rows, programs, max_length, model_window,
-    visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr, HEAD_WORDS: tl.constexpr,
-    BY_REQUEST: tl.constexpr, ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    seq_lens, starts, enabled, num_active, masks, head_masks, hub_slots, block_ptr, program_ptr,
+    row_table, row_heads, base, table_stride, mask_stride, num_rows, programs, max_length,
+    model_window, visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr,
+    HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, HAS_SLOTS: tl.constexpr, BY_REQUEST: tl.constexpr,
+    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     here = row < num_rows
@@ -153,6 +155,10 @@ def _schedule_rows(
     tl.store(row_table + VISIBLE * num_rows + row, tl.where(wanted, visible, 0), mask=here)
     tl.store(row_table + MASKED * num_rows + row, masked, mask=here)
     tl.store(base + row, begin, mask=here)
+    slot = row
+    if HAS_SLOTS:
+        slot = tl.load(hub_slots + own, mask=active, other=-1)
+    tl.store(row_table + HUB * num_rows + row, slot, mask=here)
     for word in tl.static_range(HEAD_WORDS):
         bits = tl.load(head_masks + own * mask_stride + word, mask=active, other=0)
         tl.store(row_heads + word * num_rows + row, bits, mask=here)
@@ -220,6 +226,7 @@ class Schedule:
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
         head_masks: Tensor | None = None,
+        hub_slots: Tensor | None = None,
         by_request: bool = False,
     ) -> None:
         """Read the lengths of a step's rows.
@@ -235,8 +242,10 @@ class Schedule:
             masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
             head_masks: int32[R, ceil(heads / 32)] on the device, the query heads that each row's
                 means are of: bit h % 32 of word h // 32 is head h's. None for all.
-            by_request: flags and masks are those of all requests that the table knows, [requests],
-                of which each row has that of its entry of `req_pool_indices`.
+            hub_slots: int32[R] on the device, the row of the hubs that each row is added to; -1 for
+                none. None: its own number.
+            by_request: flags, masks and slots are those of all requests that the table knows,
+                [requests], of which each row has that of its entry of `req_pool_indices`.
 
         Raises:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
@@ -254,6 +263,7 @@ class Schedule:
         check(masks, "masks", [flags], {torch.int32}, device)
         words = head_words(self.heads)
         check(head_masks, "head_masks", [flags, words], {torch.int32}, device)
+        check(hub_slots, "hub_slots", [flags], {torch.int32}, device)
         self._head_words = 0 if head_masks is None else words
         if table.lists and not self._lists_checked:
             # A graph's capture comes after a step that compiles.
@@ -270,6 +280,7 @@ class Schedule:
                 absent if num_active is None else num_active,
                 absent if masks is None else masks,
                 absent if head_masks is None else head_masks,
+                absent if hub_slots is None else hub_slots,
                 *(self.block_ptr, self.program_ptr, self.row_table, self.row_heads, self.base),
                 *(
                     table.kv_slots.stride(0),
@@ -282,6 +293,7 @@ class Schedule:
                 HAS_ACTIVE=num_active is not None,
                 HAS_MASKS=masks is not None,
                 HEAD_WORDS=self._head_words,
+                HAS_SLOTS=hub_slots is not None,
                 BY_REQUEST=by_request,
                 ALL_KEYS=self.all_keys,
                 BLOCK_KEYS=self.block_keys,

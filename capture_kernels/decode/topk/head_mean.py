@@ -16,7 +16,7 @@ these come before every value of a later group. The first K groups are found and
 each, the first K parts are found, and so on until a part is one value.
 
 Tensors: those of `topk.plan`, which launches this, and
-    hubs  float32[R, longest]  sums of p by position, over layers and steps
+    hubs  float32[R or slots, longest]  sums of p by position, over layers and steps
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import triton.language as tl
 from capture_kernels.decode.step.layers import layer_inputs
 from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
 from capture_kernels.decode.step.schedule import (
+    HUB,
     POSITION,
     REAL,
     heads_of_row,
@@ -102,7 +103,7 @@ def mean_of_tile(
 
 @triton.jit
 def add_tile(
-    p, largest, tile, row, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
+    p, largest, tile, slot, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
     TILE: tl.constexpr, TILES: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's p to the hubs, and write the largest of its block after the block's last tile.
@@ -110,9 +111,13 @@ def add_tile(
     if HUBS:
         distance = tile * TILE + lane
         at = position - distance
-        hub = hubs + row.to(tl.int64) * stride_hubs + at
-        added = (distance < real) & (at < longest)
-        tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
+        hub = hubs + slot.to(tl.int64) * stride_hubs + at
+        added = tl.where(slot >= 0, (distance < real) & (at < longest), False)
+        if HUBS == 2:
+            # Rows of one request may be in the hands of several programs.
+            tl.atomic_add(hub, p, mask=added, sem="relaxed")
+        else:
+            tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
     if KEEP:
         largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
         if tile % TILES == TILES - 1:
@@ -135,7 +140,7 @@ def head_mean(
 
     Blocks with logits come first and are shared out evenly; the others, which cost far more, are
     taken in turns. With HUBS a program takes a block of all layers, so that the order of the sums
-    never changes.
+    never changes unless rows share a slot of them.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
@@ -158,6 +163,7 @@ def head_mean(
         stop = tl.minimum(block + (end - item).to(tl.int32), tl.load(block_ptr + row + 1))
         position = reported_position(row_table, row, num_rows)
         real = row_field(row_table, REAL, row, num_rows)
+        slot = row_field(row_table, HUB, row, num_rows)
         of_mean = heads_of_row(row_heads, heads, head, row, num_rows, HEADS, HEAD_WORDS)
         count = count_of_heads(of_mean, HEADS, HEAD_WORDS)
         for number in range(together):
@@ -178,7 +184,7 @@ def head_mean(
                 if KEEP:
                     tl.store(mean_keys + (layer_block + this) * BLOCK + within, p)
                 largest = add_tile(
-                    p, largest, tile, row, this, position, real, lane, layer_maxima, hubs,
+                    p, largest, tile, slot, this, position, real, lane, layer_maxima, hubs,
                     stride_hubs, longest, TILE, TILES, KEEP, HUBS,
                 )  # fmt: skip
         item += stop - block
@@ -198,6 +204,7 @@ def head_mean(
                 newest = kv_slots + tl.load(base + row)
                 newest += row_field(row_table, POSITION, row, num_rows)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
+                slot = row_field(row_table, HUB, row, num_rows)
                 of_mean = heads_of_row(row_heads, heads, head, row, num_rows, HEADS, HEAD_WORDS)
                 count = count_of_heads(of_mean, HEADS, HEAD_WORDS)
                 for number in range(together):
@@ -214,7 +221,7 @@ def head_mean(
                             HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                         largest = add_tile(
-                            p, largest, tile, row, block, position, real, lane,
+                            p, largest, tile, slot, block, position, real, lane,
                             mean_maxima + layer * max_blocks, hubs, stride_hubs, longest, TILE,
                             TILES, KEEP, HUBS,
                         )  # fmt: skip

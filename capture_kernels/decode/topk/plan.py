@@ -241,7 +241,9 @@ class TopKPlan:
             return None
         return TopK(*(each[layer, :rows] for each in self.answers))
 
-    def launch(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
+    def launch(
+        self, step: dict[str, Any], layers: int, hubs: Tensor | None, *, slots: bool = False
+    ) -> None:
         """Launch what follows `finish`, with what it was launched with: the rescan of queued heads,
         the head mean of the finished layers, which is added to `hubs` if given, and its top k."""
         rows, heads = step["num_rows"], self.groups.count
@@ -274,7 +276,7 @@ class TopKPlan:
             longest=0 if hubs is None else hubs.shape[1],
             layers=layers,
             KEEP=self.mean_k > 0,
-            HUBS=hubs is not None,
+            HUBS=0 if hubs is None else 2 if slots else 1,
             num_warps=warps,
         )
         if self.mean_k:
