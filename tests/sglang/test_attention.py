@@ -42,7 +42,7 @@ def store(tmp_path_factory) -> Path:
 def server(tmp_path_factory, store) -> Iterator[SGLangServer]:
     require_sglang()
     options = ("--return-attention-tokens", "--attention-capture-layers", "all",
-               "--attention-head-lists",
+               "--attention-head-lists", "--attention-hub-slots", "2",
                "--attention-store", store, "--reasoning-parser", "qwen3")  # fmt: skip
     with SGLangServer(tmp_path_factory.mktemp("sglang"), *options) as running:
         yield running
@@ -145,6 +145,35 @@ def test_a_raw_entry_lists_each_chosen_head(server, known):
     rows = range(length, len(tokens) - 1)
     check("raw", found.entries, expected, length, list(rows), layers=LAYERS, heads=heads, k=5)
     check_head_lists(found.entries, expected, length, heads, k=5)
+
+
+def test_hubs_are_where_a_request_looked_most(server, known):
+    """Over its rows, the prompt's last ones too; a third one at the same time gets a reason."""
+    prompt, wanted = fresh_prompt(), 3
+    found = ask(server.url, COMPLETIONS, prompt, TOKENS, return_attention_tokens=True,
+                include_prompt_attention=wanted, attention_hubs=True, attention_mask_prefix=4,
+                **MODES["fingerprint"])  # fmt: skip
+    tokens, length, expected = known(prompt)
+    sums = np.zeros(len(tokens) - 4)
+    for position in range(length - wanted, len(tokens) - 1):
+        for layer in LAYERS:
+            p = expected.row(layer, position, mask=4)[0].mean(axis=0)
+            sums[: len(p)] += p / len(LAYERS)
+    hubs = found.attention["hubs"]
+    places, masses = zip(*hubs, strict=True)
+    largest = np.sort(sums)[::-1][: len(hubs)]
+    assert len(hubs) == min(32, (sums > 0).sum())
+    np.testing.assert_allclose(masses, largest, atol=1e-4)
+    np.testing.assert_allclose(sums[list(places)], largest, atol=1e-4)
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda prompt: ask(
+            server.url, COMPLETIONS, prompt, 60, return_attention_tokens=True,
+            attention_hubs=True, **MODES["fingerprint"],
+        ).attention, [fresh_prompt() for _ in range(3)]))  # fmt: skip
+    assert sum("hubs" in usage for usage in together) == 2
+    assert [usage["hubs_missing"] for usage in together if "hubs" not in usage] == [
+        "all --attention-hub-slots were taken"
+    ]
 
 
 def test_entries_come_with_the_chunk_of_the_token_that_they_led_to(server, tokenizer, known):

@@ -132,6 +132,10 @@ class ServeOptions:
         "--attention-instrumentation-layers", "Layers of attn_capture: as the capture layers.",
         str, "last",
     )  # fmt: skip
+    hub_slots: int = option(
+        "--attention-hub-slots", "Requests that may add up attention_hubs at once (SGLang).",
+        int, 0, low=0, high=4096,
+    )  # fmt: skip
     head_lists: bool = option(
         "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
         bool, False,

@@ -55,11 +55,12 @@ class CapturedModel:
                 f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
             )
         later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(
-            ("attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
-        )
+        reasons = dict.fromkeys(("attn_capture", "moe_routing", "logit_lens"), later)
+        if not options.hub_slots:
+            reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
             reasons["head_filtering"] = "with --tp-size above 1, means are of all heads"
+            reasons["attention_hubs"] = "not with --tp-size above 1"
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,

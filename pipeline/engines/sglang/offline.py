@@ -44,7 +44,7 @@ CPU_CACHE_TOKENS = 32_768
 RESERVED = 4
 # What it does not pass on to the attention that is captured.
 REFUSED = {
-    "heads": "the plug-in averages over all heads",
+    "heads": "it records the mean of all heads",
     "per_layer": "the plug-in makes one record for the mean of the layers",
 }
 # The reasoning parser with <think> and </think> that does not begin inside.

@@ -32,6 +32,7 @@ from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
 from .facts_file import ENDED
+from .hubs import HubSlots, asked_slots, take_hubs
 from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
@@ -84,8 +85,10 @@ class Recorder:
             visibility=options.visibility,
             mean_top_k=top_k,
             top_k=RAW_TOP_K if self._has_lists else 0,
+            hub_slots=options.hub_slots,
             ranks=ranks.heads,
         )
+        self._hubs = HubSlots(self.capture)
         self.on_gpu = self._tokens.is_cuda
         sink = None
         if ranks.answers:
@@ -166,7 +169,7 @@ class Recorder:
             requests.disable(pool_index)
             return
         request = state.collector.request
-        requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads)
+        requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
             at = len(self._noted) if row is None else row
             token = self._token(req, position)
@@ -208,7 +211,9 @@ class Recorder:
             records_elsewhere=self.options.records,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        return RequestState(collector, layers)
+        state = RequestState(collector, layers)
+        self._hubs.give(state)
+        return state
 
     @all_or_none
     def layer(
@@ -261,7 +266,9 @@ class Recorder:
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
         lists = any(wants_lists(note.state.collector.request) for note in self._noted)
-        found = self.capture.results(self._rows, heads=lists and self._has_lists)
+        found = self.capture.results(
+            self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
+        )
         return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
 
     @ends_capture_not_serving
@@ -304,6 +311,7 @@ class Recorder:
                 state.unnamed += self._lacks_top_k(mean, found.mean_positions.numpy(), note)
                 layers = layer_rows(found, note.row, state.layers, collector.request)
                 state.entries += collector.add(Row(note.position, token, layers, at))
+        take_hubs(noted, found)
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, mean, at))
         now = time.perf_counter()
@@ -350,7 +358,9 @@ class Recorder:
         return {ENTRIES: entries, USAGE: usage}
 
     def _usage(self, state: RequestState) -> dict[str, Any]:
-        usage = state.collector.finish()
+        usage = state.collector.finish(None if state.no_hubs else state.hubs)
+        if state.no_hubs:
+            usage["hubs_missing"] = state.no_hubs
         if missing := state.missing_prompt_rows:
             usage["missing_prompt_rows"] = missing
         if state.unnamed:

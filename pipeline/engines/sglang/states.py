@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from capture_kernels.arrays import Floats
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
@@ -20,7 +21,8 @@ class RequestState:
     """One captured request. entries: those that no response has yet; last: position of the last
     row that was taken, as a request that was put back is run again; prompt_rows: how many of the
     prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
-    ended; unnamed: rows that see keys, but have no top k."""
+    ended; unnamed: rows that see keys, but have no top k; hub: its slot, -1 for none; hubs: what the
+    slot held after its last row, float32[n] by position; no_hubs: why there is none."""
 
     collector: RequestCollector
     layers: tuple[int, ...]  # indices among the captured layers
@@ -30,6 +32,9 @@ class RequestState:
     fed: int = 0
     unnamed: int = 0
     ended: bool = False
+    hub: int = -1
+    hubs: Floats | None = None
+    no_hubs: str | None = None
 
     @property
     def is_asked(self) -> bool:
