@@ -21,8 +21,8 @@ class RequestState:
     """One captured request. entries: those that no response has yet; last: position of the last
     row that was taken, as a request that was put back is run again; prompt_rows: how many of the
     prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
-    ended; unnamed: rows that see keys, but have no top k; hub: its slot, -1 for none; hubs: what the
-    slot held after its last row, float32[n] by position; no_hubs: why there is none."""
+    ended; unnamed: rows that see keys, but have no top k; hub: its slot, -1 for none; hubs: what
+    the slot held after its last row, float32[n] by position; no_hubs: why there is none."""
 
     collector: RequestCollector
     layers: tuple[int, ...]  # indices among the captured layers
