@@ -25,6 +25,7 @@ def steps(monkeypatch) -> Callable[..., Steps]:
     )  # fmt: skip
     found = dict.fromkeys(range(LAYERS), layer)
     monkeypatch.setattr(captured_model, "attention_layers", lambda model: found)
+    monkeypatch.setattr(captured_model, "routers_of", lambda model: {})
 
     def make(store: Path | None = None, **options: Any) -> Steps:
         given = {"return_attention_tokens": True, "layers": "all", "store": store} | options
