@@ -46,7 +46,7 @@ def server(tmp_path_factory, folder, store) -> Iterator[SGLangServer]:
 
 def truth(folder: Path, tokens: list[int]) -> dict[int, tuple[list[list[int]], list[float]]]:
     """Experts by falling weight and entropies of each token, by layer."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
     for layer in ROUTED:
 

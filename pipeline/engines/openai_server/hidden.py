@@ -148,7 +148,8 @@ def _routers(model: Any) -> list[tuple[int, nn.Module]]:
         prefix = f"{name}." if name else ""
         for inner, candidate in module.named_modules():
             match = _LAYER.search(f"{prefix}{inner}.")
-            if isinstance(candidate, kind) and match is not None:
+            is_router = isinstance(candidate, kind) and isinstance(candidate, nn.Module)
+            if is_router and match is not None:
                 found[id(candidate)] = (int(match[1]), candidate)
     return list(found.values())
 
