@@ -24,9 +24,16 @@ LAYERS = [0, 1, 2, 3]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     sys.path.insert(0, str(REPO / "tests" / "pipeline"))
-    from capture_models import save_model
+    from capture_models import CONFIGS, make_tokenizer
 
-    return save_model("mixtral", tmp_path_factory.mktemp("moe") / "model")
+    config = CONFIGS["qwen3_moe"]()
+    # SGLang has experts in every layer of this kind.
+    config.mlp_only_layers = []
+    torch.manual_seed(0)
+    made = tmp_path_factory.mktemp("moe") / "model"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
+    make_tokenizer().save_pretrained(made)
+    return made
 
 
 @pytest.fixture(scope="module")
