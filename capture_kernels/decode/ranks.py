@@ -26,7 +26,8 @@ VALID_COLUMN = 28
 @dataclass(frozen=True)
 class HeadRanks:
     """The processes that hold the heads of a layer. Each runs the same steps over the same rows,
-    with the same of them enabled, because all must make the same calls of `all_reduce`.
+    with the same of them enabled, because all must make the same calls of `all_reduce`. The sums
+    take memory of PyTorch's, in a CUDA graph the graph's own.
 
     Args:
         count: how many there are, this one included.

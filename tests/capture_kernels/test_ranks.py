@@ -268,3 +268,50 @@ def test_two_processes_say_both_what_one_would(tmp_path):
         assert int(seen.sum()) == 3 * [1, 0, 3][step]
         assert torch.equal(positions[seen], expected[1][seen])
         torch.testing.assert_close(masses[seen], expected[2][seen], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
+def test_sums_are_held_by_cuda_graphs_of_several_batch_sizes():
+    """A rank beside one with the same heads, so that the mean of all is its own."""
+    from capture_kernels.serving.step import LayerKind, StepCapture
+
+    case = paged_case(LENGTHS, HEADS, 4, DIM, seed=3)
+    table = torch.cat([case.req_to_token[:1], case.req_to_token])
+    rows = case.req_pool_indices + 1
+    kind = LayerKind((0, 1), heads=HEADS, key_heads=4, head_dim=DIM, scale=0.25)
+
+    def capture_of(ranks, **sizes):
+        made = StepCapture(
+            [kind], num_requests=len(table), device=DEVICE, mean_top_k=6, ranks=ranks, **sizes
+        )
+        for row in rows.tolist():
+            made.requests.enable(row)
+        made.requests.copy()
+        return made
+
+    def step(capture, count):
+        capture.begin(PageTable.of_requests(table, rows[:count], case.seq_lens[:count]))
+        for layer in (0, 1):
+            queries = torch.roll(case.queries, layer, dims=0)[:count].contiguous()
+            capture.layer(layer, queries, case.k_cache)
+        capture.end()
+
+    alone = capture_of(None, max_rows=8, max_length=200)
+    # As a server plans: far more than its steps need, and than has room.
+    both = capture_of(HeadRanks(2, lambda part: 2 * part), max_rows=256, max_length=131_072)
+    side, graphs = torch.cuda.Stream(), {}
+    for count in (5, 1, 3):
+        with torch.cuda.stream(side):
+            step(both, count)
+        torch.cuda.synchronize()
+        graphs[count] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[count]):
+            step(both, count)
+    for count in (1, 5, 3, 5, 1) * 50:  # so often that sums of what was left there would overflow
+        graphs[count].replay()
+        found = both.results(count)
+        step(alone, count)
+        expected = alone.results(count)
+        torch.testing.assert_close(found.mean, expected.mean, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.mean_positions, expected.mean_positions)
+        torch.testing.assert_close(found.mean_masses, expected.mean_masses, rtol=1e-4, atol=1e-5)

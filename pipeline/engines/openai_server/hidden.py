@@ -58,7 +58,7 @@ class HiddenStates:
     def __init__(self, model: Any, layers: int, run: Callable[[], Tensor]) -> None:
         self._head = model.get_output_embeddings()
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        decoder = model.get_decoder()
+        decoder = model.get_decoder() or model
         self._norm = next(filter(None, (getattr(decoder, name, None) for name in _NORMS)), None)
         lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList)]
         self._layers = list(next((each for each in lists if len(each) == layers), []))
@@ -148,7 +148,8 @@ def _routers(model: Any) -> list[tuple[int, nn.Module]]:
         prefix = f"{name}." if name else ""
         for inner, candidate in module.named_modules():
             match = _LAYER.search(f"{prefix}{inner}.")
-            if isinstance(candidate, kind) and match is not None:
+            is_router = isinstance(candidate, kind) and isinstance(candidate, nn.Module)
+            if is_router and match is not None:
                 found[id(candidate)] = (int(match[1]), candidate)
     return list(found.values())
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from capture_kernels.errors import OptionError
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import (
@@ -19,6 +21,7 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
 from .layers import attention_layers, kinds_of, revision_of
+from .routing import Routers, routers_of, routing_refusal
 
 LOG = logging.getLogger("attn.capture")
 
@@ -55,12 +58,21 @@ class CapturedModel:
                 f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
             )
         later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(("attn_capture", "moe_routing", "logit_lens"), later)
+        reasons = {"attn_capture": later}
         if not options.hub_slots:
             reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
             reasons["head_filtering"] = "with --tp-size above 1, means are of all heads"
             reasons["attention_hubs"] = "not with --tp-size above 1"
+        reasons["logit_lens"] = (
+            "SGLang shows a plug-in no hidden state but the last: the transformers engine has it"
+        )
+        routers = routers_of(runner.model)
+        self._routers = {number: routers[number] for number in chosen if number in routers}
+        if routers and not self._routers:
+            reasons["moe_routing"] = "the captured layers route no experts"
+        elif routers and (reason := routing_refusal(arguments, self._routers)):
+            reasons["moe_routing"] = reason
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
@@ -68,6 +80,7 @@ class CapturedModel:
             heads=heads,
             max_context=config.context_len,
             reasons=reasons,
+            moe=bool(routers),
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
         self._parser = arguments.reasoning_parser
@@ -90,6 +103,12 @@ class CapturedModel:
             },
             windowed=self._windowed,
         )
+
+    def routers(self, max_rows: int, device: torch.device | str) -> Routers | None:
+        """The routers of the captured layers; None if there are none that can be captured."""
+        if not self._routers or "moe_routing" in self.facts.reasons:
+            return None
+        return Routers(self._routers, max_rows, device)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find the tags of --reasoning-parser in the model's tokens."""

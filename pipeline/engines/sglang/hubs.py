@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
+from capture_kernels.serving.step import StepCapture
 
-from capture_kernels.serving.step import StepCapture, StepResults
-
-from .states import NotedRow, RequestState
+from .states import HostRows, NotedRow, RequestState
 
 ALL_TAKEN = "all --attention-hub-slots were taken"
 # A row was computed for a token that was not kept, and is computed again.
@@ -43,13 +41,13 @@ def asked_slots(noted: Sequence[NotedRow]) -> list[tuple[int, int]]:
     return [(state.hub, length) for state, length in _lengths(noted).items()]
 
 
-def take_hubs(noted: Sequence[NotedRow], found: StepResults) -> None:
+def take_hubs(noted: Sequence[NotedRow], found: HostRows) -> None:
     """Give each request what its slot held after this step, if the step's last row of it was
     taken. A later step may have added a row whose token no answer has."""
     begin = 0
     for state, length in _lengths(noted).items():
         if state.last == length - 1 + state.collector.request.mask_prefix:
-            state.hubs = found.hubs[begin : begin + length].numpy().astype(np.float32)
+            state.hubs = found.hubs[begin : begin + length].copy()
         else:
             state.no_hubs = ROW_TWICE
         begin += length

@@ -13,20 +13,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from capture_kernels.arrays import Floats, Int32s, Mask
-from capture_kernels.decode.ranks import VALID_COLUMN
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.serving.step import StepCapture, StepResults
+from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
+from pipeline.engines.serving.responses import routing_of
 from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
@@ -36,8 +35,8 @@ from .hubs import HubSlots, asked_slots, take_hubs
 from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
-from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
-from .step_rows import layer_rows, wants_lists
+from .routing import RoutingRows
+from .states import DeviceStep, ExtendRows, HostRows, NotedRow, RequestState, Stage, wants_lists
 
 LOG = logging.getLogger("attn.capture")
 
@@ -90,6 +89,11 @@ class Recorder:
         )
         self._hubs = HubSlots(self.capture)
         self.on_gpu = self._tokens.is_cuda
+        self._routers = None
+        if ranks.answers:
+            self._routers = model.routers(self.capture.max_rows, self._tokens.device)
+        if self._routers is not None:
+            self._routers.observed_by(self.routed)
         sink = None
         if ranks.answers:
             sink = open_sink(
@@ -102,6 +106,8 @@ class Recorder:
         self._extend: ExtendRows | None = None
         self._is_decode = False
         self._stage = Stage.REPLAYED
+        # Where its rows are among its tokens; None: they are the first; False: no step is captured.
+        self._queries: Tensor | Literal[False] | None = False
         self._budget = OverheadBudget(options.overhead_budget)
         self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
         self.failed = self._closed = False
@@ -114,6 +120,7 @@ class Recorder:
         began = time.perf_counter()
         mode = forward_batch.forward_mode
         self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
+        self._queries = False
         self._is_decode = mode.is_decode()
         if mode.is_idle() or not batch.reqs:
             return
@@ -235,6 +242,7 @@ class Recorder:
         else:
             table = self._extend.table
         if number == capture.layers[0]:
+            self._queries = None if decode or self._extend is None else self._extend.queries
             capture.begin(table)
             self._stage = Stage.BEGUN
         elif self._stage is not Stage.BEGUN:
@@ -250,6 +258,12 @@ class Recorder:
         if number == capture.layers[-1]:
             capture.end()
             self._stage = Stage.ENDED
+
+    @ends_capture_not_serving
+    def routed(self, index: int, output: Any) -> None:
+        """The router of a captured layer has run."""
+        if self._queries is not False and self._routers is not None:
+            self._routers.take(index, output, self._queries)
 
     # What SGLang calls a sampling observer -------------------------------------------------------
 
@@ -269,19 +283,18 @@ class Recorder:
         found = self.capture.results(
             self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
         )
-        return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
+        routing = None if self._routers is None else self._routers.results(self._rows)
+        return DeviceStep(self.consume, self._noted, found, routing, datetime.now(UTC))
 
     @ends_capture_not_serving
     def consume(
-        self, noted: list[NotedRow], found: StepResults, at: datetime, batch: Any,
-        commits: Sequence[Any],
+        self, noted: list[NotedRow], found: HostRows, routing: RoutingRows | None, at: datetime,
+        batch: Any, commits: Sequence[Any],
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
         if self._budget.exceeded and not self.ranks.alone:
             return  # their requests are captured to their ends
         began = time.perf_counter()
-        mean = found.mean.numpy()
-        complete: Mask = np.all(np.any(mean, axis=2), axis=0)
         recorded: list[RecordRow] = []
         for note in noted:
             state, commit = note.state, commits[note.request]
@@ -292,7 +305,7 @@ class Recorder:
             is_prompt = note.position < collector.prompt_len
             if note.position <= state.last or (commit is None and not is_prompt):
                 continue
-            if not complete[note.row]:
+            if not found.complete[note.row]:
                 continue  # the step was incomplete, so that nothing is known of it
             state.last = note.position
             state.prompt_rows += is_prompt
@@ -302,18 +315,23 @@ class Recorder:
                 collector.feed(token)
                 state.fed += 1
             token = note.token if note.token is not None else self._token(req, note.position)
+            routings = {}
+            if routing is not None and self._routers is not None:
+                routings = self._routers.of_row(routing, note.row)
+            layers = []
+            if state.is_asked or routings:
+                layers = found.layer_rows(note, self.capture.layers, routings)
             if self._records is not None:
-                phase = collector.phase(note.position)
+                phase, of = collector.phase(note.position), routing_of(layers)
                 recorded.append(
-                    RecordRow(collector, note.row, state.layers, note.position, token, phase)
+                    RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
                 )
             if state.is_asked:
-                state.unnamed += self._lacks_top_k(mean, found.mean_positions.numpy(), note)
-                layers = layer_rows(found, note.row, state.layers, collector.request)
+                state.unnamed += found.lacks_top_k(note)
                 state.entries += collector.add(Row(note.position, token, layers, at))
         take_hubs(noted, found)
         if self._records is not None and recorded:
-            self._records.put(StepRows(recorded, mean, at))
+            self._records.put(StepRows(recorded, found.mean, at))
         now = time.perf_counter()
         for note in noted:
             note.state.collector.add_seconds((now - began) / len(noted))
@@ -321,15 +339,6 @@ class Recorder:
             LOG.warning("capture is switched off: %s", self._budget.exceeded)
             self._report_off(self.off)
         self._consumed_at = now
-
-    @staticmethod
-    def _lacks_top_k(mean: Floats, positions: Int32s, note: NotedRow) -> bool:
-        """Whether a row sees keys, but no top k of them: heads on several ranks, and no room."""
-        if note.state.collector.request.mode == "fingerprint":
-            return False
-        layers = list(note.state.layers)
-        sees = mean[layers, note.row, VALID_COLUMN] == 1
-        return bool((sees & (positions[layers, note.row, 0] < 0)).any())
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""

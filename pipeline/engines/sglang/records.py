@@ -37,6 +37,8 @@ class RecordRow(NamedTuple):
     position: int
     token: int | None
     phase: str
+    experts: list[int] | None = None  # as in `responses.routing_of`
+    router_entropy: float | None = None
 
 
 class StepRows(NamedTuple):
@@ -129,5 +131,7 @@ def _batch(
         "token_id": pa.array([row.token for row, _ in kept], pa.int32()),
         "sink_mass": sink_mass[valid],
         "vector": vector[valid],
+        "top_experts": pa.array([row.experts for row, _ in kept], pa.list_(pa.int16())),
+        "router_entropy": pa.array([row.router_entropy for row, _ in kept], pa.float32()),
     }
     return make_batch({**given, **changing}, len(kept))

@@ -8,12 +8,19 @@ from datetime import datetime
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from capture_kernels.arrays import Floats
+from capture_kernels.arrays import Floats, Mask
+from capture_kernels.decode.ranks import VALID_COLUMN
 from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.layer_plan import LOGSUMEXP_COLUMN
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.request import CaptureRequest
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Routing
+
+from .routing import RoutingRows
 
 
 @dataclass(eq=False)
@@ -69,6 +76,11 @@ class ExtendRows(NamedTuple):
     queries: Tensor  # int64[R]
 
 
+def wants_lists(request: CaptureRequest) -> bool:
+    """Whether a request's entries list each of its heads, where the server has their top k."""
+    return request.mode == "raw" and request.heads is not None
+
+
 class Stage(Enum):
     """How far the captured layers of a step have come, as far as the host sees them run."""
 
@@ -85,6 +97,7 @@ class DeviceStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
+    routing: RoutingRows | None
     at: datetime
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
@@ -92,7 +105,8 @@ class DeviceStep:
         copied = StepResults(
             *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
         )
-        return HostStep(self.consumer, self.noted, copied, self.at)
+        routing = self.routing and RoutingRows(*map(copy_tensor, self.routing))
+        return HostStep(self.consumer, self.noted, copied, routing, self.at)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,58 @@ class HostStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
+    routing: RoutingRows | None
     at: datetime
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        self.consumer(self.noted, self.found, self.at, batch, commits)
+        self.consumer(self.noted, HostRows(self.found), self.routing, self.at, batch, commits)
+
+
+class HostRows:
+    """The results of a step as arrays.
+
+    Attributes:
+        mean: float32[L, R, 32]. complete: bool[R], whether all layers of a row are there. hubs:
+            float32[n], of the asked slots, one after the other.
+    """
+
+    def __init__(self, found: StepResults) -> None:
+        self.mean = found.mean.numpy()
+        self._positions, self._masses = found.mean_positions.numpy(), found.mean_masses.numpy()
+        # Of each head: the top k, and the logsumexp.
+        of_heads = (found.positions, found.logits, found.per_head[..., LOGSUMEXP_COLUMN])
+        self._of_heads = [each.numpy() for each in of_heads] if found.logits.numel() else None
+        self.hubs = found.hubs.numpy()
+        self.complete: Mask = np.all(np.any(self.mean, axis=2), axis=0)
+
+    def layer_rows(
+        self, note: NotedRow, numbers: Sequence[int], routing: dict[int, Routing]
+    ) -> list[LayerRow]:
+        """What a row did in the layers of its request, whose numbers are those of all captured
+        ones by index."""
+        mean, positions, masses = self.mean, self._positions, self._masses
+        return [
+            LayerRow(
+                numbers[i], mean[i, note.row], float(mean[i, note.row, LOGSUMEXP_COLUMN]),
+                positions[i, note.row], masses[i, note.row],
+                heads=self._head_rows(note.state.collector.request, i, note.row),
+                routing=routing.get(numbers[i]),
+            )
+            for i in note.state.layers
+        ]  # fmt: skip
+
+    def _head_rows(self, request: CaptureRequest, layer: int, row: int) -> HeadRows | None:
+        if self._of_heads is None or request.heads is None or not wants_lists(request):
+            return None
+        return HeadRows(
+            request.heads, *(each[layer, row][request.heads] for each in self._of_heads)
+        )
+
+    def lacks_top_k(self, note: NotedRow) -> bool:
+        """Whether a row sees keys, but no top k of them, as where heads lie on several ranks and
+        there was no room."""
+        if note.state.collector.request.mode == "fingerprint":
+            return False
+        layers = list(note.state.layers)
+        sees = self.mean[layers, note.row, VALID_COLUMN] == 1
+        return bool((sees & (self._positions[layers, note.row, 0] < 0)).any())

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
+from pipeline.engines.sglang.parallel import Ranks  # noqa: E402
 from pipeline.engines.sglang.recorder import Recorder  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS = 4, 2, 8, 2
@@ -38,7 +39,7 @@ class Req:
 class Steps:
     """Runs steps as SGLang does: prepared, run layer by layer, sampled, and later consumed."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, ranks: Ranks | None = None) -> None:
         self.options, self.facts = options, list[ModelFacts]()
         slots = (1 + MOST_RUNNING) * LONGEST
         rows = torch.arange(slots, dtype=torch.int32).reshape(1 + MOST_RUNNING, LONGEST)
@@ -49,14 +50,17 @@ class Steps:
                 served_model_name="demo", model_path="/none", reasoning_parser=None
             ),
             model_config=SimpleNamespace(
-                num_hidden_layers=LAYERS, context_len=LONGEST, hf_config=None
+                num_hidden_layers=LAYERS,
+                context_len=LONGEST,
+                hf_config=None,
+                num_attention_heads=HEADS * (1 if ranks is None else ranks.count),
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
             max_running_requests=MOST_RUNNING,
         )
-        self.recorder = Recorder(self.runner, options, self.facts.append)
+        self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
         self.generator = generator
 
     def request(self, row: int, prompt: int, **wanted: Any) -> Req:
@@ -94,7 +98,9 @@ class Steps:
             )
             query = torch.randn((queries, HEADS * DIM), generator=self.generator)
             self.recorder.layer(layer, query, forward, decode=decode, sinks=None)
-        step = self.recorder.after_sample(True, torch.zeros(len(reqs)))
+        step = None
+        if self.recorder.is_active(None):
+            step = self.recorder.after_sample(True, torch.zeros(len(reqs)))
 
         def consume(commits: list[Any]) -> None:
             if step is not None:
