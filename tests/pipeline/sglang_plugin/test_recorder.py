@@ -157,7 +157,7 @@ def test_a_fault_is_logged_once_and_ends_capture(steps, caplog, monkeypatch):
     req.output_ids += [5, 5]
     some.run([req], [7])([TOKEN])
 
-    def broken(rows):
+    def broken(rows, **asked):
         raise RuntimeError("a fault for the test")
 
     monkeypatch.setattr(some.recorder.capture, "results", broken)

@@ -115,7 +115,7 @@ def test_a_fault_in_what_one_rank_answers_ends_what_is_said_not_the_sums(steps, 
     both.run([asks], [6], [0])
     first = both.ranks[0].recorder
 
-    def broken(rows):
+    def broken(rows, **asked):
         raise RuntimeError("a fault for the test")
 
     monkeypatch.setattr(first.capture, "results", broken)
@@ -144,8 +144,8 @@ def test_rows_without_a_top_k_are_counted(steps, monkeypatch):
     asks = both.request(1, 6, mode="raw", layers=[0])
     found = first.capture.results
 
-    def without_room(rows):
-        results = found(rows)
+    def without_room(rows, **asked):
+        results = found(rows, **asked)
         results.mean_positions.fill_(-1)
         return results
 
