@@ -29,6 +29,7 @@ class CapturedModel:
     Attributes:
         name: of the model in records and responses.
         kinds: the captured layers, for `StepCapture`.
+        score_kinds: the layers of full scores.
         facts: for the gate.
 
     Raises:
@@ -48,12 +49,18 @@ class CapturedModel:
         self.kinds = kinds_of({number: layers[number] for number in chosen})
         later = "the SGLang plug-in does not have it yet"
         reasons = dict.fromkeys(
-            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
+            ("head_filtering", "attention_hubs", "moe_routing", "logit_lens"), later
         )
+        scored = options.choose_score_layers(list(layers), config.num_hidden_layers)
+        if arguments.tp_size > 1:
+            reasons["attn_capture"] = "tensor parallelism (--tp-size) splits the heads"
+            scored = ()
+        self.score_kinds = kinds_of({number: layers[number] for number in scored})
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
             layers=tuple(chosen),
+            score_layers=scored,
             heads=self.kinds[0].heads,
             max_context=config.context_len,
             reasons=reasons,

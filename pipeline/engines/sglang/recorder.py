@@ -32,7 +32,8 @@ from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
 from .facts_file import ENDED
-from .recorder_keys import ENTRIES, USAGE
+from .full_scores import ScoreTap, answer_of, refuse_request
+from .recorder_keys import ENTRIES, SCORES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
 from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
 
@@ -98,6 +99,10 @@ class Recorder:
             visibility=options.visibility,
             mean_top_k=top_k,
         )
+        self._scores = ScoreTap(
+            model.score_kinds, pool=self._pool, slots=self._tokens, max_rows=self.capture.max_rows,
+            dtype=runner.model_config.dtype, refuse=refuse_request,
+        )  # fmt: skip
         self.on_gpu = self._tokens.is_cuda
         sink = open_sink(
             sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
@@ -122,6 +127,7 @@ class Recorder:
         mode = forward_batch.forward_mode
         self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
         self._is_decode = mode.is_decode()
+        self._scores.begin(is_decode=self._is_decode)
         if mode.is_idle() or not batch.reqs:
             return
         lengths = forward_batch.seq_lens_cpu.tolist()
@@ -163,6 +169,7 @@ class Recorder:
         """Note the wanted rows of a request among those at positions first to before `after`."""
         requests, pool_index = self.capture.requests, req.kv.req_pool_idx
         state = None if self._budget.exceeded else self._state(req)
+        self._scores.note(index, req, state, first, after)
         wanted: list[int] = []
         if state is not None:
             begin = max(first, state.last + 1)
@@ -215,7 +222,7 @@ class Recorder:
             records_elsewhere=self._records is not None,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        return RequestState(collector, layers)
+        return RequestState(collector, layers, scores=self._scores.new(request))
 
     @ends_capture_not_serving
     def layer(
@@ -223,6 +230,7 @@ class Recorder:
     ) -> None:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
+        self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
         if number not in capture.layers:
             return
         if decode:
@@ -256,14 +264,17 @@ class Recorder:
     # What SGLang calls a sampling observer -------------------------------------------------------
 
     def is_active(self, sampling_info: Any) -> bool:
-        return bool(self._noted)
+        return bool(self._noted) or self._scores.is_active
 
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
         return True
 
     @ends_capture_not_serving
-    def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
+    def after_sample(self, state: bool, token_ids: Tensor) -> Any:
         """The step's results, as copies that no later step changes."""
+        return self._scores.end(self._rows_of_step())
+
+    def _rows_of_step(self) -> DeviceStep | None:
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
@@ -337,19 +348,21 @@ class Recorder:
     def _outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         if all(getattr(req, ATTRIBUTE, None) is None for req in reqs):
             return {}
-        entries: list[list[Any]] = []
-        usage: list[list[Any]] = []
-        for req in reqs:
-            state = getattr(req, ATTRIBUTE, None)
-            if state is None:
-                entries.append([])
-                usage.append([])
-                continue
-            ends = req.finished() and not state.ended
-            entries.append(state.entries)
-            usage.append([self._usage(state)] if ends and state.is_asked else [])
-            state.entries, state.ended = [], state.ended or ends
-        return {ENTRIES: entries, USAGE: usage}
+        entries, usage, scores = zip(*map(self._said, reqs), strict=True)
+        found = {ENTRIES: list(entries), USAGE: list(usage)}
+        return found | ({SCORES: list(scores)} if any(scores) else {})
+
+    def _said(self, req: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Entries, usage and full scores of a request that no response has yet."""
+        state: RequestState | None = getattr(req, ATTRIBUTE, None)
+        if state is None:
+            return [], [], []
+        ends = req.finished() and not state.ended
+        scores, missing = answer_of(req, state) if ends else ([], {})
+        usage = [self._usage(state) | missing] if ends and state.is_asked else []
+        entries, state.entries = state.entries, []
+        state.ended = state.ended or ends
+        return entries, usage, scores
 
     def _usage(self, state: RequestState) -> dict[str, Any]:
         usage = state.collector.finish()
@@ -368,6 +381,7 @@ class Recorder:
         """Switch capture off for good."""
         self.failed = True
         self._noted, self._extend = [], None
+        self._scores.begin(is_decode=False)
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.full_scores import FullScores
 
 
 @dataclass(eq=False)
@@ -29,6 +30,8 @@ class RequestState:
     prompt_rows: int = 0
     fed: int = 0
     ended: bool = False
+    scores: FullScores | None = None
+    scored: int = 0
 
     @property
     def is_asked(self) -> bool:

@@ -46,10 +46,10 @@ class Steps:
         self.keys = torch.randn((LAYERS, slots, KEY_HEADS, DIM), generator=generator)
         self.runner = SimpleNamespace(
             server_args=SimpleNamespace(
-                served_model_name="demo", model_path="/none", reasoning_parser=None
+                served_model_name="demo", model_path="/none", reasoning_parser=None, tp_size=1
             ),
             model_config=SimpleNamespace(
-                num_hidden_layers=LAYERS, context_len=LONGEST, hf_config=None
+                num_hidden_layers=LAYERS, context_len=LONGEST, hf_config=None, dtype=torch.float32
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
