@@ -72,11 +72,12 @@ async def heard(
         async with aclosing(original(self, obj, *given, **named)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 for one in output if isinstance(output, list) else [output]:
-                    if isinstance(one, dict):
-                        await put_scores(current, one)
-                if current is not None and isinstance(output, dict):
-                    note(current, output.get("meta_info") or {}, self.incremental_streaming_output)
-                for one in output if isinstance(output, list) else [output]:
+                    if not isinstance(one, dict):
+                        continue
+                    await put_scores(current, one)
+                    if current is not None:
+                        meta_info = one.get("meta_info") or {}
+                        note(current, meta_info, self.incremental_streaming_output)
                     drop_empty(one)
                 yield output
     except ValueError as error:  # SGLang answers 400
@@ -134,10 +135,10 @@ async def put_scores(current: Heard | None, output: dict[str, Any]) -> None:
         current.scores = entries
 
 
-def drop_empty(output: Any) -> None:
+def drop_empty(output: dict[str, Any]) -> None:
     """Leave out of an output's `meta_info` what is said of those who did not ask: nothing. SGLang
     has a key in all outputs of a step, or in none."""
-    meta_info = output.get("meta_info") if isinstance(output, dict) else None
+    meta_info = output.get("meta_info")
     for key in (ENTRIES, USAGE):
         if meta_info and not meta_info.get(key, True):
             del meta_info[key]
