@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.engines.serving.full_scores import TOO_LARGE, check_room
 from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send, error_content
-from pipeline.engines.serving.options import SECRET_VARIABLE
+from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
 
@@ -90,9 +90,9 @@ def wanted_of(obj: Any) -> CaptureRequest | None:
     """What a `GenerateReqInput` wants captured."""
     sampling = getattr(obj, "sampling_params", None)
     params = sampling.get("custom_params") if isinstance(sampling, dict) else None
-    secret = os.environ.get(SECRET_VARIABLE)
-    if not isinstance(params, dict) or CUSTOM_PARAM not in params or not secret:
+    if not isinstance(params, dict) or CUSTOM_PARAM not in params:
         return None
+    secret = ServeOptions.from_environment(os.environ).secret
     return CaptureRequest.from_custom_params(params, secret)
 
 
