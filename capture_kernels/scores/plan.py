@@ -40,6 +40,8 @@ class ScoresTuning(NamedTuple):
 
 
 WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
+# What suits a long prompt in half precision.
+PROMPT_TUNING = ScoresTuning(block_m=128, block_n=BLOCK_KEYS, warps=8, stages=3)
 
 
 @dataclass(kw_only=True, eq=False)

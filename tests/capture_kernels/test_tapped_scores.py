@@ -72,7 +72,7 @@ def taken(case, chunks, decoded, *, kind, wanted, sinks=None, on_host=False):
     ids=["plain", "heads and mask", "8-bit keys", "window and sinks"],
 )
 def test_chunks_and_steps_are_the_references(cache, wanted, more, learned, on_host):
-    tokens, heads, dim = 47, 4, 32
+    tokens, heads, dim = 80, 4, 32
     case = prompt(tokens, heads, 2, dim, **cache)
     if case.descale is not None:
         # As SGLang has it: one number.
@@ -82,7 +82,7 @@ def test_chunks_and_steps_are_the_references(cache, wanted, more, learned, on_ho
     request = CaptureRequest(layers=[0], scores=[6], **wanted)
     # Chunks of as many rows as a kernel is worth, and of fewer.
     found = taken(
-        case, [20, 16, 7], 4, kind=kind, wanted=request, sinks=sinks, on_host=on_host
+        case, [40, 33, 3], 4, kind=kind, wanted=request, sinks=sinks, on_host=on_host
     )  # fmt: skip
     hidden = request.mask_prefix
     expected = truth(

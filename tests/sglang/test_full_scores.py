@@ -234,6 +234,10 @@ def refusal(server: SGLangServer, prompt: list[int], tokens: int) -> None:
 def test_scores_that_take_too_much_memory_are_refused(server):
     before = server.log.read_text().count("Prefill batch")
     refusal(server, list(range(5, 2000)) + list(range(5, 910)), 3)
+    body = {"input_ids": [3] * (MOST + 1), "sampling_params": {"max_new_tokens": 3}}
+    refused = server.client.post("/generate", json={**body, "attn_capture": 1})
+    assert refused.status_code == 400
+    assert f"attn_capture of {MOST + 1} tokens takes more" in refused.json()["error"]["message"]
     # A prompt that is too long is never run.
     assert server.log.read_text().count("Prefill batch") == before
     # An answer that gets too long ends when it does.

@@ -27,7 +27,7 @@ from pipeline.engines.serving.request import CaptureRequest, RequestError
 from .states import RequestState
 
 # With fewer queries a kernel would be compiled, and launched, for little.
-FEWEST_FOR_KERNEL = 16
+FEWEST_FOR_KERNEL = 32
 
 
 @dataclass(eq=False)
@@ -192,9 +192,10 @@ class ScoreTap:
         }  # fmt: skip
         if self._on_host or rows < FEWEST_FOR_KERNEL:
             return PlainScoresPlan(**own)
-        from capture_kernels.scores.plan import ScoresPlan
+        from capture_kernels.scores.plan import PROMPT_TUNING, ScoresPlan
 
-        return ScoresPlan(**own)
+        # The same for prompts of all lengths, as a kernel that is compiled holds up the server.
+        return ScoresPlan(tuning=PROMPT_TUNING, **own)
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,20 @@ def test_a_step_without_a_layer_has_no_row_instead_of_the_last_ones_queries(step
     assert scores_of(entries[1 - layer])[7].any()
 
 
+def test_the_queries_of_a_request_are_not_the_next_ones_in_its_row(steps):
+    some = steps(**ON)
+    for row, left_out in ((1, None), (2, 0)):
+        req = some.request(row, 6, mode="fingerprint", scores=ALL, stream_entries=False)
+        some.run([req], [6], [0])([TOKEN])
+        req.output_ids.append(5)
+        # At the same position as the other, but the layer does not run.
+        some.run([req], [7], leave_out=left_out)([TOKEN])
+        req.output_ids.append(5)
+        entries, usage = answered(some, req)
+        assert usage.get("missing_score_rows", 0) == (left_out is not None)
+        assert scores_of(entries[0])[6].any() == (left_out is None)
+
+
 def test_one_of_three_asks_in_prompts_and_in_steps(steps):
     some = steps(**ON)
     reqs = [some.request(1, 7), some.request(2, 5, mode="raw", scores=[1]), some.request(3, 4)]
