@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .body import RequestError
-from .responses import capture_data
+from .responses import Ranges, capture_data, named_ranges, ranges_of
 
 Halves = NDArray[np.float16]
 # What the full scores of one request may take, as float16.
@@ -38,10 +38,14 @@ class FullScores:
     Args:
         heads: how many query heads are taken, of all layers together.
         hidden: tokens of the masked prefix, which no answer holds.
+        vision, audio: positions of the prompt's images, videos and sounds.
     """
 
-    def __init__(self, layers: Sequence[int], *, heads: int, hidden: int) -> None:
-        self._heads, self._hidden = heads, hidden
+    def __init__(
+        self, layers: Sequence[int], *, heads: int, hidden: int, vision: Ranges = (),
+        audio: Ranges = (),
+    ) -> None:  # fmt: skip
+        self._heads, self._hidden, self._vision, self._audio = heads, hidden, vision, audio
         # By layer: the position of the first row, and rows float16[R, H, that + R].
         self._rows: dict[int, list[tuple[int, Halves]]] = {layer: [] for layer in layers}
 
@@ -75,8 +79,7 @@ class FullScores:
             for begin, rows in own:
                 of_layer[begin : begin + len(rows)] = True
             there &= of_layer
-        edges = np.flatnonzero(np.diff(np.r_[True, there[self._hidden :], True]))
-        return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+        return ranges_of(~there[self._hidden :])
 
     def entries(self, tokens: int, prompt_len: int) -> list[dict[str, Any]]:
         """`attn_capture_data` of a response, with T as far as rows came; those that did not are 0,
@@ -88,17 +91,23 @@ class FullScores:
             tokens: that were fed to the model.
             prompt_len: tokens of the prompt.
         """
-        missing = [{"start": begin, "end": end} for begin, end in self.missing(tokens)]
+        missing = named_ranges(self.missing(tokens))
+        vision, audio = self._shown(self._vision), self._shown(self._audio)
         prompt = max(0, prompt_len - self._hidden)
         found = []
         for layer, own in self._rows.items():
             if not own:
                 continue
-            entry = capture_data(layer, self._whole(own), prompt)
+            entry = capture_data(layer, self._whole(own), prompt, vision, audio)
             if missing:
                 entry["token_meta"]["missing_rows"] = missing
             found.append(entry)
         return found
+
+    def _shown(self, ranges: Ranges) -> list[tuple[int, int]]:
+        """What the masked prefix leaves of ranges, counted from its end."""
+        left = ((max(0, begin - self._hidden), end - self._hidden) for begin, end in ranges)
+        return [(begin, end) for begin, end in left if begin < end]
 
     def _whole(self, own: list[tuple[int, Halves]]) -> Halves:
         """float16[T, H, T] without the masked prefix."""

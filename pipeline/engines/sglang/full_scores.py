@@ -86,13 +86,16 @@ class ScoreTap:
         self._rows: list[ScoreRows] = []
         self._is_decode, self._fed = False, 0
 
-    def new(self, request: CaptureRequest) -> FullScores | None:
+    def new(self, request: CaptureRequest, req: Any) -> FullScores | None:
         """What takes the scores of a request; None if it asks for none."""
         if request.scores is None:
             return None
         kinds = [self._kinds[number] for number in request.scores]
         heads = sum(len(chosen_heads(k.heads, k.key_heads, request.heads)) for k in kinds)
-        return FullScores(request.scores, heads=heads, hidden=request.mask_prefix)
+        vision, audio = modalities(req)
+        return FullScores(
+            request.scores, heads=heads, hidden=request.mask_prefix, vision=vision, audio=audio
+        )
 
     def begin(self, *, is_decode: bool) -> None:
         """Begin a step, of which nothing is noted yet."""
@@ -259,6 +262,19 @@ class ScoresOnHost:
         if self.written is None:
             return True
         return int(self.written[self.layers.index(layer), number]) == self.rows[number].end
+
+
+def modalities(req: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Where images and videos of a request stand among its tokens, and where sounds: ranges
+    without their ends."""
+    vision: list[tuple[int, int]] = []
+    audio: list[tuple[int, int]] = []
+    inputs = getattr(req, "multimodal_inputs", None)
+    for item in inputs.mm_items if inputs is not None else ():
+        # SGLang's end is the last token.
+        ranges = [(begin, last + 1) for begin, last in item.offsets or ()]
+        (audio if item.is_audio() else vision).extend(ranges)
+    return sorted(vision), sorted(audio)
 
 
 def answer_of(req: Any, state: RequestState) -> tuple[list[Any], dict[str, int]]:

@@ -222,7 +222,7 @@ class Recorder:
             records_elsewhere=self._records is not None,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        return RequestState(collector, layers, scores=self._scores.new(request))
+        return RequestState(collector, layers, scores=self._scores.new(request, req))
 
     @ends_capture_not_serving
     def layer(

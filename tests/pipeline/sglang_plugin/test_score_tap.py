@@ -246,6 +246,23 @@ def test_scores_end_with_capture_and_the_answer_says_where(steps, monkeypatch):
     check(some, req, entries, 6)
 
 
+def test_images_and_sounds_of_a_prompt_are_named(steps):
+    some = steps(**ON)
+    req = some.request(1, 30, mode="fingerprint", scores=[0], mask_prefix=4, stream_entries=False)
+    # As SGLang has them: the last token is in the range.
+    images = SimpleNamespace(offsets=[(12, 15), (2, 6)], is_audio=lambda: False)
+    sounds = SimpleNamespace(offsets=[(20, 20), (0, 1)], is_audio=lambda: True)
+    without = SimpleNamespace(offsets=None, is_audio=lambda: False)
+    req.multimodal_inputs = SimpleNamespace(mm_items=[images, sounds, without])
+    some.run([req], [30], [0])([TOKEN])
+    req.output_ids.append(5)
+    meta = answered(some, req)[0][0]["token_meta"]
+    assert meta["vision_ranges"] == [{"start": 0, "end": 3}, {"start": 8, "end": 12}]
+    assert meta["lang_ranges"] == [
+        {"start": 3, "end": 8}, {"start": 12, "end": 16}, {"start": 17, "end": 26}
+    ]  # fmt: skip
+
+
 def test_tensor_parallelism_refuses_them_by_name(steps):
     some = steps(**ON)
     assert some.recorder.model.facts.score_layers == tuple(ALL)
