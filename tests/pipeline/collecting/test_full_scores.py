@@ -67,7 +67,9 @@ def test_the_limit_is_what_the_whole_array_takes():
     heads = 32
     most = int((SCORES_BYTES / 2 / heads) ** 0.5)
     check_room(most, heads)
-    with pytest.raises(RequestError, match=f"of {most + 1} tokens takes more than 256 MiB") as told:
+    with pytest.raises(
+        RequestError, match=f"of {most + 1} tokens takes more than 256 MiB"
+    ) as refused:
         FullScores([1], heads=heads, hidden=0).reserve(most + 1)
-    assert told.value.param == "attn_capture"
-    assert "attn_capture_layers" in told.value.message
+    assert refused.value.param == "attn_capture"
+    assert "attn_capture_layers" in refused.value.message

@@ -96,8 +96,8 @@ async def answer(send: Send, status: int, value: Any, headers: Headers) -> None:
 def error_content(error: RequestError) -> bytes:
     """The body that answers with an error, as OpenAI's API has it."""
     kind = _TYPES.get(error.status, "invalid_request_error")
-    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": told})
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
 
 
 async def refuse(send: Send, receive: Receive, error: RequestError) -> None:
