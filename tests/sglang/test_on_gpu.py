@@ -48,7 +48,9 @@ def start(folder: Path, *options: str):
     return SGLangProcess(
         MODEL, folder / "log", "--dtype", "float16", "--max-total-tokens", "65536",
         "--cuda-graph-bs-decode", "1", "4", "16", "--mem-fraction-static", "0.9",
-        "--return-attention-tokens", "--attention-capture-layers", "all", *options,
+        "--return-attention-tokens", "--attention-capture-layers", "all",
+        "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all",
+        "--chunked-prefill-size", "256", *options,
     )  # fmt: skip
 
 
@@ -160,3 +162,35 @@ def test_two_ranks_say_what_one_does(server, tmp_path):
                          if mass > p[0][-1] + 2 * SHARE]  # fmt: skip
                 assert set(clear) <= set(b["token_positions"])
     assert compared > 5 * len(prompts), log
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, count):
+    from attention_reference import AttentionReference
+
+    from pipeline.analysis import extract_attention_from_response
+
+    prompts = prompts_of(count)
+    layers, hidden = [0, 3], 2
+    answers = asyncio.run(
+        generate(server.url, prompts, attn_capture=1, attn_capture_layers=layers,
+                 attention_mask_prefix=hidden)
+    )  # fmt: skip
+    plain = asyncio.run(generate(server.url, prompts))
+    for prompt, answer, alone in list(zip(prompts, answers, plain, strict=True))[:4]:
+        # A row whose query no graph kept would be missing, and named.
+        usage = answer["meta_info"]["attention_usage"][-1]
+        assert "missing_score_rows" not in usage, server.end_of_log(30)
+        found = extract_attention_from_response(answer)
+        assert found is not None and list(found) == layers
+        fed = len(prompt) + NEW - 1
+        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+        for number, layer in found.items():
+            scores = layer["scores"]
+            assert scores.shape == (fed - hidden, 4, fed - hidden)
+            for position in range(hidden, fed):
+                p, _ = truth.row(number, position, mask=hidden)
+                row = scores[position - hidden]
+                np.testing.assert_allclose(row[:, : p.shape[1]], p, atol=SHARE)
+                assert not row[:, p.shape[1] :].any()
+        assert not alone["meta_info"].get("attention_usage")

@@ -85,7 +85,7 @@ class ServedModel:
             layers=self.layers,
             score_layers=self.score_layers,
             capture_id=self.capture_id(plain),
-            heads=config.num_attention_heads,
+            heads=self.heads,
             max_context=self.context,
             reasons=({} if off is None else {"capture": off}) | self.hidden.reasons,
             moe=bool(self.hidden.routed),
@@ -102,6 +102,11 @@ class ServedModel:
     def context(self) -> int | None:
         """Tokens of the model's longest input; None if its config does not say."""
         return self.engine.context
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.engine.config.num_attention_heads)
 
     @property
     def end_tokens(self) -> set[int]:

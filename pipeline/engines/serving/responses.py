@@ -24,6 +24,9 @@ from capture_kernels.fingerprint.zones import ZoneRules
 from .rows import HeadRows, LayerRow, Lens
 
 Entry = dict[str, Any]
+# Of positions, without their ends.
+Ranges = Sequence[tuple[int, int]]
+Bools = NDArray[np.bool_]
 # Decimals.
 SHARE, LOGIT, VECTOR = 4, 4, 5
 HUBS = 32
@@ -116,7 +119,10 @@ def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
     return [list(pair) for pair in zip(order.tolist(), masses, strict=True)]
 
 
-def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> Entry:
+def capture_data(
+    layer: int, scores: NDArray[np.float16], prompt_len: int, vision: Ranges = (),
+    audio: Ranges = (),
+) -> Entry:  # fmt: skip
     """One layer's entry of `attn_capture_data`.
 
     The last generated token is never fed to the model, so it has no row: T is one less than the
@@ -125,7 +131,12 @@ def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> En
     Args:
         scores: float16[T, H, T], query, head and key, without the masked prefix.
         prompt_len: tokens of the prompt, without the masked prefix.
+        vision, audio: where the prompt's images, videos and sounds stand, from the end of the
+            masked prefix; the rest of it is language.
     """
+    text = np.ones(prompt_len, bool)
+    for begin, end in (*vision, *audio):
+        text[begin:end] = False
     packed = gzip.compress(np.ascontiguousarray(scores).data, _GZIP_LEVEL, mtime=0)
     return {
         "layer_idx": layer,
@@ -134,11 +145,22 @@ def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> En
         "token_meta": {
             "prompt_len": prompt_len,
             "total_len": len(scores),
-            "vision_ranges": [],
-            "lang_ranges": [{"start": 0, "end": prompt_len}],
+            "vision_ranges": named_ranges(vision),
+            "lang_ranges": named_ranges(ranges_of(text)),
             "last_token_fed": False,
         },
     }
+
+
+def ranges_of(there: Bools) -> list[tuple[int, int]]:
+    """Where bool[n] is True: ranges without their ends."""
+    edges = np.flatnonzero(np.diff(np.r_[False, there, False]))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def named_ranges(ranges: Ranges) -> list[Entry]:
+    """Ranges as responses have them."""
+    return [{"start": begin, "end": end} for begin, end in ranges]
 
 
 def _sketch(row: LayerRow, k: int) -> Entry:

@@ -35,6 +35,7 @@ class CapturedModel:
     Attributes:
         name: of the model in records and responses.
         kinds: the captured layers, for `StepCapture`.
+        score_kinds: the layers of full scores.
         facts: for the gate.
 
     Raises:
@@ -57,13 +58,13 @@ class CapturedModel:
             raise OptionError(
                 f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
             )
-        later = "the SGLang plug-in does not have it yet"
-        reasons = {"attn_capture": later}
+        reasons: dict[str, str] = {}
         if not options.hub_slots:
             reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
             reasons["head_filtering"] = "with --tp-size above 1, means are of all heads"
             reasons["attention_hubs"] = "not with --tp-size above 1"
+            reasons["attn_capture"] = "tensor parallelism (--tp-size) splits the heads"
         reasons["logit_lens"] = (
             "SGLang shows a plug-in no hidden state but the last: the transformers engine has it"
         )
@@ -73,10 +74,15 @@ class CapturedModel:
             reasons["moe_routing"] = "the captured layers route no experts"
         elif routers and (reason := routing_refusal(arguments, self._routers)):
             reasons["moe_routing"] = reason
+        scored: Sequence[int] = ()
+        if ranks == 1:
+            scored = options.choose_score_layers(list(layers), config.num_hidden_layers)
+        self.score_kinds = kinds_of({number: layers[number] for number in scored})
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
             layers=tuple(chosen),
+            score_layers=tuple(scored),
             heads=heads,
             max_context=config.context_len,
             reasons=reasons,

@@ -27,7 +27,7 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.sinks import CLOSE_S
 
 from . import facts_file
-from .answers import AnswerWriter, heard, hide_system_prompt
+from .answers import AnswerWriter, check_scores, heard, hide_system_prompt
 from .command_line import add_options, read_options
 from .facts_file import LiveFacts
 from .layers import refusal
@@ -50,6 +50,7 @@ PARAMETERS = {
     SCHEDULER + "get_output_streamer_class": ("self",),
     SCHEDULER + "handle_shutdown": ("self",),
     MANAGER + "generate_request": ("self", "obj", "request"),
+    MANAGER + "_validate_one_request": ("self", "obj", "input_ids"),
     CHAT + "_convert_to_internal_request": ("self", "request", "raw_request"),
     SERVER + "_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
 }
@@ -291,6 +292,8 @@ def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
         return
     layers = ",".join(map(str, facts.layers))
     parts = ["/".join(options.modes) + " entries"] if options.modes else []
+    if facts.score_layers:
+        parts.append(f"full scores of layers {','.join(map(str, facts.score_layers))}")
     if options.records:
         parts.append(f"records to {options.sidecar_url or options.store}")
     print(
@@ -313,6 +316,7 @@ HOOKS_OF_FIRST: Hooks = {
     ARGUMENTS + "add_cli_args": ("AFTER", add_options),
     ARGUMENTS + "from_cli_args": ("AROUND", read_options),
     MANAGER + "generate_request": ("AROUND", heard),
+    MANAGER + "_validate_one_request": ("BEFORE", check_scores),
     CHAT + "_convert_to_internal_request": ("AFTER", hide),
     SERVER + "_setup_and_run_http_server": ("BEFORE", before_serving),
 }

@@ -31,9 +31,10 @@ from pipeline.engines.serving.sinks import open_sink
 
 from .captured_model import CapturedModel
 from .facts_file import ENDED
+from .full_scores import ScoreTap, refuse_request
 from .hubs import HubSlots, asked_slots, take_hubs
+from .outputs import ATTRIBUTE, outputs_of
 from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
-from .recorder_keys import ENTRIES, USAGE
 from .records import RecordMaker, RecordRow, StepRows
 from .routing import RoutingRows
 from .states import DeviceStep, ExtendRows, HostRows, NotedRow, RequestState, Stage, wants_lists
@@ -42,8 +43,6 @@ LOG = logging.getLogger("attn.capture")
 
 # Of raw entries the most a client may ask for; sketches name 32.
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
-# Where a request's state is kept on SGLang's own object, and so freed with it.
-ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
 
@@ -88,6 +87,10 @@ class Recorder:
             ranks=ranks.heads,
         )
         self._hubs = HubSlots(self.capture)
+        self._scores = ScoreTap(
+            model.score_kinds, pool=self._pool, slots=self._tokens, max_rows=self.capture.max_rows,
+            dtype=runner.model_config.dtype, refuse=refuse_request,
+        )  # fmt: skip
         self.on_gpu = self._tokens.is_cuda
         self._routers = None
         if ranks.answers:
@@ -122,6 +125,7 @@ class Recorder:
         self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
         self._queries = False
         self._is_decode = mode.is_decode()
+        self._scores.begin(is_decode=self._is_decode)
         if mode.is_idle() or not batch.reqs:
             return
         lengths = forward_batch.seq_lens_cpu.tolist()
@@ -165,6 +169,7 @@ class Recorder:
         # Ranks must agree: only one of them knows what was spent and taken so far, and drops it.
         alone = self.ranks.alone
         state = None if alone and self._budget.exceeded else self._state(req)
+        self._scores.note(index, req, state, first, after)
         wanted: list[int] = []
         if state is not None:
             begin = max(first, state.last + 1) if alone else first
@@ -218,7 +223,7 @@ class Recorder:
             records_elsewhere=self.options.records,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        state = RequestState(collector, layers)
+        state = RequestState(collector, layers, scores=self._scores.new(request, req))
         self._hubs.give(state)
         return state
 
@@ -228,6 +233,7 @@ class Recorder:
     ) -> None:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
+        self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
         if number not in capture.layers:
             return
         if decode:
@@ -268,14 +274,17 @@ class Recorder:
     # What SGLang calls a sampling observer -------------------------------------------------------
 
     def is_active(self, sampling_info: Any) -> bool:
-        return bool(self._noted) and self.ranks.answers
+        return (bool(self._noted) or self._scores.is_active) and self.ranks.answers
 
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
         return True
 
     @ends_capture_not_serving
-    def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
+    def after_sample(self, state: bool, token_ids: Tensor) -> Any:
         """The step's results, as copies that no later step changes."""
+        return self._scores.end(self._rows_of_step())
+
+    def _rows_of_step(self) -> DeviceStep | None:
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
@@ -343,38 +352,11 @@ class Recorder:
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
         try:
-            return self._outputs(reqs)
+            return outputs_of(reqs, self.off)
         except Exception:
             LOG.exception(FAULT)
             self.fail()
             return {}
-
-    def _outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
-        if all(getattr(req, ATTRIBUTE, None) is None for req in reqs):
-            return {}
-        entries: list[list[Any]] = []
-        usage: list[list[Any]] = []
-        for req in reqs:
-            state = getattr(req, ATTRIBUTE, None)
-            if state is None:
-                entries.append([])
-                usage.append([])
-                continue
-            ends = req.finished() and not state.ended
-            entries.append(state.entries)
-            usage.append([self._usage(state)] if ends and state.is_asked else [])
-            state.entries, state.ended = [], state.ended or ends
-        return {ENTRIES: entries, USAGE: usage}
-
-    def _usage(self, state: RequestState) -> dict[str, Any]:
-        usage = state.collector.finish(None if state.no_hubs else state.hubs)
-        if state.no_hubs:
-            usage["hubs_missing"] = state.no_hubs
-        if missing := state.missing_prompt_rows:
-            usage["missing_prompt_rows"] = missing
-        if state.unnamed:
-            usage["rows_without_top_k"] = state.unnamed
-        return usage | ({"off": self.off} if self.off else {})
 
     @property
     def off(self) -> str | None:
@@ -388,6 +370,7 @@ class Recorder:
         self.failed = True
         if self.ranks.alone:
             self._noted, self._extend = [], None
+        self._scores.begin(is_decode=False)
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:

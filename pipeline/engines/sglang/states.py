@@ -17,6 +17,7 @@ from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.layer_plan import LOGSUMEXP_COLUMN
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
 from pipeline.engines.serving.rows import HeadRows, LayerRow, Routing
 
@@ -42,6 +43,8 @@ class RequestState:
     hub: int = -1
     hubs: Floats | None = None
     no_hubs: str | None = None
+    scores: FullScores | None = None
+    scored: int = 0
 
     @property
     def is_asked(self) -> bool:

@@ -47,13 +47,14 @@ class Steps:
         self.keys = torch.randn((LAYERS, slots, KEY_HEADS, DIM), generator=generator)
         self.runner = SimpleNamespace(
             server_args=SimpleNamespace(
-                served_model_name="demo", model_path="/none", reasoning_parser=None
+                served_model_name="demo", model_path="/none", reasoning_parser=None, tp_size=1
             ),
             model_config=SimpleNamespace(
                 num_hidden_layers=LAYERS,
                 context_len=LONGEST,
                 hf_config=None,
                 num_attention_heads=HEADS * (1 if ranks is None else ranks.count),
+                dtype=torch.float32,
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
@@ -61,6 +62,8 @@ class Steps:
             max_running_requests=MOST_RUNNING,
         )
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
+        # Of each layer, by request and position: the query float32[H, D].
+        self.queries: dict[int, dict[tuple[str, int], Any]] = {n: {} for n in range(LAYERS)}
         self.generator = generator
 
     def request(self, row: int, prompt: int, **wanted: Any) -> Req:
@@ -97,6 +100,10 @@ class Steps:
                 layer_id=number, tp_q_head_num=HEADS, qk_head_dim=DIM, k_scale=None
             )
             query = torch.randn((queries, HEADS * DIM), generator=self.generator)
+            firsts = [length - 1 for length in lengths] if decode else prefixes
+            at = [(r.rid, p) for r, a, b in zip(reqs, firsts, lengths, strict=True)
+                  for p in range(a, b)]  # fmt: skip
+            self.queries[number] |= zip(at, query.view(-1, HEADS, DIM), strict=True)
             self.recorder.layer(layer, query, forward, decode=decode, sinks=None)
         step = None
         if self.recorder.is_active(None):
@@ -111,4 +118,4 @@ class Steps:
     def said(self, req: Req) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Entries and usage of a request since the last time."""
         found = self.recorder.outputs([req])
-        return tuple(values[0] for values in found.values()) if found else ([], [])
+        return tuple(values[0] for values in list(found.values())[:2]) if found else ([], [])

@@ -93,14 +93,17 @@ async def answer(send: Send, status: int, value: Any, headers: Headers) -> None:
     await _answer(send, status, msgspec.json.encode(value), headers)
 
 
+def error_content(error: RequestError) -> bytes:
+    """The body that answers with an error, as OpenAI's API has it."""
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
 async def refuse(send: Send, receive: Receive, error: RequestError) -> None:
     """Answer with an error as OpenAI's API has them."""
     headers = list(_HEADERS.get(error.status, ()))
-    kind = _TYPES.get(error.status, "invalid_request_error")
-    content = msgspec.json.encode(
-        {"error": {"message": error.message, "type": kind, "param": error.param,
-                   "code": error.code}}
-    )  # fmt: skip
+    content = error_content(error)
     if not isinstance(error, TooLargeError):
         await _answer(send, error.status, content, headers)
         return
