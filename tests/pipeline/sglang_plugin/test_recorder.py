@@ -177,7 +177,7 @@ def test_a_fault_in_what_is_answered_does_not_reach_sglang(steps, monkeypatch):
     some = steps()
     req = some.request(1, 6, mode="raw")
     some.run([req], [6], [0])([TOKEN])
-    monkeypatch.setattr(recorders, "ENTRIES", [])  # no key of a dict
+    monkeypatch.setattr(outputs, "ENTRIES", [])  # no key of a dict
     assert some.recorder.outputs([req]) == {}
     assert some.recorder.failed
 

@@ -266,6 +266,6 @@ def test_images_and_sounds_of_a_prompt_are_named(steps):
 def test_tensor_parallelism_refuses_them_by_name(steps):
     some = steps(**ON)
     assert some.recorder.model.facts.score_layers == tuple(ALL)
-    some.runner.server_args.tp_size = 2
-    facts = recorders.CapturedModel(some.runner, some.options).facts
+    some.runner.model_config.num_attention_heads *= 2
+    facts = recorders.CapturedModel(some.runner, some.options, ranks=2).facts
     assert facts.score_layers == () and "--tp-size" in facts.reasons["attn_capture"]
