@@ -60,7 +60,8 @@ class CapturedModel:
         later = "the SGLang plug-in does not have it yet"
         reasons = dict.fromkeys(("head_filtering", "attention_hubs", "attn_capture"), later)
         reasons["logit_lens"] = (
-            "SGLang shows a plug-in no hidden state but the last: the transformers engine has it"
+            "in SGLang each kind of model keeps a layer's hidden state in a form of its own: use "
+            "--engine transformers"
         )
         routers = routers_of(runner.model)
         self._routers = {number: routers[number] for number in chosen if number in routers}
