@@ -58,7 +58,10 @@ class CapturedModel:
                 f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
             )
         later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(("head_filtering", "attention_hubs", "attn_capture"), later)
+        of_heads = ("head_filtering", "attention_hubs", "attn_capture")
+        reasons = dict.fromkeys(of_heads, later)
+        if ranks > 1:
+            reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
         reasons["logit_lens"] = (
             "in SGLang each kind of model keeps a layer's hidden state in a form of its own: use "
             "--engine transformers"
