@@ -102,6 +102,8 @@ class StepCapture:
         numbers = [number for kind in self.kinds for number in kind.numbers]
         if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
             raise OptionError(f"captured layers must be different numbers, got {numbers}")
+        if self.ranks is not None and self.chosen is not None:
+            raise OptionError("heads cannot be chosen where several ranks have as many each")
         self.layers = tuple(sorted(numbers))
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"

@@ -188,9 +188,17 @@ def test_any_rows_over_any_ranks(lengths, seed, count, key_heads):
     assert group.bytes == 4 * 32 * len(lengths) + 8 * sum(lengths)
 
 
-def test_a_single_rank_is_refused():
+def test_ranks_that_could_not_add_up_are_refused():
+    from capture_kernels.serving.step import LayerKind, StepCapture
+
     with pytest.raises(OptionError, match="heads in 1 processes"):
         HeadRanks(1, torch.clone)
+    kind = LayerKind((0,), heads=2, key_heads=1, head_dim=16, scale=1.0)
+    with pytest.raises(OptionError, match="heads cannot be chosen where several ranks"):
+        StepCapture(
+            [kind], max_rows=1, max_length=9, num_requests=2, device=DEVICE, chosen=[0],
+            ranks=HeadRanks(2, torch.clone),
+        )  # fmt: skip
 
 
 PROCESS = """

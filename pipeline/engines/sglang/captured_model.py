@@ -62,11 +62,11 @@ class CapturedModel:
         if not options.hub_slots:
             reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
-            reasons["head_filtering"] = "with --tp-size above 1, means are of all heads"
-            reasons["attention_hubs"] = "not with --tp-size above 1"
-            reasons["attn_capture"] = "tensor parallelism (--tp-size) splits the heads"
+            of_heads = ("head_filtering", "attention_hubs", "attn_capture")
+            reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
         reasons["logit_lens"] = (
-            "SGLang shows a plug-in no hidden state but the last: the transformers engine has it"
+            "in SGLang each kind of model keeps a layer's hidden state in a form of its own: use "
+            "--engine transformers"
         )
         routers = routers_of(runner.model)
         self._routers = {number: routers[number] for number in chosen if number in routers}

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
-from pipeline.engines.sglang import recorder as recorders  # noqa: E402
+from pipeline.engines.sglang import outputs  # noqa: E402
 from pipeline.engines.sglang.recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 

@@ -161,7 +161,10 @@ def test_rows_without_a_top_k_are_counted(steps, monkeypatch):
 
 def test_all_heads_are_named_and_padded_ones_refused(steps):
     both = Both(steps)
-    assert both.ranks[0].recorder.model.facts.heads == 2 * HEADS
+    facts = both.ranks[0].recorder.model.facts
+    assert facts.heads == 2 * HEADS
+    for feature in ("head_filtering", "attention_hubs", "attn_capture"):
+        assert "several ranks" in facts.reasons[feature]
     runner = both.ranks[0].runner
     runner.model_config.num_attention_heads -= 1
     with pytest.raises(OptionError, match="pads the 7 heads"):
