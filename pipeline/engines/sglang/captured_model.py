@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from capture_kernels.errors import OptionError
+from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import (
     PARSERS,
@@ -18,7 +19,7 @@ from pipeline.engines.serving.phases import (
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
-from .layers import attention_layers, kinds_of, revision_of
+from .layers import attention_layers, kinds_of
 
 LOG = logging.getLogger("attn.capture")
 
@@ -67,16 +68,12 @@ class CapturedModel:
         """Of records of some layers, with so many hidden tokens."""
         options = self._options
         return capture_id(
-            {
-                "model": self._revision,
-                "layers": list(layers),
-                "per_layer": False,
-                "heads": None,
-                "mask": mask,
-                "window": options.tokens_window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self._revision,
+            layers=layers,
+            mask=mask,
+            window=options.tokens_window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=self._windowed,
         )
 
