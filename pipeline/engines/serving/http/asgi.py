@@ -71,6 +71,35 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
+def accepts_gzip(scope: Scope) -> bool:
+    """Whether the client of a request takes answers in gzip (RFC 9110, section 12.5.3)."""
+    weights = {}
+    for key, value in scope["headers"]:
+        if key == b"accept-encoding":
+            for item in value.lower().split(b","):
+                coding, _, parameters = item.partition(b";")
+                name, _, weight = parameters.replace(b" ", b"").partition(b"=")
+                is_none = name == b"q" and not weight.strip(b"0.")
+                weights[coding.strip()] = not is_none
+    return weights.get(b"gzip", False)
+
+
+def with_early_start(app: App) -> App:
+    """An app whose streams of events begin with an empty body, so that middleware which waits for
+    a body before it sends the status does not wait for the first event."""
+
+    async def starting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            await send(message)
+            kinds = (value for name, value in message.get("headers", ()) if name == b"content-type")
+            if any(kind.startswith(b"text/event-stream") for kind in kinds):
+                await send({"type": "http.response.body", "body": b"", "more_body": True})
+
+        await app(scope, receive, sending)
+
+    return starting
+
+
 def with_length(scope: Scope, length: int) -> Scope:
     """A copy of the scope of a request whose body was replaced by one of `length` bytes."""
     gone = (b"content-length", b"transfer-encoding")
