@@ -1,4 +1,4 @@
-"""SGLang's server as a process of this interpreter's own installation, on a GPU."""
+"""SGLang's server as a process, on a GPU or on a CPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
+import psutil
 
+REPO = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300.0
 STOPS_WITHIN_S = 30.0
 # Kernels that come with every installation, and decode graphs of few sizes.
-OPTIONS = (
-    "--attention-backend", "triton", "--sampling-backend", "pytorch",
-    "--disable-prefill-cuda-graph", "--skip-server-warmup",
-)  # fmt: skip
+OPTIONS = {
+    "cuda": (
+        "--attention-backend", "triton", "--sampling-backend", "pytorch",
+        "--disable-prefill-cuda-graph", "--skip-server-warmup",
+    ),
+    "cpu": (
+        "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--dtype", "float32", "--skip-server-warmup",
+    ),
+}  # fmt: skip
+ENVIRONMENT = {
+    "cuda": {},
+    # Threads that wait for each other are slow where another process uses the cores as well.
+    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+}
 
 
 class SGLangProcess:
@@ -32,6 +45,8 @@ class SGLangProcess:
         log: file for what it prints.
         options: more of its options.
         environment: more environment variables.
+        device: cuda or cpu.
+        python: the interpreter of SGLang's installation; by default this one.
 
     Attributes:
         url: of its API.
@@ -41,21 +56,22 @@ class SGLangProcess:
     """
 
     def __init__(
-        self, model: Path, log: Path, *options: str, environment: Mapping[str, str] | None = None
-    ) -> None:
+        self, model: Path, log: Path, *options: str, environment: Mapping[str, str] | None = None,
+        device: str = "cuda", python: Path | None = None,
+    ) -> None:  # fmt: skip
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
         self.url, self._log = f"http://127.0.0.1:{port}", log
         command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
-            "--port", str(port), *OPTIONS, *options,
+            str(python or sys.executable), "-m", "sglang.launch_server", "--model-path", str(model),
+            "--port", str(port), *OPTIONS[device], *options,
         ]  # fmt: skip
+        own = {"HF_HUB_OFFLINE": "1", **ENVIRONMENT[device], **(environment or {})}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+                start_new_session=True, env={**os.environ, **own},
             )  # fmt: skip
 
     def wait(self) -> SGLangProcess:
@@ -72,6 +88,12 @@ class SGLangProcess:
     def end_of_log(self, lines: int = 60) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
+
+    def cpu_seconds(self) -> float:
+        """What all of its processes have used so far."""
+        first = psutil.Process(self._process.pid)
+        times = [each.cpu_times() for each in (first, *first.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for whatever of its group is left."""
