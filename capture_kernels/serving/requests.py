@@ -45,6 +45,11 @@ class RequestTable:
         self._of = {name: self._host[begin:end].view(kind) for begin, end, _, (name, kind) in parts}
         self.size, self._changed = size, False
 
+    @property
+    def bytes(self) -> int:
+        """Device memory that the table holds."""
+        return self._device.nbytes
+
     def enable(self, index: int, *, handle: int = 0, mask: int = 0, phase: int = OUTPUT) -> None:
         """Capture a request's rows from the next step on.
 

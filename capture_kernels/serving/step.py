@@ -85,6 +85,8 @@ class StepCapture:
     chosen: Sequence[int] | None = None  # query heads; None for all
     mean_top_k: int = 0  # keys of the mean of the heads' probabilities
     top_k: int = 0  # keys of each head
+    # As of `StatisticsPlan`; None for its own default.
+    scratch_bytes: int | None = None
     keep_heads: bool = False  # whether results hold each head's numbers too
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
@@ -139,7 +141,15 @@ class StepCapture:
             return HostStatisticsPlan(**own)
         from capture_kernels.decode.plan import StatisticsPlan
 
+        if self.scratch_bytes is not None:
+            own["scratch_bytes"] = self.scratch_bytes
         return StatisticsPlan(**own)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that capture holds on a GPU, without the ring."""
+        own = self.requests.bytes + self._mean.nbytes
+        return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, table: PageTable) -> None:
         """Begin a step.

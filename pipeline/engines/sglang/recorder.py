@@ -97,6 +97,7 @@ class Recorder:
             device=self._tokens.device,
             visibility=options.visibility,
             mean_top_k=top_k,
+            scratch_bytes=options.scratch_bytes,
         )
         self.on_gpu = self._tokens.is_cuda
         sink = open_sink(
