@@ -85,7 +85,8 @@ def post(port: int, body: dict[str, Any], *, gzip: bool) -> Received:
 
 
 def _dechunked(body: bytes) -> bytes:
-    found, at = [], 0
+    found: list[bytes] = []
+    at = 0
     while True:
         end = body.index(b"\r\n", at)
         size = int(body[at:end], 16)

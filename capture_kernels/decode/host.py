@@ -17,7 +17,7 @@ from torch import Tensor
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.reference import DecodeStatistics, decode_statistics
 from capture_kernels.fingerprint.vector import Visibility, chosen_heads
-from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, LOGSUMEXP_COLUMN, LayerPlan, check
+from capture_kernels.layer_plan import COLUMNS, FLOAT32, LOGSUMEXP_COLUMN, LayerPlan, check
 
 from .answers import Statistics, TopK
 from .step.page_table import PageTable
@@ -78,12 +78,7 @@ class HostStatisticsPlan(LayerPlan):
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS)
-        check(num_active, "num_active", [1], {torch.int32})
-        check(masks, "masks", [flags], {torch.int32})
+        table.check_step(self.max_rows, enabled, num_active, masks, by_request)
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
         check(hubs, "hubs", [rows, None], FLOAT32)

@@ -30,9 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.layer_plan import FLAGS, check
 
 from .page_table import PageTable
 
@@ -218,16 +216,7 @@ class Schedule:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
         """
         rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        device = self.base.device
-        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), table[:3], strict=True):
-            if tensor.device != device:
-                raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS, device)
-        check(num_active, "num_active", [1], {torch.int32}, device)
-        check(masks, "masks", [flags], {torch.int32}, device)
+        table.check_step(self.max_rows, enabled, num_active, masks, by_request, self.base.device)
         if table.lists and not self._lists_checked:
             # A graph's capture comes after a step that compiles.
             active = rows if num_active is None else min(int(num_active), rows)

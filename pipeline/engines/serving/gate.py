@@ -14,16 +14,12 @@ from typing import Any, NamedTuple
 
 from starlette.middleware.gzip import GZipMiddleware
 
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send
+
 from .body import RequestError, asked_fields, asks, read_body, without_fields
 from .capabilities import capabilities, refusals
 from .http.asgi import (
-    App,
     ClientGoneError,
-    Headers,
-    Message,
-    Receive,
-    Scope,
-    Send,
     accepts_gzip,
     answer,
     header,

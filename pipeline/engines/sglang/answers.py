@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send
+from pipeline.asgi import App, Message, Receive, Scope, Send
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
 

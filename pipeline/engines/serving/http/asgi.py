@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send, end
 from pipeline.engines.serving.body import RequestError
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-# How long what a refused client still sends is read and thrown away, so that it reads the answer.
-LINGER_S = 2.0
 # `type` of an error by its status, as OpenAI's clients know them.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HEADERS: dict[int, Headers] = {
@@ -130,25 +120,12 @@ async def refuse(send: Send, receive: Receive, error: RequestError) -> None:
         {"error": {"message": error.message, "type": kind, "param": error.param,
                    "code": error.code}}
     )  # fmt: skip
-    if not isinstance(error, TooLargeError):
-        await _answer(send, error.status, content, headers)
-        return
-    await _answer(send, error.status, content, headers, more=True)
-    # With a connection that is closed at once the client would not see the answer.
-    try:
-        async with asyncio.timeout(LINGER_S):
-            message = await receive()
-            while message["type"] == "http.request" and message.get("more_body"):
-                # Input that is always there never lets a timeout through.
-                await asyncio.sleep(0)
-                message = await receive()
-    except TimeoutError:
-        pass
-    await send({"type": "http.response.body", "body": b""})
+    is_sending = isinstance(error, TooLargeError)
+    await _answer(send, error.status, content, headers, receive if is_sending else None)
 
 
 async def _answer(
-    send: Send, status: int, content: bytes, headers: Headers, *, more: bool = False
+    send: Send, status: int, content: bytes, headers: Headers, receive: Receive | None = None
 ) -> None:
     head = [
         (b"content-type", b"application/json"),
@@ -156,4 +133,4 @@ async def _answer(
         *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": content, "more_body": more})
+    await end(send, content, receive)
