@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -35,6 +36,14 @@ ENVIRONMENT = {
     # Threads that wait for each other are slow where another process uses the cores as well.
     "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
 }
+
+
+class Usage(NamedTuple):
+    """cpu: seconds of all processes; waited: seconds in which the thread that runs the model could
+    have run, but had no core (Linux)."""
+
+    cpu: float
+    waited: float
 
 
 class SGLangProcess:
@@ -89,11 +98,16 @@ class SGLangProcess:
         text = self._log.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def cpu_seconds(self) -> float:
-        """What all of its processes have used so far."""
+    def usage(self) -> Usage:
+        """What it has used so far."""
         first = psutil.Process(self._process.pid)
-        times = [each.cpu_times() for each in (first, *first.children(recursive=True))]
-        return float(sum(each.user + each.system for each in times))
+        used = {
+            each.pid: sum(each.cpu_times()[:2]) for each in (first, *first.children(recursive=True))
+        }
+        # The process that runs the model; its first thread does.
+        model = max(used, key=lambda pid: used[pid])
+        waited = Path(f"/proc/{model}/task/{model}/schedstat").read_text().split()[1]
+        return Usage(sum(used.values()), int(waited) / 1e9)
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for whatever of its group is left."""
