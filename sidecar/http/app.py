@@ -31,6 +31,7 @@ def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = No
     )
     app.state.service = service
     app.state.broadcast = broadcast
+    app.state.summaries = requests.Summaries()
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
     for module in (status, routes, runs, sessions, requests, live):
