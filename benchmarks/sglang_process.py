@@ -38,6 +38,13 @@ ENVIRONMENT = {
 }
 
 
+def python_on_cpu() -> Path | None:
+    """The interpreter of the SGLang that `make sglang` sets up; None if it is not there."""
+    beside = Path(os.environ.get("SGLANG_VENV") or f"{sys.prefix}-sglang").absolute()
+    found = beside / "bin" / "python"
+    return found if found.exists() else None
+
+
 class Usage(NamedTuple):
     """cpu: seconds of all processes; waited: seconds in which the thread that runs the model could
     have run, but had no core (Linux)."""

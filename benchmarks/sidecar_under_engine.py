@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import shutil
 import socket
@@ -47,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from benchmarks.record_accounts import accounts_of, rows_of
-from benchmarks.sglang_process import REPO, SGLangProcess, Usage
+from benchmarks.sglang_process import REPO, SGLangProcess, Usage, python_on_cpu
 from benchmarks.sglang_serving import SHAPE, VOCABULARY
 from benchmarks.sidecar_process import Sidecar
 
@@ -353,11 +352,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the logs and the store")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    beside = Path(os.environ.get("SGLANG_VENV") or f"{sys.prefix}-sglang").absolute()
     if asked.sglang is None and asked.device == "cpu":
-        asked.sglang = beside / "bin" / "python"
-        if not asked.sglang.exists():
-            parser.error(f"SGLang is not in {beside}: run `make sglang`, or give --sglang")
+        asked.sglang = python_on_cpu()
+        if asked.sglang is None:
+            parser.error("SGLang is not set up: run `make sglang`, or give --sglang")
     sys.exit(common.exit_code(lambda: run(asked)))
 
 
