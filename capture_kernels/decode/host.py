@@ -23,7 +23,6 @@ from capture_kernels.fingerprint.reference import (
 from capture_kernels.fingerprint.vector import Visibility, chosen_heads
 from capture_kernels.layer_plan import (
     COLUMNS,
-    FLAGS,
     FLOAT32,
     LOGSUMEXP_COLUMN,
     LayerPlan,
@@ -97,12 +96,7 @@ class HostStatisticsPlan(LayerPlan):
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS)
-        check(num_active, "num_active", [1], {torch.int32})
-        check(masks, "masks", [flags], {torch.int32})
+        flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request)
         check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")

@@ -264,6 +264,18 @@ class StatisticsPlan(LayerPlan):
         self.top.launch(step, layers, self._hubs, slots=self._has_slots)
 
     @property
+    def bytes(self) -> int:
+        """Device memory that the plan holds, without a `mean_out`."""
+        schedule, groups = self.scheduled, self.groups
+        own = [
+            *(schedule.block_ptr, schedule.program_ptr, schedule.row_table, schedule.base),
+            *(groups.table, groups.heads, self._pass_table, self.pending.addresses),
+            *(self.partial, self.arrived, self.per_head),
+            *(() if self.mean_out is not None else (self.mean,)),
+        ]
+        return sum(each.nbytes for each in own) + self.top.bytes
+
+    @property
     def answers(self) -> TopK:
         """The top k of all layers and rows: [layers, max_rows, ...] of each field."""
         return self.top.answers

@@ -64,6 +64,11 @@ class RequestTable:
             found.append(self._device[begin:end].view(dtype).view(shape))
         self.handle, self.mask, self.hub, self.heads, self.enabled, self.phase = found
 
+    @property
+    def bytes(self) -> int:
+        """Device memory that the table holds."""
+        return self._device.nbytes
+
     def enable(
         self,
         index: int,

@@ -93,6 +93,8 @@ class StepCapture:
     mean_top_k: int = 0  # keys of the mean of the heads' probabilities
     top_k: int = 0  # keys of each head
     hub_slots: int = 0  # how many requests may add up their means by position at once
+    # As of `StatisticsPlan`; None for its own default.
+    scratch_bytes: int | None = None
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
@@ -152,7 +154,15 @@ class StepCapture:
             return HostStatisticsPlan(**own)
         from capture_kernels.decode.plan import StatisticsPlan
 
+        if self.scratch_bytes is not None:
+            own["scratch_bytes"] = self.scratch_bytes
         return StatisticsPlan(**own)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that capture holds on a GPU, without the ring."""
+        own = self.requests.bytes + self._mean.nbytes
+        return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, table: PageTable) -> None:
         """Begin a step.

@@ -336,3 +336,33 @@ def test_flags_of_requests_are_what_was_set_last(changes):
 def test_flags_that_no_request_can_have_are_refused(index, given):
     with pytest.raises(OptionError):
         RequestTable(31, DEVICE).enable(index, **given)
+
+
+def tensors_of(held, seen):
+    """Every tensor that an object holds, however deep, by its storage."""
+    if isinstance(held, torch.Tensor):
+        seen[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+    elif isinstance(held, dict):
+        for value in held.values():
+            tensors_of(value, seen)
+    elif isinstance(held, list | tuple):
+        for value in held:
+            tensors_of(value, seen)
+    elif hasattr(held, "__dict__") and type(held).__module__.startswith("capture_kernels"):
+        tensors_of(vars(held), seen)
+    return seen
+
+
+@pytest.mark.parametrize("given", [{}, {"mean_top_k": 5}, {"top_k": 3, "scratch_bytes": 0}])
+def test_bytes_are_those_of_all_buffers(given):
+    model = Model(numbers=(0, 1, 4), windowed=(2,))
+    capture = model.capture(on_host=False, **given)
+    assert capture.bytes == sum(tensors_of(capture, {}).values())
+
+
+def test_a_smaller_scratch_takes_less_memory_for_many_layers_and_long_contexts():
+    sizes = [
+        Model(numbers=range(6)).capture(on_host=False, mean_top_k=4, **given).bytes
+        for given in ({}, {"scratch_bytes": 200_000}, {"scratch_bytes": 0})
+    ]
+    assert sizes[0] > sizes[1] > sizes[2]

@@ -31,9 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.layer_plan import FLAGS, check, head_words
+from capture_kernels.layer_plan import check, head_words
 
 from .page_table import PageTable
 
@@ -251,17 +250,8 @@ class Schedule:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
         """
         rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        device = self.base.device
-        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), table[:3], strict=True):
-            if tensor.device != device:
-                raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS, device)
-        check(num_active, "num_active", [1], {torch.int32}, device)
-        check(masks, "masks", [flags], {torch.int32}, device)
-        words = head_words(self.heads)
+        device, words = self.base.device, head_words(self.heads)
+        flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request, device)
         check(head_masks, "head_masks", [flags, words], {torch.int32}, device)
         check(hub_slots, "hub_slots", [flags], {torch.int32}, device)
         self._head_words = 0 if head_masks is None else words

@@ -168,16 +168,13 @@ class ServedModel:
         """The hash of what makes this request's vectors comparable, as `attn capture` makes it."""
         options = self.options
         return capture_id(
-            {
-                "model": self.engine.revision,
-                "layers": sorted(request.layers),
-                "per_layer": False,
-                "heads": sorted(request.heads) if request.heads is not None else None,
-                "mask": request.mask_prefix,
-                "window": request.window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self.engine.revision,
+            layers=request.layers,
+            heads=request.heads,
+            mask=request.mask_prefix,
+            window=request.window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=self._windowed,
         )
 

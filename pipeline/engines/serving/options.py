@@ -26,6 +26,9 @@ MODES = ("raw", "sketch", "fingerprint")
 # What a machine is for: the first of these that is set, and the values that are no production.
 DEPLOYMENT_VARIABLES = ("ATTN_ENV", "ENV")
 DEVELOPMENT = ("development", "dev", "debug", "local", "test", "testing")
+# Of --attention-chunk-size, so that its default is the kernels' own of 288 MiB: the logits of one
+# key for 1,117 rows of 32 heads and their mean.
+CHUNK_BYTES = 144 << 10
 SECRET_VARIABLE = PREFIX + "SECRET"
 _LAYERS = re.compile(r"last|auto|all|\d{1,6}(,\d{1,6})*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@,]+", re.IGNORECASE)
@@ -78,8 +81,9 @@ class ServeOptions:
         int, 256, low=0, high=INT32,
     )  # fmt: skip
     chunk_size: int = option(
-        "--attention-chunk-size", "Keys that are handled at a time.",
-        int, 2048, low=64, high=1 << 20,
+        "--attention-chunk-size",
+        "Room for logits, in 144 KiB: less memory, but long contexts are read twice.",
+        int, 2048, low=0, high=1 << 20,
     )  # fmt: skip
     sidecar_url: str | None = option(
         "--attention-sidecar-url", "Address of a sidecar that fingerprints are sent to.", str
@@ -264,6 +268,11 @@ class ServeOptions:
     @property
     def has_keys(self) -> bool:
         return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What capture on a GPU may keep of pending layers (`StatisticsPlan.scratch_bytes`)."""
+        return self.chunk_size * CHUNK_BYTES
 
     @property
     def visibility(self) -> Visibility:

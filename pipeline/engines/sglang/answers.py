@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pipeline.asgi import App, Message, Receive, Scope, Send
 from pipeline.engines.serving.full_scores import TOO_LARGE, check_room
-from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send, error_content
+from pipeline.engines.serving.http.asgi import error_content
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens

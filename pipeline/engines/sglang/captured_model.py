@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from capture_kernels.errors import OptionError
+from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import (
     PARSERS,
@@ -20,7 +21,7 @@ from pipeline.engines.serving.phases import (
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
-from .layers import attention_layers, kinds_of, revision_of
+from .layers import attention_layers, kinds_of
 from .routing import Routers, routers_of, routing_refusal
 
 LOG = logging.getLogger("attn.capture")
@@ -97,16 +98,13 @@ class CapturedModel:
         """Of records of some layers and heads, with so many hidden tokens."""
         options = self._options
         return capture_id(
-            {
-                "model": self._revision,
-                "layers": list(layers),
-                "per_layer": False,
-                "heads": heads,
-                "mask": mask,
-                "window": options.tokens_window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self._revision,
+            layers=layers,
+            heads=heads,
+            mask=mask,
+            window=options.tokens_window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=self._windowed,
         )
 

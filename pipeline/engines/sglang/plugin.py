@@ -238,7 +238,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
     else:
         try:
             facts = LiveFacts()
-            atexit.register(facts.remove)
+            atexit.register(facts_file.remove)
         except AttnError as error:
             problems.append(str(error))
     if problems:

@@ -85,6 +85,7 @@ class Recorder:
             top_k=RAW_TOP_K if self._has_lists else 0,
             hub_slots=options.hub_slots,
             ranks=ranks.heads,
+            scratch_bytes=options.scratch_bytes,
         )
         self._hubs = HubSlots(self.capture)
         self._scores = ScoreTap(
