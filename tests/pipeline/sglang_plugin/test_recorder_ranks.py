@@ -80,6 +80,17 @@ def test_steps_that_are_captured_have_the_same_sums_on_each_rank(steps, tmp_path
     assert second.facts == []
 
 
+def test_rows_that_are_only_recorded_are_so_by_one_rank_and_summed_by_both(steps, tmp_path):
+    both = Both(steps, store=tmp_path / "records.db")
+    recorded = both.request(1, 6, mode="fingerprint", stream_entries=False)
+    both.run([recorded], [6], [0])
+    assert both.run([recorded], [7])
+    for rank in both.ranks:
+        rank.recorder.close()
+    with open_store(tmp_path / "records.db") as opened:
+        assert sum(len(batch) for batch in opened.scan()) == 1
+
+
 def test_a_request_that_is_put_back_is_captured_again_by_both_and_taken_once(steps):
     both = Both(steps)
     asks = both.request(1, 6, mode="raw", layers=[1])
