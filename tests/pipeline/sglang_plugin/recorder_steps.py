@@ -54,6 +54,7 @@ class Steps:
                 context_len=LONGEST,
                 hf_config=None,
                 num_attention_heads=HEADS * (1 if ranks is None else ranks.count),
+                hf_text_config=SimpleNamespace(),
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
