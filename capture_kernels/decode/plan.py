@@ -269,6 +269,7 @@ class StatisticsPlan(LayerPlan):
         schedule, groups = self.scheduled, self.groups
         own = [
             *(schedule.block_ptr, schedule.program_ptr, schedule.row_table, schedule.base),
+            schedule.row_heads,
             *(groups.table, groups.heads, self._pass_table, self.pending.addresses),
             *(self.partial, self.arrived, self.per_head),
             *(() if self.mean_out is not None else (self.mean,)),

@@ -161,7 +161,7 @@ class StepCapture:
     @property
     def bytes(self) -> int:
         """Device memory that capture holds on a GPU, without the ring."""
-        own = self.requests.bytes + self._mean.nbytes
+        own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
         return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, table: PageTable) -> None:

@@ -55,9 +55,10 @@ class CapturedModel:
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
         self.kinds = kinds_of({number: layers[number] for number in chosen})
         heads = self.kinds[0].heads * ranks
-        if ranks > 1 and heads != config.num_attention_heads:
+        if ranks > 1 and heads != (own := own_heads(config)):
             raise OptionError(
-                f"--tp-size {ranks} pads the {config.num_attention_heads} heads of the model"
+                f"--tp-size {ranks} pads the {own} heads of the model to {heads}: choose one that "
+                "divides its key heads"
             )
         reasons: dict[str, str] = {}
         if not options.hub_slots:
@@ -140,3 +141,11 @@ class CapturedModel:
             return PhaseTracker(None)
         inside = is_thinking or starts_inside(self._tags.rule, prompt, self._decode)
         return PhaseTracker(self._tags, inside=inside)
+
+
+def own_heads(config: Any) -> int:
+    """Query heads of a layer, of SGLang's `ModelConfig`. On a CPU SGLang adds heads of zeros until
+    every rank has as many key heads, and keeps the number as it was elsewhere
+    (`adjust_config_with_unaligned_cpu_tp` in srt/configs/update_config.py)."""
+    before = getattr(config.hf_text_config, "original_num_attention_heads", None)
+    return int(before or config.num_attention_heads)

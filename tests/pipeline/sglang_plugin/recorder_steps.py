@@ -55,6 +55,7 @@ class Steps:
                 hf_config=None,
                 num_attention_heads=HEADS * (1 if ranks is None else ranks.count),
                 dtype=torch.float32,
+                hf_text_config=SimpleNamespace(),
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
