@@ -353,7 +353,9 @@ def tensors_of(held, seen):
     return seen
 
 
-@pytest.mark.parametrize("given", [{}, {"mean_top_k": 5, "hub_slots": 2}, {"top_k": 3, "scratch_bytes": 0}])
+@pytest.mark.parametrize(
+    "given", [{}, {"mean_top_k": 5, "hub_slots": 2}, {"top_k": 3, "scratch_bytes": 0}]
+)
 def test_bytes_are_those_of_all_buffers(given):
     model = Model(numbers=(0, 1, 4), windowed=(2,))
     capture = model.capture(on_host=False, **given)

@@ -16,7 +16,7 @@ from scored import EXACT, prompt, truth  # noqa: E402
 from capture_kernels.serving.step import LayerKind  # noqa: E402
 from pipeline.engines.serving.full_scores import FullScores  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest  # noqa: E402
-from pipeline.engines.sglang.full_scores import ScoreTap  # noqa: E402
+from pipeline.engines.sglang.model_process.full_scores import ScoreTap  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 COMMITTED = object()

@@ -30,7 +30,7 @@ from . import facts_file
 from .answers import AnswerWriter, check_scores, heard, hide_system_prompt
 from .command_line import add_options, read_options
 from .facts_file import LiveFacts
-from .layers import refusal
+from .model_process.layers import refusal
 
 LOG = logging.getLogger("attn.capture")
 
@@ -148,8 +148,8 @@ def start_recorder(result: None, runner: Any) -> None:
     """After `ModelRunner.init_attention_backends`: the model and its pools are there."""
     if runner.is_draft_worker:
         return
-    from .parallel import Ranks
-    from .recorder import Recorder
+    from .model_process.parallel import Ranks
+    from .model_process.recorder import Recorder
 
     options = ServeOptions.from_environment(os.environ)
     ranks, recorder, reason = Ranks.of_this_process(), None, None

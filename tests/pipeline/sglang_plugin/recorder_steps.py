@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
-from pipeline.engines.sglang.parallel import Ranks  # noqa: E402
-from pipeline.engines.sglang.recorder import Recorder  # noqa: E402
+from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
+from pipeline.engines.sglang.model_process.recorder import Recorder  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS = 4, 2, 8, 2
 MOST_RUNNING, LONGEST = 4, 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..recorder_keys import ENTRIES, SCORES, USAGE
 from .full_scores import answer_of
-from .recorder_keys import ENTRIES, SCORES, USAGE
 from .states import RequestState
 
 # Where a request's state is kept on SGLang's own object, and so freed with it.

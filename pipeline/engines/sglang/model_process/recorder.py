@@ -29,8 +29,8 @@ from pipeline.engines.serving.responses import routing_of
 from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
+from ..facts_file import ENDED
 from .captured_model import CapturedModel
-from .facts_file import ENDED
 from .full_scores import ScoreTap, refuse_request
 from .hubs import HubSlots, asked_slots, take_hubs
 from .outputs import ATTRIBUTE, outputs_of
