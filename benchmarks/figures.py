@@ -301,6 +301,41 @@ def of_stream(found: dict[str, Any]) -> Iterator[Figure]:
     )
 
 
+def of_answer_bytes(found: dict[str, Any]) -> Iterator[Figure]:
+    for mode, sizes in found["bytes_a_step"].items():
+        yield (
+            f"{mode}: bytes a step of a stream, compressed, plain; as published",
+            f"{sizes['stream, gzip']:.0f}, {sizes['stream']:.0f}; "
+            f"{sizes['entries as published']:.0f} "
+            f"({sizes['times the compressed stream']:.1f}x)",
+        )
+
+
+def of_capture_memory(found: dict[str, Any]) -> Iterator[Figure]:
+    for case in found["cases"]:
+        yield (
+            f"{case['mode']}, {case['layers']} layers, {case['requests']} requests of "
+            f"{found['length']:,} tokens: MB, at the least",
+            f"{case['bytes'] / 1e6:.2f}, {case['least_bytes'] / 1e6:.2f}",
+        )
+
+
+def of_sidecar_under_engine(found: dict[str, Any]) -> Iterator[Figure]:
+    rows = found["rows"]
+    yield (
+        f"{rows['expected']:,} rows of {found['requests']:,} answers, sidecar killed",
+        f"{rows['in_store']:,} stored, {rows['dropped']:,} dropped by the sender, "
+        f"{rows['lost_with_the_killed']:,} lost with the killed; {found['failed']} answers failed",
+    )
+    for name, window in found["windows"].items():
+        yield (
+            f"{name} sidecar: ms of a token, of the model and of all CPUs"
+            if name == "without"
+            else f"{name} that: ms of a token, of the model and of all CPUs",
+            f"{window['model_ms_per_token']:.2f}, {window['server_cpu_ms_per_token']:.2f}",
+        )
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar": of_sidecar,
     "store": of_store,
@@ -324,6 +359,9 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_kills": of_gpu_kills,
     "sidecar_fuzz": of_sidecar_fuzz,
     "stream": of_stream,
+    "answer_bytes": of_answer_bytes,
+    "capture_memory": of_capture_memory,
+    "sidecar_under_engine": of_sidecar_under_engine,
 }
 
 

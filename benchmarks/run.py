@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.figures import figures_table
+from benchmarks.sglang_process import python_on_cpu
 from discovery.engines.rapids import why_not
 from pipeline.serve_command import has_sglang
 
@@ -35,6 +36,8 @@ ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
+ON_CPU |= {"answer-bytes": ["answer_bytes"], "capture-memory": ["capture_memory"]}
+ON_CPU["outage"] = ["sidecar_under_engine"]
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -74,8 +77,12 @@ def gpu_memory_gib() -> float:
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 
-def cannot_run(name: str) -> str | None:
-    """Why a benchmark of `ON_GPU` cannot run here, in words; None where it can."""
+def cannot_run(name: str, on_gpu: bool) -> str | None:
+    """Why a benchmark cannot run here, in words; None where it can."""
+    if name == "outage":
+        return None if python_on_cpu() else "SGLang is not set up: make sglang"
+    if not on_gpu:
+        return None
     if name not in OF_TORCH:
         return why_not()
     free = gpu_memory_gib()
@@ -120,13 +127,12 @@ def main() -> int:
     names = options.only.split(",") if options.only else list(chosen)
     if unknown := sorted(set(names) - set(chosen)):
         parser.error(f"unknown benchmark {unknown[0]!r}: use {', '.join(chosen)}")
-    if options.gpu:
-        reasons = {name: reason for name in names if (reason := cannot_run(name))}
-        for name, reason in reasons.items():
-            print(f"{name}: left out, {reason}")
-        names = [name for name in names if name not in reasons]
-        if not names:
-            parser.error("--gpu needs a GPU, and the libraries of what is to run")
+    reasons = {name: reason for name in names if (reason := cannot_run(name, options.gpu))}
+    for name, reason in reasons.items():
+        print(f"{name}: left out, {reason}")
+    names = [name for name in names if name not in reasons]
+    if not names:
+        parser.error("nothing of this can run here: --gpu needs a GPU, and its libraries")
     options.out.mkdir(parents=True, exist_ok=True)
     ending = "-gpu.json" if options.gpu else ".json"
     good = [run(chosen[name], options.out / f"{name}{ending}") for name in names]

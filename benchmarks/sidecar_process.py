@@ -22,16 +22,23 @@ from pipeline.durable import write_json
 
 
 class Sidecar:
-    """A running `attn sidecar` and what it used."""
+    """A running `attn sidecar` and what it used.
+
+    Args:
+        folder: holds its store and its log.
+        output: of the runs that it serves.
+        stream: where it receives records; by default at any port that is free.
+    """
 
     def __init__(
-        self, folder: Path, output: Path, *options: str, store: str = "sidecar.db"
-    ) -> None:
+        self, folder: Path, output: Path, *, store: str = "sidecar.db",
+        stream: str = "tcp://127.0.0.1:*",
+    ) -> None:  # fmt: skip
         self.store = folder / store
         self.log = (folder / f"{store}.log").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "sidecar", "--port", "0", "--zmq-bind",
-             "tcp://127.0.0.1:*", "--db", str(self.store), "--discovery-dir", str(output)],
+            [sys.executable, "-m", "cli", "sidecar", "--port", "0", "--zmq-bind", stream,
+             "--db", str(self.store), "--discovery-dir", str(output)],
             cwd=REPO, stderr=self.log,
         )  # fmt: skip
         self.usage = psutil.Process(self.process.pid)
@@ -59,6 +66,12 @@ class Sidecar:
     def cpu_seconds(self) -> float:
         times = self.usage.cpu_times()
         return float(times.user + times.system)
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
 
     def stop(self) -> None:
         self.process.terminate()

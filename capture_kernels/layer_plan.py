@@ -22,6 +22,11 @@ INTEGERS = {torch.int32, torch.int64}
 FLAGS = {torch.bool, torch.uint8}
 
 
+def head_words(heads: int) -> int:
+    """How many words of 32 bits a mask of so many heads has."""
+    return -(-heads // 32)
+
+
 @dataclass(kw_only=True, eq=False)
 class LayerPlan:
     """The kind of layers that a plan is for; OptionError if no kernel supports it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -322,13 +322,37 @@ def _required(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
     return one_chunk(batch.column(name))
 
 
-def capture_id(settings: Mapping[str, Any], *, windowed: bool = False) -> str:
-    """Short hash of what makes vectors comparable: 12 hexadecimal digits.
+def capture_id(
+    *,
+    revision: str,
+    layers: Sequence[int],
+    heads: Sequence[int] | None = None,
+    per_layer: bool = False,
+    mask: int,
+    window: int,
+    sinks: int,
+    layout: Layout,
+    windowed: bool,
+) -> str:
+    """Short hash of what makes vectors comparable, whichever engine captured them: 12 hexadecimal
+    digits.
 
     Args:
-        settings: model revision, layers, heads, mask, window, sinks, layout: plain JSON values.
+        revision: of the model's weights.
+        layers, heads: that were captured, in any order; None for all heads.
+        per_layer: whether each layer has records of its own.
+        mask, window, sinks: tokens, as `Visibility` has them.
         windowed: whether the model has sliding-window layers.
     """
-    kernel = WINDOWED_KERNEL_VERSION if windowed else KERNEL_VERSION
-    canonical = json.dumps({**settings, "kernel": kernel}, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    settings = {
+        "model": revision,
+        "layers": sorted(layers),
+        "per_layer": per_layer,
+        "heads": None if heads is None else sorted(heads),
+        "mask": mask,
+        "window": window,
+        "sinks": sinks,
+        "layout": int(layout),
+        "kernel": WINDOWED_KERNEL_VERSION if windowed else KERNEL_VERSION,
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -15,11 +15,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.reference import DecodeStatistics, decode_statistics
+from capture_kernels.fingerprint.reference import (
+    DecodeStatistics,
+    decode_statistics,
+    largest_masses,
+)
 from capture_kernels.fingerprint.vector import Visibility, chosen_heads
-from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, LOGSUMEXP_COLUMN, LayerPlan, check
+from capture_kernels.layer_plan import (
+    COLUMNS,
+    FLOAT32,
+    LOGSUMEXP_COLUMN,
+    LayerPlan,
+    check,
+    head_words,
+)
 
 from .answers import Statistics, TopK
+from .ranks import HeadRanks
 from .step.page_table import PageTable
 
 # The fields of a `TopK` without any keys.
@@ -31,6 +43,9 @@ class _Row(NamedTuple):
     slots: Tensor  # int64[n], KV slots of the row's newest n keys, oldest first
     length: int
     visibility: Visibility
+    heads: list[int] | None  # that its means are of, by number in the plan; None: all
+    first_real: int  # key
+    hub: int  # where its hubs are; -1 for nowhere
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +63,7 @@ class HostStatisticsPlan(LayerPlan):
     mean_top_k: int = 0
     hubs: bool = False
     mean_out: Tensor | None = None  # where `mean` is, as `StatisticsPlan` has it
+    ranks: HeadRanks | None = None  # that hold the layer's other heads, as `StatisticsPlan` has it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,20 +89,19 @@ class HostStatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
+        hub_slots: Tensor | None = None,
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS)
-        check(num_active, "num_active", [1], {torch.int32})
-        check(masks, "masks", [flags], {torch.int32})
+        flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request)
+        check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
-        check(hubs, "hubs", [rows, None], FLOAT32)
+        check(hub_slots, "hub_slots", [flags], {torch.int32})
+        check(hubs, "hubs", [rows if hub_slots is None else None, None], FLOAT32)
         active = rows if num_active is None else min(int(num_active), rows)
         own = self.visibility or Visibility()
         lengths, starts = table.seq_lens.tolist(), table.starts.tolist()
@@ -106,7 +121,14 @@ class HostStatisticsPlan(LayerPlan):
                 slots = slots[first : first + length]
             prefix = own.mask_prefix if masks is None else max(int(masks[flag]), 0)
             visibility = Visibility(own.sink_tokens, prefix, own.window)
-            self._rows.append(_Row(row, slots.long(), length, visibility))
+            heads = None if head_masks is None else self._heads_of(head_masks[flag])
+            if heads == []:
+                continue  # nothing is said of it: none of its heads is the plan's
+            hub = row if hub_slots is None else int(hub_slots[flag])
+            first_real = visibility.first_real(length - 1)
+            if self.window:
+                first_real = max(first_real, length - self.window)
+            self._rows.append(_Row(row, slots.long(), length, visibility, heads, first_real, hub))
 
     def run(
         self,
@@ -136,11 +158,9 @@ class HostStatisticsPlan(LayerPlan):
         scales = torch.ones(1) if descale is None else descale.reshape(-1)
         scales = scales.expand(self.key_heads)[key_heads].double()
         learned = None if sinks is None else sinks[chosen].double().numpy()
+        means = []
         for row in self._rows:
-            first = row.visibility.first_real(row.length - 1)
-            if self.window:
-                first = max(first, row.length - self.window)
-            count = max(row.length - first, 0)
+            count = max(row.length - row.first_real, 0)
             held = torch.zeros((row.length, len(key_heads), self.head_dim), dtype=torch.float64)
             if count:
                 real = keys[row.slots[-count:]][:, key_heads].double()
@@ -157,8 +177,29 @@ class HostStatisticsPlan(LayerPlan):
                     window=self.window,
                     top_k=self.top_k,
                     mean_top_k=self.mean_top_k,
+                    mean_heads=row.heads,
                 )
             self._write(answer, row, found)
+            means.append(torch.from_numpy(found.mean))
+        # Every rank has the same rows, so that none waits here for one that does not come.
+        if self.ranks is not None and means:
+            self._add_ranks(self.ranks, answer, means)
+
+    def _add_ranks(self, ranks: HeadRanks, answer: Statistics, means: list[Tensor]) -> None:
+        """Make the means of the other ranks' heads, too: of the columns and of the probabilities,
+        float64[length] of each row."""
+        ranks.average_columns(answer.mean, answer.per_head)
+        if not self.mean_top_k or answer.top is None:
+            return
+        flat = torch.cat(means)
+        ranks.add_up(flat)
+        for row, mean in zip(self._rows, flat.split([len(each) for each in means]), strict=True):
+            positions, masses = largest_masses(
+                (mean / ranks.count).numpy(), row.first_real, self.mean_top_k,
+                row.visibility.mask_prefix,
+            )  # fmt: skip
+            answer.top.mean_positions[row.number] = torch.from_numpy(positions)
+            answer.top.mean_masses[row.number] = torch.from_numpy(masses)
 
     def finish(self) -> None:
         """Nothing is left to do: `run` has finished its layer."""
@@ -173,6 +214,12 @@ class HostStatisticsPlan(LayerPlan):
             top = TopK(*(each[layer, :rows] for each in self.answers))
         return Statistics(self.per_head[layer, :rows], self.mean[layer, :rows], top)
 
+    def _heads_of(self, words: Tensor) -> list[int] | None:
+        """Which of the plan's heads a mask leaves, by number in the plan; None for all."""
+        bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+        kept = [number for number, head in enumerate(self.order) if bits[head]]
+        return None if len(kept) == len(self.order) else kept
+
     def _write(self, answer: Statistics, row: _Row, found: DecodeStatistics) -> None:
         number = row.number
         columns = np.zeros((len(self.order), COLUMNS))
@@ -183,8 +230,9 @@ class HostStatisticsPlan(LayerPlan):
         # A key that is not finite makes its heads invalid, but not the numbers of the mean.
         columns[~np.isfinite(columns).all(axis=1)] = 0.0
         columns[:, LOGSUMEXP_COLUMN] = found.logsumexp
-        mean = columns.mean(axis=0)
-        mean[28] = columns[:, 28].all()
+        of_mean = columns if row.heads is None else columns[row.heads]
+        mean = of_mean.mean(axis=0)
+        mean[28] = of_mean[:, 28].all()
         if not np.isfinite(mean[LOGSUMEXP_COLUMN]):
             mean[LOGSUMEXP_COLUMN] = 0.0
         answer.mean[number] = torch.from_numpy(mean)
@@ -193,8 +241,8 @@ class HostStatisticsPlan(LayerPlan):
             for there, here in zip(answer.top, found_top(found), strict=True):
                 if there.shape[1]:
                     there[number] = torch.from_numpy(here)
-        if self._hubs is not None:
-            of_row = self._hubs[number]
+        if self._hubs is not None and row.hub >= 0:
+            of_row = self._hubs[row.hub]
             known = found.mean[row.visibility.mask_prefix :][: len(of_row)]
             of_row[: len(known)] += torch.from_numpy(known).float()
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from capture_kernels.decode.step.layers import layer_sinks
 from capture_kernels.decode.step.schedule import (
     VISIBLE,
+    heads_of_row,
     is_split,
     reported_position,
     row_field,
@@ -95,7 +96,10 @@ def merge_splits(
 
 
 @triton.jit
-def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
+def count_merged_head(
+    per_head, mean, arrived, row, row_heads, heads, num_rows, HEADS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr,
+):  # fmt: skip
     """Count a head of a row as merged; whoever counts the last one writes the row's means."""
     c = tl.arange(0, 32)
     # All threads have written before one of them counts.
@@ -104,15 +108,20 @@ def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
         tl.store(arrived + row, 0)
         lane = tl.arange(0, 32)
         sums = tl.zeros([32], tl.float32)
+        count = tl.zeros([1], tl.float32)
         for h in range(0, HEADS, 32):
             each = h + lane
             at = (row.to(tl.int64) * HEADS + each[:, None]) * 32 + c[None, :]
-            there = (each < HEADS)[:, None]
+            there = heads_of_row(row_heads, heads, each, row, num_rows, HEADS, HEAD_WORDS)
             # Other multiprocessors wrote this, so it must not come from this one's own cache.
-            loaded = tl.load(per_head + at, mask=there, other=0.0, cache_modifier=".cg")
+            loaded = tl.load(per_head + at, mask=there[:, None], other=0.0, cache_modifier=".cg")
             sums += tl.sum(loaded, 0)
+            count += tl.sum(tl.where(there, 1.0, 0.0), 0)
+        if not HEAD_WORDS:
+            count = tl.full([1], HEADS, tl.float32)
         # Column 28 is 1 for each head that is valid.
-        out = tl.where(c == 28, tl.where(sums > HEADS - 0.5, 1.0, 0.0), sums / HEADS)
+        out = tl.where(sums > count - 0.5, 1.0, 0.0)
+        out = tl.where(c == 28, tl.where(count > 0, out, 0.0), sums / tl.maximum(count, 1.0))
         # Of heads without keys, or with one that is not finite, there is no mean logsumexp.
         no_mean = (c == LOGSUMEXP) & ~(tl.abs(out) < float("inf"))
         tl.store(mean + row * 32 + c, tl.where((c > 29) | no_mean, 0.0, out))
@@ -120,11 +129,12 @@ def count_merged_head(per_head, mean, arrived, row, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "first_layer", "layers"])
 def finish(
-    partial, row_table, block_ptr, program_ptr, heads, addresses, sinks, per_head, mean, arrived,
-    candidates, uncertain_tops, uncertain_buckets, rescan_queue, positions, top_values, top_mass,
-    num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr, K: tl.constexpr,
-    SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    partial, row_table, row_heads, block_ptr, program_ptr, heads, addresses, sinks, per_head, mean,
+    arrived, candidates, uncertain_tops, uncertain_buckets, rescan_queue, positions, top_values,
+    top_mass, num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows and heads of all pending layers in turns."""
     c = tl.arange(0, 32)
@@ -173,5 +183,5 @@ def finish(
                     )  # fmt: skip
             count_merged_head(
                 per_head + answer_row * (HEADS * 32), mean + answer_row * 32, arrived + kept_row,
-                row, HEADS,
+                row, row_heads, heads, num_rows, HEADS, HEAD_WORDS,
             )  # fmt: skip

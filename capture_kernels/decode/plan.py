@@ -33,6 +33,7 @@ from capture_kernels.layer_plan import (
 from .answers import Statistics, TopK
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
+from .ranks import HeadRanks
 from .step.layers import PendingLayers
 from .step.logits import split_dims
 from .step.page_table import PageTable
@@ -82,6 +83,9 @@ class StatisticsPlan(LayerPlan):
     # float32[layers, max_rows, 32] where `mean` is to be, as plans of several kinds of layers may
     # share a buffer; None for one of its own
     mean_out: Tensor | None = None
+    # The processes that hold the layer's other heads: `mean` and its top k are then of all heads,
+    # the rest and hubs of this one's. None if all are here.
+    ranks: HeadRanks | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +112,7 @@ class StatisticsPlan(LayerPlan):
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.scheduled = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
-            *(self.visibility or Visibility(), self.window, self.all_keys),
+            *(self.visibility or Visibility(), self.window, self.all_keys, self.heads),
         )
         heads = self.groups.count
         partial = (programs + max_rows, heads, PARTIAL.value)
@@ -122,6 +126,7 @@ class StatisticsPlan(LayerPlan):
             hubs=self.hubs,
             partial_bytes=4 * math.prod(partial),
             scratch_bytes=self.scratch_bytes,
+            ranks=self.ranks,
         )
         self.pending = PendingLayers(self.top.pending_layers, self.device)
         self.partial = self._zeros(self.pending.capacity, *partial)
@@ -135,6 +140,7 @@ class StatisticsPlan(LayerPlan):
             self.mean = self.mean_out
         # Of this step: where to add the head mean, and how many layers have run.
         self._hubs: Tensor | None = None
+        self._has_slots = False
         self._ran = 0
         self._captured_rows: set[int] = set()  # of the steps that CUDA graphs hold
 
@@ -148,17 +154,22 @@ class StatisticsPlan(LayerPlan):
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        head_masks: Tensor | None = None,
         by_request: bool = False,
         hubs: Tensor | None = None,
+        hub_slots: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows. Unfinished layers of the last step are
         dropped.
 
         Args:
-            table, enabled, num_active, masks, by_request: as `Schedule.run` takes them. The table's
-                KV slots must stay as they are until the step's layers are finished.
+            table, enabled, num_active, masks, head_masks, by_request: as `Schedule.run` takes them.
+                The table's KV slots must stay as they are until the step's layers are finished.
+                Head masks are for the means alone: of their heads, those of the plan count.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
-                position as `TopK` counts it; what lies beyond `longest` is left out.
+                position as `TopK` counts it; what lies beyond `longest` is left out. With
+                `hub_slots`, float32[any, longest].
+            hub_slots: as `Schedule.run` takes them. Rows of a step may share a slot.
 
         Raises:
             OptionError: rows, flags, masks or hubs that do not fit the plan.
@@ -166,15 +177,17 @@ class StatisticsPlan(LayerPlan):
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")
-            check(hubs, "hubs", [table.num_rows, None], FLOAT32, self.device)
-            if hubs.stride(0) < hubs.shape[1] and table.num_rows > 1:
+            rows = table.num_rows if hub_slots is None else None
+            check(hubs, "hubs", [rows, None], FLOAT32, self.device)
+            if hubs.stride(0) < hubs.shape[1] and len(hubs) > 1:
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(
-            table, enabled=enabled, num_active=num_active, masks=masks, by_request=by_request
-        )
+            table, enabled=enabled, num_active=num_active, masks=masks, head_masks=head_masks,
+            hub_slots=None if hubs is None else hub_slots, by_request=by_request,
+        )  # fmt: skip
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
-        self._hubs, self._ran = hubs, 0
+        self._hubs, self._ran, self._has_slots = hubs, 0, hub_slots is not None
         self.pending.take()
 
     def run(
@@ -245,7 +258,23 @@ class StatisticsPlan(LayerPlan):
             num_warps=warps,
             maxnreg=registers if warps == 1 else None,
         )
-        self.top.launch(step, layers, self._hubs)
+        if self.ranks is not None:
+            done = slice(step["first_layer"], step["first_layer"] + layers)
+            self.ranks.average_columns(self.mean[done, :rows], self.per_head[done, :rows])
+        self.top.launch(step, layers, self._hubs, slots=self._has_slots)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the plan holds, without a `mean_out`."""
+        schedule, groups = self.scheduled, self.groups
+        own = [
+            *(schedule.block_ptr, schedule.program_ptr, schedule.row_table, schedule.base),
+            schedule.row_heads,
+            *(groups.table, groups.heads, self._pass_table, self.pending.addresses),
+            *(self.partial, self.arrived, self.per_head),
+            *(() if self.mean_out is not None else (self.mean,)),
+        ]
+        return sum(each.nbytes for each in own) + self.top.bytes
 
     @property
     def answers(self) -> TopK:

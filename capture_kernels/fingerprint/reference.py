@@ -12,6 +12,7 @@ where a learned sink adds to the denominator only. It is written for reading, no
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class DecodeStatistics(NamedTuple):
     top_positions: Ints  # int64[H, top_k], -1 where there are fewer real keys
     top_logits: Doubles  # float64[H, top_k], falling, -inf where there are fewer
     top_mass: Doubles  # float64[H], sum of exp(logit - logsumexp) over the top k
-    mean: Doubles  # float64[t + 1], mean over heads of p = exp(logit - logsumexp)
+    mean: Doubles  # float64[t + 1], mean over (chosen) heads of p = exp(logit - logsumexp)
     mean_top_positions: Ints  # int64[mean_top_k], -1 where there are fewer real keys
     mean_top_mass: Doubles  # float64[mean_top_k], falling, 0 where there are fewer
 
@@ -115,6 +116,7 @@ def decode_statistics(
     window: int = 0,
     top_k: int = 0,
     mean_top_k: int = 0,
+    mean_heads: Sequence[int] | None = None,
 ) -> DecodeStatistics:
     """The statistics of one query row over its keys, in logical positions.
 
@@ -128,6 +130,7 @@ def decode_statistics(
         visibility: which keys a fingerprint describes.
         top_k, mean_top_k: how many real keys to name of the largest logits of a head, and of the
             largest `mean`; of equals, those of lower position first.
+        mean_heads: query heads that `mean` is over; None for all.
 
     Raises:
         OptionError: the shapes do not fit together.
@@ -155,10 +158,9 @@ def decode_statistics(
             logsumexp = np.logaddexp(keys_lse, np.asarray(sinks, np.float64))
         sink_mass = np.exp(sink_lse - keys_lse)
         top_mass = np.exp(top_logits - logsumexp[:, None]).sum(axis=1)
-        mean = np.exp(logits - logsumexp[:, None]).mean(axis=0)
-    mean_positions, mean_masses = _largest(
-        np.where(real, mean, -np.inf)[None], mean_top_k, visibility.mask_prefix
-    )
+        chosen = slice(None) if mean_heads is None else list(mean_heads)
+        mean = np.exp(logits - logsumexp[:, None])[chosen].mean(axis=0)
+    mean_top = largest_masses(mean, first_real, mean_top_k, visibility.mask_prefix)
 
     entropy, count, distances = np.zeros(heads), max(t - start + 1, 0), t - j[start:]
     logs = logits[:, start:] - visible_lse[:, None]
@@ -180,9 +182,26 @@ def decode_statistics(
         top_logits=top_logits,
         top_mass=top_mass,
         mean=mean,
-        mean_top_positions=mean_positions[0],
-        mean_top_mass=np.maximum(mean_masses[0], 0.0),
+        mean_top_positions=mean_top[0],
+        mean_top_mass=mean_top[1],
     )
+
+
+def largest_masses(mean: Doubles, first_real: int, count: int, masked: int) -> tuple[Ints, Doubles]:
+    """The largest of a row's mean probabilities, as `DecodeStatistics` names them.
+
+    Args:
+        mean: float64[t + 1].
+        first_real: the first real key.
+        count: how many to name.
+        masked: the length of the masked prefix, from whose end positions are counted.
+
+    Returns:
+        Positions int64[count], -1 where there are fewer, and masses float64[count], 0 there.
+    """
+    real = np.arange(len(mean)) >= first_real
+    positions, masses = _largest(np.where(real, mean, -np.inf)[None], count, masked)
+    return positions[0], np.maximum(masses[0], 0.0)
 
 
 def _head_logits(queries: Doubles, keys: Doubles, scale: float, soft_cap: float | None) -> Doubles:

@@ -15,11 +15,10 @@ import triton
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.launch import LOG2_E, interpreted, processors
-from capture_kernels.layer_plan import INTEGERS, LayerPlan
 
 from .kernel import scores_pass
+from .layer import ScoresLayerPlan
 
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
 LINE = 64
@@ -41,10 +40,12 @@ class ScoresTuning(NamedTuple):
 
 
 WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
+# What suits a long prompt in half precision.
+PROMPT_TUNING = ScoresTuning(block_m=128, block_n=BLOCK_KEYS, warps=8, stages=3)
 
 
 @dataclass(kw_only=True, eq=False)
-class ScoresPlan(LayerPlan):
+class ScoresPlan(ScoresLayerPlan):
     """Geometry and scratch memory of the scores of one kind of layer; `run` once a layer and chunk.
 
     A run neither allocates, copies nor waits, so that a CUDA graph can hold it (after a first run,
@@ -57,16 +58,11 @@ class ScoresPlan(LayerPlan):
     Source: DESIGN.md sections 2 and 7 (`attn_capture_data`).
     """
 
-    # How many first tokens of the sequence are hidden (privacy): their probability is 0, and the
-    # softmax is over the others. So only [mask_prefix:, :, mask_prefix:] of the output is not 0.
-    mask_prefix: int = 0
     tuning: ScoresTuning | None = None  # how kernels are cut; None for what suits the shape
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.order = order = chosen_heads(self.heads, self.key_heads, self.chosen)
-        if self.mask_prefix < 0:
-            raise OptionError(f"mask_prefix must be 0 or more, got {self.mask_prefix}")
+        order = self.order
         # Every key head's chosen heads must be a whole number of packs.
         per_key = self.heads // self.key_heads
         self.group = math.gcd(*Counter(head // per_key for head in order).values())
@@ -136,23 +132,8 @@ class ScoresPlan(LayerPlan):
             if last < 0:
                 raise OptionError(f"last must be 0 or more, got {last}")
             query, start, rows = query[rows - last :], start + rows - last, last
-        end = start + rows
-        self.check_inputs(rows, query, keys, sinks)
+        self.check_run(query, keys, table, start, out, sinks)
         descales = self.descales(descale)
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} queries in a plan for {self.max_rows}: raise max_rows")
-        if start < 0 or end > self.max_length:
-            raise OptionError(f"positions {start}..{end - 1} must lie in 0..{self.max_length - 1}")
-        if table.dim() != 1 or len(table) < end or table.dtype not in INTEGERS:
-            raise OptionError(f"table must be int32 or int64 [{end} or more]: one request's slots")
-        shape = [rows, len(self.order), end]
-        if out.dim() != 3 or list(out.shape[:2]) != shape[:2] or out.shape[2] < end:
-            raise OptionError(f"out has the shape {list(out.shape)}, not {shape} or more columns")
-        if out.dtype != torch.float16:
-            raise OptionError(f"out is {out.dtype}, not torch.float16")
-        for name, tensor in (("table", table), ("out", out)):
-            if tensor.device != self.device:
-                raise OptionError(f"{name} is on {tensor.device}, the plan on {self.device}")
         if rows == 0:
             return
         tuning = self._wide_tuning if query.dtype == torch.float32 else self._narrow_tuning

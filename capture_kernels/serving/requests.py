@@ -6,14 +6,21 @@ is switched on or off between two replays, without a kernel or a tensor for each
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
+from capture_kernels.arrays import Int32s
 from capture_kernels.errors import OptionError
+from capture_kernels.layer_plan import head_words
 
 # As in records: indices in prompt, think, output.
 PROMPT, THINK, OUTPUT = range(3)
-_FIELDS = (("handle", "<i8"), ("mask", "<i4"), ("enabled", "u1"), ("phase", "u1"))
+ALL_HEADS = -1  # every bit of a word
 
 
 class RequestTable:
@@ -22,31 +29,61 @@ class RequestTable:
     Attributes:
         handle: int64[n] on the device, what the server calls the request.
         mask: int32[n], tokens at its start that are hidden.
+        hub: int32[n], the slot of `StepCapture.hubs` that it is added to; -1 for none.
+        heads: int32[n, ceil(H / 32)], the heads that its means are of: `Schedule.run`'s head masks.
         enabled: uint8[n], whether its rows are captured.
         phase: uint8[n], of its next row.
 
     Args:
         size: rows of `req_to_token`; row 0 pads the batches of CUDA graphs and is never enabled.
+        heads: H, query heads of the model.
     """
 
-    def __init__(self, size: int, device: torch.device | str) -> None:
+    def __init__(self, size: int, device: torch.device | str, *, heads: int = 0) -> None:
         if size < 2:
             raise OptionError(f"a table of {size} requests: 2 or more")
-        widths = [np.dtype(kind).itemsize for _, kind in _FIELDS]
-        self._host = np.zeros(size * sum(widths), np.uint8)
-        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
-        types = (torch.int64, torch.int32, torch.uint8, torch.uint8)
+        self.size, self.num_heads, self._changed = size, heads, False
         # Widest first, so that each field is aligned.
-        ends = np.cumsum([size * width for width in widths]).tolist()
-        parts = list(zip([0, *ends[:-1]], ends, types, _FIELDS, strict=True))
-        self.handle, self.mask, self.enabled, self.phase = (
-            self._device[begin:end].view(dtype) for begin, end, dtype, _ in parts
+        fields = (
+            ("handle", np.int64, torch.int64, (size,)),
+            ("mask", np.int32, torch.int32, (size,)),
+            ("hub", np.int32, torch.int32, (size,)),
+            ("heads", np.int32, torch.int32, (size, head_words(heads))),
+            ("enabled", np.uint8, torch.uint8, (size,)),
+            ("phase", np.uint8, torch.uint8, (size,)),
         )
-        self._of = {name: self._host[begin:end].view(kind) for begin, end, _, (name, kind) in parts}
-        self.size, self._changed = size, False
+        sizes = [math.prod(shape) * np.dtype(kind).itemsize for _, kind, _, shape in fields]
+        self._host = np.zeros(sum(sizes), np.uint8)
+        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
+        self._of: dict[str, np.ndarray[Any, Any]] = {}
+        found: list[Tensor] = []
+        end = 0
+        for (name, kind, dtype, shape), length in zip(fields, sizes, strict=True):
+            begin, end = end, end + length
+            self._of[name] = self._host[begin:end].view(kind).reshape(shape)
+            found.append(self._device[begin:end].view(dtype).view(shape))
+        self.handle, self.mask, self.hub, self.heads, self.enabled, self.phase = found
 
-    def enable(self, index: int, *, handle: int = 0, mask: int = 0, phase: int = OUTPUT) -> None:
+    @property
+    def bytes(self) -> int:
+        """Device memory that the table holds."""
+        return self._device.nbytes
+
+    def enable(
+        self,
+        index: int,
+        *,
+        handle: int = 0,
+        mask: int = 0,
+        phase: int = OUTPUT,
+        heads: Sequence[int] | None = None,
+        hub: int = -1,
+    ) -> None:
         """Capture a request's rows from the next step on.
+
+        Args:
+            heads: query heads that its means are of; None for all.
+            hub: the slot that its means are added up in; -1 for none.
 
         Raises:
             OptionError: there is no such row, or a number that its field does not hold.
@@ -55,16 +92,23 @@ class RequestTable:
             raise OptionError(f"request row {index} must be in 1..{self.size - 1}")
         if not (0 <= mask < 1 << 31 and 0 <= phase <= OUTPUT and -(1 << 63) <= handle < 1 << 63):
             raise OptionError(f"request row {index}: mask {mask}, phase {phase}, handle {handle}")
-        self._put(index, handle=handle, mask=mask, enabled=1, phase=phase)
+        words: int | Int32s = ALL_HEADS
+        if heads is not None:
+            if not heads or not 0 <= min(heads) <= max(heads) < self.num_heads:
+                raise OptionError(f"request row {index}: heads {list(heads)} of {self.num_heads}")
+            bits = np.zeros(32 * head_words(self.num_heads), np.uint8)
+            bits[list(heads)] = 1
+            words = np.packbits(bits, bitorder="little").view("<i4")
+        self._put(index, handle=handle, mask=mask, enabled=1, phase=phase, heads=words, hub=hub)
 
     def disable(self, index: int) -> None:
         """Capture none of its rows from the next step on."""
-        self._put(index, handle=0, mask=0, enabled=0, phase=0)
+        self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0, hub=-1)
 
-    def _put(self, index: int, **values: int) -> None:
+    def _put(self, index: int, **values: int | Int32s) -> None:
         for name, value in values.items():
             of = self._of[name]
-            self._changed |= int(of[index]) != value
+            self._changed |= bool(np.any(of[index] != value))
             of[index] = value
 
     def copy(self) -> None:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from capture_kernels.decode.host import HostStatisticsPlan
+from capture_kernels.decode.ranks import HeadRanks
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout, Visibility
-from capture_kernels.layer_plan import COLUMNS
+from capture_kernels.layer_plan import COLUMNS, head_words
 
 from .requests import RequestTable
 
@@ -51,15 +52,17 @@ class StepResults(NamedTuple):
     """What was found of R rows in L captured layers, shallowest first, on the device.
 
     Columns are those of `decode.answers`. If a row was not captured, column 28 of `mean` is 0, and
-    the other fields mean nothing.
+    the other fields mean nothing. With heads on several ranks, means are of all of them, and fields
+    with an H of this rank's.
     """
 
     mean: Tensor  # float32[L, R, 32], of the chosen heads
     mean_positions: Tensor  # int32[L, R, mean_k]: `TopK`
     mean_masses: Tensor  # float32[L, R, mean_k]
-    per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless `keep_heads`
+    per_head: Tensor  # float32[L, R, H, 32]; H = 0 unless heads are asked for
     positions: Tensor  # int32[L, R, H, k]
     logits: Tensor  # float32[L, R, H, k]
+    hubs: Tensor  # float32[n]: of the asked slots, one after the other
 
 
 @dataclass(eq=False)
@@ -68,7 +71,11 @@ class StepCapture:
 
     Attributes:
         layers: the captured layers' numbers, shallowest first.
-        requests: which requests are captured, and how.
+        hubs: float32[hub_slots, max_length], sums over steps and layers of the heads' mean
+            probabilities by position, counted from the end of the masked prefix. Who gives a slot
+            to a request clears it.
+        requests: which requests are captured, and how. With heads on several ranks, means are of
+            all of them, whichever a request chose.
         incomplete_steps: see `end`; of a replayed graph the step that was captured is counted.
 
     Raises:
@@ -85,19 +92,26 @@ class StepCapture:
     chosen: Sequence[int] | None = None  # query heads; None for all
     mean_top_k: int = 0  # keys of the mean of the heads' probabilities
     top_k: int = 0  # keys of each head
-    keep_heads: bool = False  # whether results hold each head's numbers too
+    hub_slots: int = 0  # how many requests may add up their means by position at once
+    # As of `StatisticsPlan`; None for its own default.
+    scratch_bytes: int | None = None
     layout: Layout = Layout.LOG16  # of the ring's records
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
+    ranks: HeadRanks | None = None  # that hold the layers' other heads; None if all are here
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
         if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
             raise OptionError(f"captured layers must be different numbers, got {numbers}")
+        if self.ranks is not None and self.chosen is not None:
+            raise OptionError("heads cannot be chosen where several ranks have as many each")
         self.layers = tuple(sorted(numbers))
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
-        self.requests = RequestTable(self.num_requests, self.device)
+        most_heads = max(kind.heads for kind in self.kinds)
+        self.requests = RequestTable(self.num_requests, self.device, heads=most_heads)
+        self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
         self._plans: list[Any] = []
@@ -134,12 +148,21 @@ class StepCapture:
             "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
             "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
             "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
+            "ranks": self.ranks, "hubs": self.hub_slots > 0,
         }  # fmt: skip
         if self.on_host:
             return HostStatisticsPlan(**own)
         from capture_kernels.decode.plan import StatisticsPlan
 
+        if self.scratch_bytes is not None:
+            own["scratch_bytes"] = self.scratch_bytes
         return StatisticsPlan(**own)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that capture holds on a GPU, without the ring."""
+        own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
+        return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, table: PageTable) -> None:
         """Begin a step.
@@ -154,10 +177,15 @@ class StepCapture:
             raise OptionError(f"the table must be a req_to_token of {self.num_requests} requests")
         self._table = table
         self._ran, self._in_turn = [0] * len(self.kinds), True
-        for plan in self._plans:
+        flags = self.requests
+        for plan, kind in zip(self._plans, self.kinds, strict=True):
+            words = flags.heads[:, : head_words(kind.heads)]
             plan.schedule(
-                table, enabled=self.requests.enabled, masks=self.requests.mask, by_request=True
-            )
+                table, enabled=flags.enabled, masks=flags.mask,
+                head_masks=words if self.ranks is None else None, by_request=True,
+                hubs=self.hubs if self.hub_slots else None,
+                hub_slots=flags.hub if self.hub_slots else None,
+            )  # fmt: skip
 
     def layer(
         self,
@@ -211,21 +239,28 @@ class StepCapture:
                 RequestRows(table.seq_lens, table.starts, flags.handle, flags.phase, flags.enabled),
             )
 
-    def results(self, rows: int) -> StepResults:
+    def results(
+        self, rows: int, *, heads: bool = False, hubs: Sequence[tuple[int, int]] = ()
+    ) -> StepResults:
         """Copies of what the step that ran last found of its first rows.
 
         Args:
             rows: how many there are; a replayed graph does not tell the host.
+            heads: whether each head's numbers are wanted too.
+            hubs: slots, and how many of their first positions.
         """
-        heads = slice(None) if self.keep_heads else slice(0)
+        kept = slice(None) if heads else slice(0)
         top = [plan.answers for plan in self._plans]
         return StepResults(
             self._in_order([self._mean], rows),
             self._in_order([each.mean_positions for each in top], rows),
             self._in_order([each.mean_masses for each in top], rows),
-            self._in_order([plan.per_head[:, :, heads] for plan in self._plans], rows),
-            self._in_order([each.positions[:, :, heads] for each in top], rows),
-            self._in_order([each.logits[:, :, heads] for each in top], rows),
+            self._in_order([plan.per_head[:, :, kept] for plan in self._plans], rows),
+            self._in_order([each.positions[:, :, kept] for each in top], rows),
+            self._in_order([each.logits[:, :, kept] for each in top], rows),
+            torch.cat([self.hubs[slot, :length] for slot, length in hubs])
+            if hubs
+            else self.hubs.new_empty(0),
         )
 
     def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:

@@ -1,22 +1,17 @@
-"""Loading a model of `transformers`: its weights, its device, and which weights they are."""
+"""Loading a model of `transformers`: its weights and its device."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from capture_kernels.errors import MissingExtraError, OptionError
-from pipeline.durable import facts_of
 
 from .options import CaptureOptions
+from .revision import revision_of
 from .transformers import TransformersEngine
-
-_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
@@ -37,22 +32,8 @@ def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
         raise MissingExtraError(f"model {name!r}: {_first_line(error)}") from None
     except (OSError, ValueError) as error:
         raise OptionError(f"cannot load model {name!r}: {_first_line(error)}") from None
-    folder = Path(name)
-    revision = local_revision(folder) if folder.is_dir() else str(config._commit_hash)
+    revision = revision_of(name, config)
     return TransformersEngine(model.to(device), tokenizer, options, name=name, revision=revision)
-
-
-def local_revision(folder: Path) -> str:
-    """A hash of a local checkpoint, of its config and of every byte of its weight files: 16
-    hexadecimal digits.
-
-    Several files are read at once, at about the rate of sha256 on each core.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    paths = sorted(p for pattern in _WEIGHTS for p in folder.glob(pattern))
-    for path, facts in zip(paths, facts_of(paths), strict=True):
-        digest.update(json.dumps([path.name, facts]).encode())
-    return digest.hexdigest()[:16]
 
 
 def choose_device(name: str) -> torch.device:

@@ -71,16 +71,14 @@ class TransformersEngine:
         """The hash of what makes this capture's vectors comparable with others."""
         options = self.options
         return capture_id(
-            {
-                "model": self.revision,
-                "layers": list(self.layers),
-                "per_layer": options.per_layer,
-                "heads": list(self.heads) if self.heads is not None else None,
-                "mask": options.mask_prefix,
-                "window": options.window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self.revision,
+            layers=self.layers,
+            heads=self.heads,
+            per_layer=options.per_layer,
+            mask=options.mask_prefix,
+            window=options.window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=any(DynamicCache(config=self.model.config).is_sliding),
         )
 

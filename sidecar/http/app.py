@@ -7,13 +7,14 @@ import time
 from fastapi import FastAPI
 
 from pipeline.api_keys import ApiKeys
+from pipeline.asgi import App, Message, Receive, Scope, Send
 from sidecar.service import Service
 
 from . import live, requests, sessions, status
 from .discovery import routes, runs
 from .errors import add_error_handlers
 from .hot.routes import HotRoutes
-from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
+from .limits import Limits, allowed_hosts, protected
 from .live import Broadcast
 from .openapi import document
 
@@ -30,6 +31,7 @@ def create_app(service: Service, broadcast: Broadcast, keys: ApiKeys | None = No
     )
     app.state.service = service
     app.state.broadcast = broadcast
+    app.state.summaries = requests.Summaries()
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
     for module in (status, routes, runs, sessions, requests, live):

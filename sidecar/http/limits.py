@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.api_keys import ApiKeys
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send, end
 from pipeline.stream.curve import is_loopback
 
 from .errors import error_body
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # What every answer carries, unless its route gave another value.
 SECURITY_HEADERS = (
@@ -40,8 +34,6 @@ SECURITY_HEADERS = (
 OPEN = "/health"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# How long what a refused client still sends is read and thrown away, so that it reads the answer.
-LINGER_S = 2.0
 CLOSE = [(b"connection", b"close")]
 
 
@@ -160,7 +152,7 @@ class Guard:
     def _refusal(
         self, method: str, host: bytes | None, origin: bytes | None, key: bytes | None,
         length: bytes | None, is_open: bool,
-    ) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:  # fmt: skip
+    ) -> tuple[int, str, Headers] | None:  # fmt: skip
         """Status, message and headers if the request is not let through."""
         limits = self._limits
         if limits.hosts is not None and (host is None or name_of(host) not in limits.hosts):
@@ -188,7 +180,7 @@ class Guard:
 
     async def _refuse(
         self, send: Send, receive: Receive, status: int, reason: str,
-        headers: list[tuple[bytes, bytes]],
+        headers: Headers,
     ) -> None:  # fmt: skip
         content = error_body(reason)
         head = [
@@ -259,25 +251,6 @@ class Answer:
             await end(self._send, message.get("body", b""), self._body.receive)
         else:
             await self._send(message)
-
-
-async def end(send: Send, content: bytes, receive: Receive | None = None) -> None:
-    """Send the end of an answer. If the client may still be sending (`receive`), this is read and
-    thrown away for a while: with a connection that is closed at once it would not see the answer.
-    """
-    if receive is not None:
-        await send({"type": "http.response.body", "body": content, "more_body": True})
-        content = b""
-        try:
-            async with asyncio.timeout(LINGER_S):
-                message = await receive()
-                while message["type"] == "http.request" and message.get("more_body"):
-                    # Endless input that is always there never lets a timeout through.
-                    await asyncio.sleep(0)
-                    message = await receive()
-        except TimeoutError:
-            pass
-    await send({"type": "http.response.body", "body": content})
 
 
 def too_large(most: int) -> str:

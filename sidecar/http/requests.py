@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from datetime import datetime
-from typing import Annotated, Any
+from threading import Lock
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +34,8 @@ from .sessions import STORE_ERRORS, TEXT, unreadable
 MOST_ROWS = 1 << 18
 PAGE_ROWS = 1 << 16
 MOST_PATH = 10_000
+# Summaries that are kept; one with the longest path takes some 4 MB.
+MOST_SUMMARIES = 16
 
 router = APIRouter(tags=["sessions"])
 
@@ -106,28 +110,68 @@ async def request_summary(
 ) -> Response:
     """Zones are decided from the stored vectors by the rules of the served run, or else by the
     standard ones. Rows are in the order of position and layer."""
-    service = request.app.state.service
-    return Json(await STORE(_request, service, request_id, offset, limit, vectors))
+    state = request.app.state
+    found = await STORE(
+        _request, state.service, state.summaries, request_id, offset, limit, vectors
+    )  # fmt: skip
+    return Json(found)
+
+
+class Summary(NamedTuple):
+    """What all rows of a request say, as long as there are so many and this run is served."""
+
+    rows: int
+    run_id: str | None
+    fields: dict[str, Any]
+
+
+class Summaries:
+    """The last summaries of requests, by request: who reads a request page by page does not have
+    all of its rows read again for each page. Threads may share it."""
+
+    def __init__(self, most: int = MOST_SUMMARIES) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, Summary] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, request_id: str) -> Summary | None:
+        with self._lock:
+            return self._kept.get(request_id)
+
+    def put(self, request_id: str, summary: Summary) -> None:
+        with self._lock:
+            self._kept[request_id] = summary
+            self._kept.move_to_end(request_id)
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
 
 
 def _request(
-    service: Any, request_id: str, offset: int, limit: int, vectors: bool
+    service: Any, summaries: Summaries, request_id: str, offset: int, limit: int, vectors: bool
 ) -> dict[str, Any]:
     store, run = service.store, service.serving.current
+    run_id = run.run_id if run else None
     try:
-        table, count = _first_rows(store, request_id)
-        if not count:
-            raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
-        rows = table.slice(offset, limit)
-        if limit and rows.num_rows < min(limit, count - offset):
-            rows = store.request(request_id, offset, limit).rows
+        summary = summaries.get(request_id)
+        if summary is not None:
+            count, rows = store.request(request_id, offset, max(limit, 1))
+            rows = rows.slice(0, limit)
+        if summary is None or (count, run_id) != summary[:2]:
+            table, count = _first_rows(store, request_id)
+            if not count:
+                raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
+            summary = Summary(count, run_id, Read(table, run).summary())
+            summaries.put(request_id, summary)
+            rows = table.slice(offset, limit)
+            if limit and rows.num_rows < min(limit, count - offset):
+                rows = store.request(request_id, offset, limit).rows
     except StoreError as error:
         raise unreadable(error) from None
     return {
-        "request_id": request_id, "rows": count, **Read(table, run).summary(), "offset": offset,
+        "request_id": request_id, "rows": count, **summary.fields, "offset": offset,
         "records": Read(rows, run).records(vectors),
         "next_offset": offset + limit if limit and offset + limit < count else None,
-        "run_id": run.run_id if run else None, "schema_version": ANSWER_VERSION,
+        "run_id": run_id, "schema_version": ANSWER_VERSION,
     }  # fmt: skip
 
 

@@ -140,9 +140,16 @@ def options(**changes: Any) -> dict[str, Any]:
     return {"max_rows": ROWS, "max_length": LENGTH, "device": "cpu", **shape, **changes}
 
 
-def beside(dtype: torch.dtype = torch.bfloat16, layers: int = 2, **changes: Any) -> None:
+def beside(
+    dtype: torch.dtype = torch.bfloat16, layers: int = 2, head_masks: bool = False, **changes: Any
+) -> None:
     plan = StatisticsPlan(**options(layers=layers, **changes))
-    plan.schedule(table(), enabled=torch.ones(ROWS, dtype=torch.uint8))
+    asked: dict[str, Any] = {"enabled": torch.ones(ROWS, dtype=torch.uint8)}
+    if head_masks:
+        asked["head_masks"] = torch.full((ROWS, HEADS // 32), -1, dtype=torch.int32)
+    if plan.hubs:
+        asked |= {"hubs": torch.zeros(8, LENGTH), "hub_slots": torch.zeros(ROWS, dtype=torch.int32)}
+    plan.schedule(table(), **asked)
     query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
     descale = torch.ones(plan.groups.key_heads) if dtype.itemsize == 1 else None
     for _ in range(plan.layers):
@@ -191,6 +198,11 @@ PLANS: dict[str, Callable[[], None]] = {
     "top 16 of a million keys": lambda: beside(
         layers=1, top_k=16, mean_top_k=16, max_length=1 << 20, scratch_bytes=0
     ),
+    "top 16, head masks": lambda: beside(top_k=16, mean_top_k=16, head_masks=True),
+    "top 16 of a million keys, head masks": lambda: beside(
+        layers=1, mean_top_k=16, max_length=1 << 20, scratch_bytes=0, head_masks=True
+    ),
+    "hubs by slot": lambda: beside(hubs=True, head_masks=True),
     "fused": lambda: fused(True),
     "fused, top 16": lambda: fused(True, top_k=16),
     "fused without statistics": lambda: fused(False),

@@ -50,6 +50,8 @@ def compiled(capability: int, plans: tuple[str, ...]) -> dict[str, dict[str, dic
 
 OTHER_PLANS = [
     *("heads, top 3", "one row, top 16", "top 64", "top 16 of a million keys", "scores", "records"),
+    *("top 16, head masks", "top 16 of a million keys, head masks"),
+    "hubs by slot",
 ]
 FAST = ("beside, one layer",)
 # What a kernel may put aside before its loop and fetch after it, in bytes of a thread; others none.
@@ -58,7 +60,7 @@ PUT_ASIDE = {"key_pass": 16, "finish": 8}
 # capability 8.0 does not know.
 EVERYWHERE = (
     *("beside", "top 16", "top 16, one layer", "heads, top 16", "top 64", "fused"),
-    *("scores", "records"),
+    *("scores", "records", "top 16, head masks"),
 )
 PLANS = tuple(name for name in (*LOOP_BUDGET, *OTHER_PLANS) if name not in FAST)
 

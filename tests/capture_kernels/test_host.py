@@ -43,6 +43,8 @@ def step_of(plan, case, **options):
         ({}, {"window": 9, "top_k": 2}, {"sinks": torch.linspace(-2, 3, 4)}),
         ({}, {"visibility": Visibility(3, 5, 30), "mean_top_k": 7}, {"enabled": "odd"}),
         ({}, {"chosen": [2], "mean_top_k": 64}, {"masks": [0, 4, 200, 1, 17]}),
+        ({}, {"mean_top_k": 5}, {"head_masks": [0b1111, 0b0101, 0b1000, -1, 0b0110]}),
+        ({}, {"chosen": [1, 3], "top_k": 2}, {"head_masks": [0b1010, 0b0010, 0b1000, -1, 0b1011]}),
     ],
 )
 def test_answers_are_the_kernels(case, plan, step):
@@ -54,6 +56,9 @@ def test_answers_are_the_kernels(case, plan, step):
         step["enabled"] = torch.arange(7) % 2 == 1
     if "masks" in step:
         step["masks"] = torch.tensor([*step["masks"], 0, 0], dtype=torch.int32)
+    if "head_masks" in step:
+        bits = torch.tensor([*step["head_masks"], -1, -1], dtype=torch.int32)
+        step["head_masks"] = bits[:, None]
     shapes = {"max_rows": 8, "max_length": 200, "heads": 4, "key_heads": 2, "head_dim": 16}
     kind = {**shapes, "scale": 0.25, "device": "cpu", **plan}
     expected = step_of(StatisticsPlan(**kind), made, **step)

@@ -69,10 +69,10 @@ class Model:
         """The request row of the case's row `index`."""
         return int(self.case.req_pool_indices[index])
 
-    def truth(self, number, row, visibility=None, **asked):
+    def truth(self, number, row, visibility=None, keys=None, **asked):
         return decode_statistics(
             self.queries[number][row].double().cpu().numpy(),
-            self.case.keys[row],
+            self.case.keys[row] if keys is None else keys,
             scale=0.3,
             position=LENGTHS[row] - 1,
             visibility=visibility or Visibility(),
@@ -85,13 +85,13 @@ class Model:
 @pytest.mark.parametrize("windowed", [(), (0, 3)])
 def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_host):
     model = Model(windowed=windowed)
-    capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2, keep_heads=True)
+    capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2)
     assert capture.layers == tuple(model.numbers)
     capture.requests.enable(model.row(0))
     capture.requests.enable(model.row(2), mask=5)
     capture.requests.copy()
     model.step(capture)
-    found = capture.results(4)
+    found = capture.results(4, heads=True)
     assert found.mean.shape == (len(model.numbers), 4, 32)
     assert found.mean[:, :, 28].tolist() == [[1, 0, 1, 0]] * len(model.numbers)
     for index, number in enumerate(model.numbers):
@@ -108,6 +108,58 @@ def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_hos
             assert_close(found.per_head[index, row, :, 27], truth.entropy, **MASSES)
     vectors = vectors_of_columns(found.mean.cpu().numpy())
     assert vectors.valid.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize("heads", [4, 36])
+def test_means_of_a_row_are_of_the_heads_that_its_request_chose(heads, on_host):
+    model = Model(heads=heads)
+    capture = model.capture(on_host=on_host, mean_top_k=3)
+    chosen = {0: [1, heads - 1], 1: None, 2: [0], 3: list(range(heads))}
+    for row, own in chosen.items():
+        capture.requests.enable(model.row(row), heads=own)
+    capture.requests.copy()
+    model.step(capture)
+    found = capture.results(4)
+    for index, number in enumerate(model.numbers):
+        for row, own in chosen.items():
+            truth = model.truth(number, row, mean_top_k=3, mean_heads=own)
+            of_mean = slice(None) if own is None else own
+            mean = found.mean[index, row].cpu().numpy()
+            assert_close(mean[:16], truth.hist[of_mean].mean(0), **MASSES)
+            assert_close(mean[27], truth.entropy[of_mean].mean(), **MASSES)
+            assert_close(mean[29], truth.logsumexp[of_mean].mean(), largest=1e-3, rms=1e-3)
+            assert mean[28] == 1
+            positions = found.mean_positions[index, row].tolist()
+            assert positions == truth.mean_top_positions.tolist()
+            assert_close(found.mean_masses[index, row], truth.mean_top_mass, **MASSES)
+    for wrong in ([], [heads], [-1]):
+        with pytest.raises(OptionError, match="heads"):
+            capture.requests.enable(model.row(0), heads=wrong)
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize("windowed", [(), (0,)])
+def test_slots_add_up_what_their_requests_attended_to(windowed, on_host):
+    model = Model(windowed=windowed)
+    capture = model.capture(on_host=on_host, hub_slots=3)
+    # Two rows of one request, one without a slot, one with a hidden prefix and a head of its own.
+    model.case.req_pool_indices[1] = model.case.req_pool_indices[0]
+    capture.requests.enable(model.row(0), hub=2)
+    capture.requests.enable(model.row(2), hub=0, mask=20, heads=[1])
+    capture.requests.enable(model.row(3))
+    capture.requests.copy()
+    for _ in range(2):
+        model.step(capture)
+    expected = np.zeros((3, 300))
+    for number in model.numbers:
+        for row, slot, mask, heads in ((0, 2, 0, None), (1, 2, 0, None), (2, 0, 20, [1])):
+            keys = model.case.keys[0 if row == 1 else row][: LENGTHS[row]]
+            truth = model.truth(number, row, Visibility(1, mask), keys=keys, mean_heads=heads)
+            expected[slot, : LENGTHS[row] - mask] += 2 * truth.mean[mask:]
+    assert_close(capture.hubs, expected, **MASSES)
+    found = capture.results(4, hubs=[(0, 109), (2, 40)]).hubs
+    assert_close(found, np.concatenate([expected[0, :109], expected[2, :40]]), **MASSES)
 
 
 @pytest.mark.parametrize("on_host", HOSTS)
@@ -284,3 +336,35 @@ def test_flags_of_requests_are_what_was_set_last(changes):
 def test_flags_that_no_request_can_have_are_refused(index, given):
     with pytest.raises(OptionError):
         RequestTable(31, DEVICE).enable(index, **given)
+
+
+def tensors_of(held, seen):
+    """Every tensor that an object holds, however deep, by its storage."""
+    if isinstance(held, torch.Tensor):
+        seen[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+    elif isinstance(held, dict):
+        for value in held.values():
+            tensors_of(value, seen)
+    elif isinstance(held, list | tuple):
+        for value in held:
+            tensors_of(value, seen)
+    elif hasattr(held, "__dict__") and type(held).__module__.startswith("capture_kernels"):
+        tensors_of(vars(held), seen)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"mean_top_k": 5, "hub_slots": 2}, {"top_k": 3, "scratch_bytes": 0}]
+)
+def test_bytes_are_those_of_all_buffers(given):
+    model = Model(numbers=(0, 1, 4), windowed=(2,))
+    capture = model.capture(on_host=False, **given)
+    assert capture.bytes == sum(tensors_of(capture, {}).values())
+
+
+def test_a_smaller_scratch_takes_less_memory_for_many_layers_and_long_contexts():
+    sizes = [
+        Model(numbers=range(6)).capture(on_host=False, mean_top_k=4, **given).bytes
+        for given in ({}, {"scratch_bytes": 200_000}, {"scratch_bytes": 0})
+    ]
+    assert sizes[0] > sizes[1] > sizes[2]

@@ -26,11 +26,13 @@ NATS, MASS = (1e-4, 1e-3) if ON_GPU else (3e-6, 2e-6)
 SOME_KEPT = 3_500
 
 
-def find(case, *, k, mean_k, hubs=None, enabled=None, masks=None, sinks=None, **options):
+def find(
+    case, *, k, mean_k, hubs=None, enabled=None, masks=None, head_masks=None, sinks=None, **options
+):
     """The top k of a case's rows, in buffers that are poisoned before."""
     plan = plan_for(case, top_k=k, mean_top_k=mean_k, hubs=hubs is not None, **options)
     poison(plan)
-    asked = {"enabled": enabled, "masks": masks, "hubs": hubs}
+    asked = {"enabled": enabled, "masks": masks, "head_masks": head_masks, "hubs": hubs}
     plan.schedule(page_table(case), num_active=active_rows(case), **asked)
     plan.run(case.queries, case.k_cache, descale=case.descale, sinks=sinks)
     return plan.answer().top
@@ -62,8 +64,9 @@ def mean_probabilities(case, row, **described):
 
 
 def assert_top(
-    top, case, *, k, mean_k, enabled=None, masks=None, chosen=None, visibility=None, **described
-):
+    top, case, *, k, mean_k, enabled=None, masks=None, head_masks=None, chosen=None,
+    visibility=None, **described
+):  # fmt: skip
     """The top k of every row is that of the reference; nothing is said of other rows."""
     heads = sorted(chosen) if chosen is not None else list(range(case.queries.shape[1]))
     asked = [True] * case.active if enabled is None else enabled.bool().tolist()
@@ -84,15 +87,22 @@ def assert_top(
         assert_top_k(top.positions[row], top.logits[row], logits, k, nats)
         if k:
             assert_close(top.mass[row], truth.top_mass[heads], largest=50 * nats, rms=10 * nats)
+        of_mean = slice(None)
+        if head_masks is not None:
+            words = head_masks[row].cpu().numpy().view(np.uint8)
+            of_mean = np.unpackbits(words, bitorder="little")[heads].astype(bool)
         with np.errstate(invalid="ignore"):
-            mean = np.exp(logits - lse[:, None]).mean(axis=0)
+            mean = np.exp(logits - lse[:, None])[of_mean].mean(axis=0)
         mean = np.where(np.isfinite(logits[0]), mean, -np.inf)
         masses = top.mean_masses[row]
         assert_top_k(top.mean_positions[row], masses, mean, mean_k, 50 * nats, missing=0.0)
 
 
 # What the reference is told as well as the plan.
-DESCRIBED = ("visibility", "soft_cap", "window", "scale", "chosen", "sinks", "enabled", "masks")
+DESCRIBED = (
+    "visibility", "soft_cap", "window", "scale", "chosen", "sinks", "enabled", "masks",
+    "head_masks",
+)  # fmt: skip
 
 
 def check(case, *, k=2, mean_k=2, scratch=64 << 20, **options):
@@ -105,6 +115,8 @@ def check(case, *, k=2, mean_k=2, scratch=64 << 20, **options):
 KEPT_OR_NOT = pytest.mark.parametrize("scratch", [64 << 20, 0], ids=["kept", "read again"])
 FLOAT8 = {"dtype": torch.float8_e4m3fn}
 MASKS = on_device(0, 5, 3, 89, 100, 7, dtype=torch.int32)
+# Of 33 heads: the first and the last, a word's last, all, and of a row that pads the batch.
+HEAD_MASKS = on_device(1, 1, -(2**31), 0, -1, -1, 0, 0, dtype=torch.int32).view(4, 2)
 
 
 # fmt: off
@@ -114,6 +126,7 @@ KINDS_OF_TOPS = cases(
      {"soft_cap": 3.0, "sinks": on_device(4.0, -3.0), "window": 60, "visibility": Visibility(2, 5,
      66)}),
     slow=[
+        ("head masks by row", [140, 7, 90], (33, 1, 16), {}, {"head_masks": HEAD_MASKS}),
         ("more lengths", [2, 63, 64, 65, 129, 307], (2, 1, 40), {}, {"k": 5}),
         ("one", [130, 5], (4, 4, 32), {"form": "kv_indptr"}, {"k": 1, "mean_k": 1}),
         ("most", [150, 3], (1, 1, 32), {}, {"k": 64, "mean_k": 64}),

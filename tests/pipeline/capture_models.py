@@ -110,6 +110,17 @@ CONFIGS = {
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
     ),
+    # Experts in every layer; and in all but the second and third.
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_SHAPE, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        mlp_only_layers=[1, 2],
+    ),
     # Refused: two attentions a layer, a mask with weights for each head, relative positions as
     # ALiBi, no softmax attention, a cache of its own, an encoder.
     "diffllama": lambda: transformers.DiffLlamaConfig(**_SHAPE),

@@ -12,6 +12,7 @@ import pytest
 from shared import NOW
 
 from capture_kernels.errors import RecordError
+from capture_kernels.fingerprint.vector import Layout
 from pipeline import record
 from pipeline.store.open import open_store
 from pipeline.stream.wire import decode
@@ -321,7 +322,14 @@ def test_vectors_are_seen_without_a_copy(records):
 
 
 def test_a_capture_id_depends_on_values_not_on_order():
-    settings = {"layers": [1, 2], "window": 0, "layout": "log16"}
-    assert record.capture_id(settings) == record.capture_id(dict(reversed(settings.items())))
-    assert record.capture_id(settings) != record.capture_id(settings | {"window": 8})
-    assert len(record.capture_id(settings)) == 12
+    settings = {
+        "revision": "r", "layers": [1, 2], "heads": [3, 0], "mask": 0, "window": 0, "sinks": 1,
+        "layout": Layout.LOG16, "windowed": False,
+    }  # fmt: skip
+    found = record.capture_id(**settings)
+    assert found == record.capture_id(**settings | {"layers": (2, 1), "heads": [0, 3]})
+    others = {"revision": "s", "layers": [1], "heads": None, "mask": 1, "window": 8, "sinks": 0,
+              "layout": Layout.LAYERED, "windowed": True, "per_layer": True}  # fmt: skip
+    ids = {found, *(record.capture_id(**settings | {name: other})
+                    for name, other in others.items())}  # fmt: skip
+    assert len(ids) == 1 + len(others) and all(len(each) == 12 for each in ids)

@@ -45,16 +45,35 @@ def check_raw(
         assert entry["decode_step"] == position - prompt + 1
 
 
+def check_head_lists(
+    entries: Entries, expected: AttentionReference, prompt: int, heads: list[int], *, k: int
+) -> None:
+    """Each raw entry lists the top k of each of these heads."""
+    assert entries
+    for entry in entries:
+        position = entry["decode_step"] + prompt - 1
+        assert list(entry["heads"]) == list(map(str, heads))
+        p, logsumexp = expected.row(entry["layer_id"], position, heads)
+        for number, head in enumerate(heads):
+            found = entry["heads"][str(head)]
+            masses = np.sort(p[number])[::-1][:k]
+            np.testing.assert_allclose(p[number][found["token_positions"]], masses, atol=2e-6)
+            lse = found["logsumexp_candidates"]
+            assert lse == pytest.approx(logsumexp[number], abs=2 * ROUNDED)
+            shares = np.exp(np.array(found["topk_logits"]) - lse)
+            np.testing.assert_allclose(shares, masses, rtol=1e-3, atol=1e-7)
+
+
 def check_sketches(
     entries: Entries, expected: AttentionReference, prompt: int, positions: list[int],
-    *, layers: list[int], k: int = 32, mask: int = 0,
+    *, layers: list[int], k: int = 32, mask: int = 0, heads: list[int] | None = None,
 ) -> None:  # fmt: skip
     assert [e["decode_step"] for e in entries] == [position - prompt + 1 for position in positions]
     for entry, position in zip(entries, positions, strict=True):
         assert entry["mode"] == "sketch"
         assert list(entry["layer_sketches"]) == [str(layer) for layer in layers]
         for layer, sketch in entry["layer_sketches"].items():
-            mean = expected.row(int(layer), position, mask=mask)[0].mean(axis=0)
+            mean = expected.row(int(layer), position, heads, mask)[0].mean(axis=0)
             masses = np.sort(mean)[::-1][:k]
             places, found = zip(*sketch["top_hubs"], strict=True)
             assert len(places) <= len(masses)
@@ -63,7 +82,9 @@ def check_sketches(
             np.testing.assert_allclose(mean[list(places)], masses[: len(found)], atol=2e-6)
             assert sketch["mass_captured"] == pytest.approx(masses.sum(), abs=ROUNDED)
             visibility = Visibility(1, mask_prefix=mask)
-            vector = expected.fingerprint([int(layer)], position, visibility=visibility)
+            vector = expected.fingerprint(
+                [int(layer)], position, heads=heads, visibility=visibility
+            )
             if vector is not None:
                 np.testing.assert_allclose(sketch["dist_hist"], vector[4:20], atol=ROUNDED)
                 assert sketch["entropy"] == pytest.approx(float(vector[3]), abs=ROUNDED)

@@ -44,7 +44,7 @@ def require_sglang() -> None:
 
 
 class SGLangServer:
-    """A running `python -m sglang.launch_server` with the demo model, in float32 on the CPU.
+    """A running `python -m sglang.launch_server` with a model, in float32 on the CPU.
 
     Leaving it ends all of its processes.
 
@@ -53,6 +53,7 @@ class SGLangServer:
         options: further options of the command; of one that is given twice the last counts.
         environment: further environment variables.
         by_attn: whether it is started by `attn serve`.
+        model: another one than the demo model.
 
     Attributes:
         url: of its API. log: the file with all that its processes have printed.
@@ -64,14 +65,14 @@ class SGLangServer:
 
     def __init__(
         self, folder: Path, *options: str | Path, environment: Mapping[str, str] | None = None,
-        by_attn: bool = False,
+        by_attn: bool = False, model: Path = MODEL,
     ) -> None:  # fmt: skip
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "sglang.log"
         started_by = ["cli", "serve"] if by_attn else ["sglang.launch_server", "--model-path"]
         command = [
-            PYTHON, "-m", *started_by, MODEL, "--port", str(port),
+            PYTHON, "-m", *started_by, model, "--port", str(port),
             "--device", "cpu", "--attention-backend", "torch_native",
             "--sampling-backend", "pytorch", "--dtype", "float32",
             # The demo model is none for conversations and has no template.

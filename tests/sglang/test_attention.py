@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from asking import CHAT, COMPLETIONS, GENERATE, MODES, ask
-from attention_checks import check
+from attention_checks import check, check_head_lists
 from plain_answers import answer_shapes, expected_shapes
 from running_sglang import SGLangServer, require_sglang
 
@@ -42,6 +42,7 @@ def store(tmp_path_factory) -> Path:
 def server(tmp_path_factory, store) -> Iterator[SGLangServer]:
     require_sglang()
     options = ("--return-attention-tokens", "--attention-capture-layers", "all",
+               "--attention-head-lists", "--attention-hub-slots", "2",
                "--attention-store", store, "--reasoning-parser", "qwen3")  # fmt: skip
     with SGLangServer(tmp_path_factory.mktemp("sglang"), *options) as running:
         yield running
@@ -95,6 +96,9 @@ def test_every_number_of_every_mode(server, tokenizer, known, route, stream, mod
         ("fingerprint", {"attention_capture_layers": [1, 2]}, {"layers": [1, 2]}),
         ("fingerprint", {"attention_capture_layers": "auto", "attention_mask_prefix": 9},
          {"layers": list(choose_layers("auto", LAYERS, 4)), "mask": 9}),
+        ("raw", {"attention_capture_head_ids": [3, 1]}, {"heads": [1, 3]}),
+        ("sketch", {"attention_capture_head_ids": "2"}, {"heads": [2]}),
+        ("fingerprint", {"attention_capture_head_ids": [0, 2, 3]}, {"heads": [0, 2, 3]}),
     ],
 )  # fmt: skip
 def test_a_request_narrows_layers_positions_and_what_is_seen(server, known, mode, fields, what):
@@ -131,6 +135,45 @@ def test_rows_of_the_prompt_are_there_unless_they_are_cached(server, known, mode
     check(mode, again.entries, expected, length, rows[wanted - 1 :], layers=LAYERS, mask=2)
     assert again.attention["missing_prompt_rows"] == wanted - 1
     assert again.attention["rows"] == len(rows) - wanted + 1
+
+
+def test_a_raw_entry_lists_each_chosen_head(server, known):
+    prompt, heads = fresh_prompt(), [0, 3]
+    found = ask(server.url, COMPLETIONS, prompt, TOKENS, return_attention_tokens=True,
+                attention_capture_head_ids=heads, top_k_attention=5, **MODES["raw"])  # fmt: skip
+    tokens, length, expected = known(prompt)
+    rows = range(length, len(tokens) - 1)
+    check("raw", found.entries, expected, length, list(rows), layers=LAYERS, heads=heads, k=5)
+    check_head_lists(found.entries, expected, length, heads, k=5)
+
+
+def test_hubs_are_where_a_request_looked_most(server, known):
+    """Over its rows, the prompt's last ones too; a third one at the same time gets a reason."""
+    prompt, wanted = fresh_prompt(), 3
+    found = ask(server.url, COMPLETIONS, prompt, TOKENS, return_attention_tokens=True,
+                include_prompt_attention=wanted, attention_hubs=True, attention_mask_prefix=4,
+                **MODES["fingerprint"])  # fmt: skip
+    tokens, length, expected = known(prompt)
+    sums = np.zeros(len(tokens) - 4)
+    for position in range(length - wanted, len(tokens) - 1):
+        for layer in LAYERS:
+            p = expected.row(layer, position, mask=4)[0].mean(axis=0)
+            sums[: len(p)] += p / len(LAYERS)
+    hubs = found.attention["hubs"]
+    places, masses = zip(*hubs, strict=True)
+    largest = np.sort(sums)[::-1][: len(hubs)]
+    assert len(hubs) == min(32, (sums > 0).sum())
+    np.testing.assert_allclose(masses, largest, atol=1e-4)
+    np.testing.assert_allclose(sums[list(places)], largest, atol=1e-4)
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda prompt: ask(
+            server.url, COMPLETIONS, prompt, 60, return_attention_tokens=True,
+            attention_hubs=True, **MODES["fingerprint"],
+        ).attention, [fresh_prompt() for _ in range(3)]))  # fmt: skip
+    assert sum("hubs" in usage for usage in together) == 2
+    assert [usage["hubs_missing"] for usage in together if "hubs" not in usage] == [
+        "all --attention-hub-slots were taken"
+    ]
 
 
 def test_entries_come_with_the_chunk_of_the_token_that_they_led_to(server, tokenizer, known):

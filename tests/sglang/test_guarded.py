@@ -18,8 +18,10 @@ import pytest
 from asking import CHAT, COMPLETIONS, MODES, ask
 from attention_checks import check
 from plain_answers import answer_shapes, expected_shapes
-from running_sglang import SGLangServer, require_sglang
+from running_sglang import MODEL, SGLangServer, require_sglang
 
+from pipeline.engines.loading import load_engine
+from pipeline.engines.options import CaptureOptions
 from pipeline.store.open import open_store
 
 pytestmark = pytest.mark.slow
@@ -209,6 +211,9 @@ def test_capabilities_say_what_it_was_started_with(server):
         "mask_prefix": 2,
         "disabled_in_production": False,
     }
+    # What `attn capture` and a server of transformers give the same layers and mask.
+    plain = CaptureOptions(layers="all", mask_prefix=2, device="cpu")
+    assert found["capture_id"] == load_engine(str(MODEL), plain).capture_id
     assert KEY not in server.log.read_text()
 
 

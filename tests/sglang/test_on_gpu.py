@@ -41,18 +41,22 @@ async def generate(url: str, prompts: list[list[int]], **fields: object) -> list
         return await asyncio.gather(*map(one, prompts))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def start(folder: Path, *options: str):
     from benchmarks.sglang_process import SGLangProcess
 
     os.environ.pop("SGLANG_PLUGINS", None)
-    log = tmp_path_factory.mktemp("sglang") / "log"
-    started = SGLangProcess(
-        MODEL, log, "--dtype", "float16", "--max-total-tokens", "65536",
+    return SGLangProcess(
+        MODEL, folder / "log", "--dtype", "float16", "--max-total-tokens", "65536",
         "--cuda-graph-bs-decode", "1", "4", "16", "--mem-fraction-static", "0.9",
         "--return-attention-tokens", "--attention-capture-layers", "all",
+        "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all",
+        "--chunked-prefill-size", "256", *options,
     )  # fmt: skip
-    with started as running:
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with start(tmp_path_factory.mktemp("sglang")) as running:
         yield running.wait()
 
 
@@ -110,3 +114,83 @@ def test_who_does_not_ask_is_answered_the_same_and_mixed_batches_are_right(serve
             vector = entry["fingerprint"]
             assert sum(vector[4:]) == pytest.approx(1, abs=1e-3)
             assert 0 <= vector[3] <= 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_two_ranks_say_what_one_does(server, tmp_path):
+    """The demo model's four heads and two key heads on two GPUs, in CUDA graphs."""
+    prompts, rows = prompts_of(6), 8
+    modes = {"raw": {"top_k_attention": 8}, "fingerprint": {"attention_fingerprint_mode": True}}
+
+    def asked(url: str) -> dict[str, list[dict]]:
+        return {
+            mode: asyncio.run(
+                generate(url, prompts, return_attention_tokens=True,
+                         include_prompt_attention=rows, **fields)
+            )
+            for mode, fields in modes.items()
+        }  # fmt: skip
+
+    one = asked(server.url)
+    with start(tmp_path, "--tp-size", "2") as running:
+        two = asked(running.wait().url)
+        log = running.end_of_log(30)
+    compared = 0
+    for mode in modes:
+        for alone, both in zip(one[mode], two[mode], strict=True):
+            # Generated tokens may differ, in half precision; up to there all rows are the same.
+            pairs = zip(alone["output_ids"], both["output_ids"], strict=True)
+            same = next((n for n, (a, b) in enumerate(pairs) if a != b), NEW)
+            found = [each["meta_info"]["attention_tokens"] for each in (alone, both)]
+            assert len(found[0]) == len(found[1]), log
+            for a, b in zip(*found, strict=True):
+                step = a.get("decode_step", a.get("step"))
+                assert step == b.get("decode_step", b.get("step"))
+                if step > same:
+                    continue
+                compared += step > 0
+                if mode == "fingerprint":
+                    np.testing.assert_allclose(b["fingerprint"], a["fingerprint"], atol=SHARE)
+                    continue
+                assert b["logsumexp_candidates"] == pytest.approx(
+                    a["logsumexp_candidates"], abs=LOGIT
+                )
+                p = [np.exp(np.array(e["topk_logits"]) - e["logsumexp_candidates"]) for e in (a, b)]
+                # By mass: keys of about the same mass may change places.
+                np.testing.assert_allclose(p[1], p[0], atol=SHARE)
+                clear = [at for at, mass in zip(a["token_positions"], p[0], strict=True)
+                         if mass > p[0][-1] + 2 * SHARE]  # fmt: skip
+                assert set(clear) <= set(b["token_positions"])
+    assert compared > 5 * len(prompts), log
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, count):
+    from attention_reference import AttentionReference
+
+    from pipeline.analysis import extract_attention_from_response
+
+    prompts = prompts_of(count)
+    layers, hidden = [0, 3], 2
+    answers = asyncio.run(
+        generate(server.url, prompts, attn_capture=1, attn_capture_layers=layers,
+                 attention_mask_prefix=hidden)
+    )  # fmt: skip
+    plain = asyncio.run(generate(server.url, prompts))
+    for prompt, answer, alone in list(zip(prompts, answers, plain, strict=True))[:4]:
+        # A row whose query no graph kept would be missing, and named.
+        usage = answer["meta_info"]["attention_usage"][-1]
+        assert "missing_score_rows" not in usage, server.end_of_log(30)
+        found = extract_attention_from_response(answer)
+        assert found is not None and list(found) == layers
+        fed = len(prompt) + NEW - 1
+        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+        for number, layer in found.items():
+            scores = layer["scores"]
+            assert scores.shape == (fed - hidden, 4, fed - hidden)
+            for position in range(hidden, fed):
+                p, _ = truth.row(number, position, mask=hidden)
+                row = scores[position - hidden]
+                np.testing.assert_allclose(row[:, : p.shape[1]], p, atol=SHARE)
+                assert not row[:, p.shape[1] :].any()
+        assert not alone["meta_info"].get("attention_usage")

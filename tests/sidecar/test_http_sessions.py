@@ -60,6 +60,7 @@ def client_of(store: Any, run: Any = None, **live: dict[str, Any]) -> Iterator[h
     add_error_handlers(app)
     app.include_router(sessions.router)
     app.include_router(requests.router)
+    app.state.summaries = requests.Summaries()
     app.state.service = SimpleNamespace(
         store=store,
         serving=SimpleNamespace(current=run), sessions=NoSessions(**live),
@@ -217,6 +218,45 @@ def test_a_request_that_is_longer_than_a_summary_says_so(store, monkeypatch):
             first = offset + 1
             assert [one["step"] for one in page["records"]] == list(range(first, first + steps))
             assert page["next_offset"] == (offset + 10 if offset < 290 else None)
+
+
+class CountingStore:
+    """A store that counts the rows of requests which it reads."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.read = store, 0
+
+    def request(self, request_id: str, offset: int = 0, limit: int = 1_000) -> Any:
+        found = self._store.request(request_id, offset, limit)
+        self.read += found.rows.num_rows
+        return found
+
+
+def test_a_page_reads_its_own_rows_and_a_request_that_has_more_is_summed_up_anew(store):
+    store.append(request_rows("r", VECTORS[:200]))
+    counting = CountingStore(store)
+    with client_of(counting) as client:
+        first = client.get("/requests/r", params={"limit": 50}).json()
+        assert counting.read == 200
+        for offset in (50, 100, 150):
+            page = client.get("/requests/r", params={"limit": 50, "offset": offset}).json()
+            changing = ("offset", "records", "next_offset")
+            assert {k: v for k, v in page.items() if k not in changing} == {
+                k: v for k, v in first.items() if k not in changing
+            }
+        assert counting.read == 200 + 3 * 50
+        store.append(request_rows("r", VECTORS[200:], position=np.arange(210, 310)))
+        found = client.get("/requests/r", params={"limit": 0}).json()
+        assert (found["rows"], found["summarised_rows"], found["records"]) == (300, 300, [])
+    with client_of(store) as client:
+        assert client.get("/requests/r", params={"limit": 0}).json() == found
+
+
+def test_the_summaries_that_are_kept_are_the_last():
+    kept = requests.Summaries(most=2)
+    for name in ("a", "b", "a", "c"):
+        kept.put(name, requests.Summary(1, None, {}))
+    assert [name for name in "abc" if kept.get(name)] == ["a", "c"]
 
 
 def test_what_is_not_there_is_404(store):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.layer_plan import INTEGERS, check
+from capture_kernels.layer_plan import FLAGS, INTEGERS, check
 
 
 class PageTable(NamedTuple):
@@ -50,14 +51,31 @@ class PageTable(NamedTuple):
     def num_rows(self) -> int:
         return len(self.seq_lens)
 
-    def flags_of(self, rows: int, by_request: bool) -> int:
-        """How many flags a step of so many rows has: one a row, or one for each request of the
-        table; OptionError for a table without requests."""
-        if not by_request:
-            return rows
-        if self.lists or self.kv_slots.dim() != 2:
-            raise OptionError("flags by request need a table of requests: req_to_token")
-        return len(self.kv_slots)
+    def check_step(
+        self,
+        max_rows: int,
+        enabled: Tensor | None,
+        num_active: Tensor | None,
+        masks: Tensor | None,
+        by_request: bool,
+        device: torch.device | None = None,
+    ) -> int:
+        """How many flags there are: one a row, or one for each request of the table. OptionError
+        for more rows than planned, or for flags of another form or device (None: any)."""
+        flags = rows = self.num_rows
+        if rows > max_rows:
+            raise OptionError(f"{rows} rows in a plan for {max_rows}: raise max_rows")
+        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), self[:3], strict=True):
+            if device is not None and tensor.device != device:
+                raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
+        if by_request:
+            if self.lists or self.kv_slots.dim() != 2:
+                raise OptionError("flags by request need a table of requests: req_to_token")
+            flags = len(self.kv_slots)
+        check(enabled, "enabled", [flags], FLAGS, device)
+        check(num_active, "num_active", [1], {torch.int32}, device)
+        check(masks, "masks", [flags], {torch.int32}, device)
+        return flags
 
     def refuse_wrong_lists(self, window: int, rows: int) -> None:
         """OptionError if the list of one of the first rows has not one KV slot for each token, of

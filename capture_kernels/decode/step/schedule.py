@@ -16,7 +16,8 @@ one split of that row; its partial result is stored at p + r, different for ever
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
     program_ptr  int32[P + 1]  program p has the blocks program_ptr[p] to program_ptr[p + 1]
-    row_table    int32[7, R]   one line for each field below
+    row_table    int32[8, R]   one line for each field below
+    row_heads    int32[W, R]   with head masks: bit h % 32 of word h // 32 is query head h's
     base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
 """
 
@@ -30,15 +31,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.layer_plan import FLAGS, check
+from capture_kernels.layer_plan import check, head_words
 
 from .page_table import PageTable
 
-ROW_FIELDS = 7
-# Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split.
-POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED = (
+ROW_FIELDS = 8
+# Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split; HUB is
+# where its hubs are, -1 for nowhere.
+POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED, HUB = (
     tl.constexpr(field) for field in range(ROW_FIELDS)
 )
 
@@ -53,6 +54,18 @@ def reported_position(row_table, row, num_rows):
     """The row's position counted from the end of its masked prefix, whose length it thus hides."""
     position = row_field(row_table, POSITION, row, num_rows)
     return position - row_field(row_table, MASKED, row, num_rows)
+
+
+@triton.jit
+def heads_of_row(row_heads, heads, number, row, num_rows, HEADS: tl.constexpr,
+                 HEAD_WORDS: tl.constexpr):  # fmt: skip
+    """Which of the plan's heads of these numbers, int32[N], a row's means are of: int1[N]."""
+    kept = number < HEADS
+    if HEAD_WORDS:
+        head = tl.load(heads + number, mask=kept, other=0)
+        word = tl.load(row_heads + (head // 32) * num_rows + row, mask=kept, other=0)
+        kept = kept & (((word >> (head % 32)) & 1) != 0)
+    return kept
 
 
 @triton.jit
@@ -84,11 +97,12 @@ def is_split(program_ptr, program, begin, end, last):
 # The number of rows changes from step to step: specialising on it would compile while serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def _schedule_rows(
-    seq_lens, starts, enabled, num_active, masks, block_ptr, program_ptr, row_table, base,
-    table_stride, num_rows, programs, max_length, model_window, visible_window, mask_prefix,
-    sink_tokens, LISTS: tl.constexpr, HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr,
-    HAS_MASKS: tl.constexpr, BY_REQUEST: tl.constexpr, ALL_KEYS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    seq_lens, starts, enabled, num_active, masks, head_masks, hub_slots, block_ptr, program_ptr,
+    row_table, row_heads, base, table_stride, mask_stride, num_rows, programs, max_length,
+    model_window, visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr,
+    HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, HAS_SLOTS: tl.constexpr, BY_REQUEST: tl.constexpr,
+    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     here = row < num_rows
@@ -140,6 +154,13 @@ def _schedule_rows(
     tl.store(row_table + VISIBLE * num_rows + row, tl.where(wanted, visible, 0), mask=here)
     tl.store(row_table + MASKED * num_rows + row, masked, mask=here)
     tl.store(base + row, begin, mask=here)
+    slot = row
+    if HAS_SLOTS:
+        slot = tl.load(hub_slots + own, mask=active, other=-1)
+    tl.store(row_table + HUB * num_rows + row, slot, mask=here)
+    for word in tl.static_range(HEAD_WORDS):
+        bits = tl.load(head_masks + own * mask_stride + word, mask=active, other=0)
+        tl.store(row_heads + word * num_rows + row, bits, mask=here)
 
     total = tl.sum(blocks, 0)
     share, extra = total // programs, total % programs
@@ -165,6 +186,7 @@ class Schedule:
     visibility: Visibility  # which keys a fingerprint describes
     window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
     all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
+    heads: int = 0  # query heads of the model, as far as masks may choose among them
 
     def __post_init__(self) -> None:
         lengths = (self.max_rows + 1, self.programs + 1, ROW_FIELDS * self.max_rows)
@@ -172,15 +194,19 @@ class Schedule:
             torch.zeros(length, dtype=torch.int32, device=self.device) for length in lengths
         )
         self.base = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
+        words = head_words(self.heads)
+        self.row_heads = torch.zeros(words * self.max_rows, dtype=torch.int32, device=self.device)
+        # Of this step: words of a row's head mask, 0 without masks.
+        self._head_words = 0
         self.num_rows, self.kv_slots = 0, self.row_table
         self._lists_checked = False
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What kernels that read the rows are launched with, by name."""
-        names = ("kv_slots", "base", "row_table", "block_ptr", "program_ptr", "num_rows")
-        step = {name: getattr(self, name) for name in (*names, "programs", "max_rows")}
-        return {**step, "ROWS": self._row_lanes}
+        names = ("kv_slots", "base", "row_table", "row_heads", "block_ptr", "program_ptr")
+        step = {name: getattr(self, name) for name in (*names, "num_rows", "programs", "max_rows")}
+        return {**step, "ROWS": self._row_lanes, "HEAD_WORDS": self._head_words}
 
     @property
     def _row_lanes(self) -> int:
@@ -198,6 +224,8 @@ class Schedule:
         enabled: Tensor | None = None,
         num_active: Tensor | None = None,
         masks: Tensor | None = None,
+        head_masks: Tensor | None = None,
+        hub_slots: Tensor | None = None,
         by_request: bool = False,
     ) -> None:
         """Read the lengths of a step's rows.
@@ -211,23 +239,22 @@ class Schedule:
             num_active: int32[1] on the device: how many first rows are requests, the rest pads the
                 batch of a CUDA graph; None for all.
             masks: int32[R] on the device, each row's masked prefix; None for the visibility's.
-            by_request: flags and masks are those of all requests that the table knows, [requests],
-                of which each row has that of its entry of `req_pool_indices`.
+            head_masks: int32[R, ceil(heads / 32)] on the device, the query heads that each row's
+                means are of: bit h % 32 of word h // 32 is head h's. None for all.
+            hub_slots: int32[R] on the device, the row of the hubs that each row is added to; -1 for
+                none. None: its own number.
+            by_request: flags, masks and slots are those of all requests that the table knows,
+                [requests], of which each row has that of its entry of `req_pool_indices`.
 
         Raises:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
         """
         rows = table.num_rows
-        if rows > self.max_rows:
-            raise OptionError(f"{rows} rows in a plan for {self.max_rows}: raise max_rows")
-        device = self.base.device
-        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), table[:3], strict=True):
-            if tensor.device != device:
-                raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
-        flags = table.flags_of(rows, by_request)
-        check(enabled, "enabled", [flags], FLAGS, device)
-        check(num_active, "num_active", [1], {torch.int32}, device)
-        check(masks, "masks", [flags], {torch.int32}, device)
+        device, words = self.base.device, head_words(self.heads)
+        flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request, device)
+        check(head_masks, "head_masks", [flags, words], {torch.int32}, device)
+        check(hub_slots, "hub_slots", [flags], {torch.int32}, device)
+        self._head_words = 0 if head_masks is None else words
         if table.lists and not self._lists_checked:
             # A graph's capture comes after a step that compiles.
             active = rows if num_active is None else min(int(num_active), rows)
@@ -242,13 +269,21 @@ class Schedule:
                 absent if enabled is None else enabled.view(torch.uint8),
                 absent if num_active is None else num_active,
                 absent if masks is None else masks,
-                *(self.block_ptr, self.program_ptr, self.row_table, self.base),
-                *(table.kv_slots.stride(0), rows, self.programs, self.max_length, self.window),
+                absent if head_masks is None else head_masks,
+                absent if hub_slots is None else hub_slots,
+                *(self.block_ptr, self.program_ptr, self.row_table, self.row_heads, self.base),
+                *(
+                    table.kv_slots.stride(0),
+                    absent.stride(0) if head_masks is None else head_masks.stride(0),
+                ),
+                *(rows, self.programs, self.max_length, self.window),
                 *(visibility.window, visibility.mask_prefix, visibility.sink_tokens),
                 LISTS=table.lists,
                 HAS_ENABLED=enabled is not None,
                 HAS_ACTIVE=num_active is not None,
                 HAS_MASKS=masks is not None,
+                HEAD_WORDS=self._head_words,
+                HAS_SLOTS=hub_slots is not None,
                 BY_REQUEST=by_request,
                 ALL_KEYS=self.all_keys,
                 BLOCK_KEYS=self.block_keys,

@@ -4,6 +4,8 @@ Mathematics, with the logit x_hd of head h and the key at distance d, and lse_h 
 
     p_d = (1/H) sum_h exp(x_hd - lse_h)
 
+over the H heads that the row's head mask leaves of the chosen ones.
+
 From the logits that the pass has kept, or, for rows whose logits had no room, from their keys, read
 again.
 
@@ -14,7 +16,7 @@ these come before every value of a later group. The first K groups are found and
 each, the first K parts are found, and so on until a part is one value.
 
 Tensors: those of `topk.plan`, which launches this, and
-    hubs  float32[R, longest]  sums of p by position, over layers and steps
+    hubs  float32[R or slots, longest]  sums of p by position, over layers and steps
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import triton.language as tl
 
 from capture_kernels.decode.step.layers import layer_inputs
 from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
-from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+from capture_kernels.decode.step.schedule import (
+    HUB,
+    POSITION,
+    REAL,
+    heads_of_row,
+    reported_position,
+    row_field,
+)
 from capture_kernels.launch import LOG2_E, LOGSUMEXP
 
 from .sort_key import NOTHING, largest_of, number_of, pack, value_of, write_top
@@ -34,18 +43,28 @@ VALUES_AT_ONCE = tl.constexpr(2048)
 
 
 @triton.jit
-def probability_shifts(per_head, row, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr):
+def probability_shifts(per_head, row, kept, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr):
     """What to subtract from each head's logits, in units of ln 2, before exp2 makes probabilities
-    of them: float32[ALL_HEADS], +inf for a head without mass, whose probabilities are 0."""
+    of them: float32[ALL_HEADS], +inf for a head that is not kept or has no mass, whose
+    probabilities are 0."""
     head = tl.arange(0, ALL_HEADS)
     at = per_head + (row * HEADS + head) * 32 + LOGSUMEXP
-    logsumexp = tl.load(at, mask=head < HEADS, other=float("-inf"))
+    logsumexp = tl.load(at, mask=kept, other=float("-inf"))
     return tl.where(logsumexp > float("-inf"), logsumexp * LOG2_E, float("inf"))
 
 
 @triton.jit
+def count_of_heads(kept, HEADS: tl.constexpr, HEAD_WORDS: tl.constexpr):
+    """By what the probabilities of the kept heads are divided: a number above 0."""
+    count = tl.full([], HEADS, tl.float32)
+    if HEAD_WORDS:
+        count = tl.maximum(tl.sum(tl.where(kept, 1.0, 0.0), 0), 1.0)
+    return count
+
+
+@triton.jit
 def mean_of_tile(
-    row, newest, distance, real, query, keys, head_table, descale, shifts, factor, soft_cap,
+    row, newest, distance, real, query, keys, head_table, descale, shifts, count, factor, soft_cap,
     stride_qr, stride_qh, stride_kh, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
@@ -79,12 +98,12 @@ def mean_of_tile(
         shift = tl.sum(tl.where(mine, shifts[None, :], 0.0), 1)
         shift = tl.where(chosen, shift, float("inf"))
         p += tl.sum(tl.exp2(y - shift[None, :]), 1)
-    return tl.where(distance < real, p / HEADS, float("-inf"))
+    return tl.where(distance < real, p / count, float("-inf"))
 
 
 @triton.jit
 def add_tile(
-    p, largest, tile, row, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
+    p, largest, tile, slot, block, position, real, lane, mean_maxima, hubs, stride_hubs, longest,
     TILE: tl.constexpr, TILES: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's p to the hubs, and write the largest of its block after the block's last tile.
@@ -92,9 +111,13 @@ def add_tile(
     if HUBS:
         distance = tile * TILE + lane
         at = position - distance
-        hub = hubs + row.to(tl.int64) * stride_hubs + at
-        added = (distance < real) & (at < longest)
-        tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
+        hub = hubs + slot.to(tl.int64) * stride_hubs + at
+        added = tl.where(slot >= 0, (distance < real) & (at < longest), False)
+        if HUBS == 2:
+            # Rows of one request may be in the hands of several programs.
+            tl.atomic_add(hub, p, mask=added, sem="relaxed")
+        else:
+            tl.store(hub, tl.load(hub, mask=added, other=0.0) + p, mask=added)
     if KEEP:
         largest = tl.maximum(tl.where(tile % TILES == 0, float("-inf"), largest), p)
         if tile % TILES == TILES - 1:
@@ -104,19 +127,20 @@ def add_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "layers", "first_layer"])
 def head_mean(
-    logits, mean_keys, mean_maxima, hubs, per_head, row_table, block_ptr, base, kv_slots, query,
-    keys, addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, stride_hubs,
-    longest, num_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
+    logits, mean_keys, mean_maxima, hubs, per_head, row_table, row_heads, block_ptr, base, kv_slots,
+    query, keys, addresses, heads, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh,
+    stride_hubs, longest, num_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
     STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
     RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, UPCAST: tl.constexpr,
+    HEAD_WORDS: tl.constexpr,
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
     Blocks with logits come first and are shared out evenly; the others, which cost far more, are
     taken in turns. With HUBS a program takes a block of all layers, so that the order of the sums
-    never changes.
+    never changes unless rows share a slot of them.
     """
     BLOCK: tl.constexpr = TILE * TILES
     program, turns = tl.program_id(0), tl.num_programs(0)
@@ -139,9 +163,13 @@ def head_mean(
         stop = tl.minimum(block + (end - item).to(tl.int32), tl.load(block_ptr + row + 1))
         position = reported_position(row_table, row, num_rows)
         real = row_field(row_table, REAL, row, num_rows)
+        slot = row_field(row_table, HUB, row, num_rows)
+        of_mean = heads_of_row(row_heads, heads, head, row, num_rows, HEADS, HEAD_WORDS)
+        count = count_of_heads(of_mean, HEADS, HEAD_WORDS)
         for number in range(together):
             layer = first + number
-            shifts = probability_shifts(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
+            answer_row = layer * max_rows + row
+            shifts = probability_shifts(per_head, answer_row, of_mean, HEADS, ALL_HEADS)
             layer_block = layer * logit_blocks
             layer_maxima = mean_maxima + layer * max_blocks
             largest = tl.full([TILE], float("-inf"), tl.float32)
@@ -151,12 +179,12 @@ def head_mean(
                 within = (tile % TILES) * TILE + lane
                 at = ((layer_block + this) * HEADS + head[:, None]) * BLOCK + within[None, :]
                 x = tl.load(logits + at, mask=(head < HEADS)[:, None], other=float("-inf"))
-                p = tl.sum(tl.exp2(x * LOG2_E - shifts[:, None]), 0) / HEADS
+                p = tl.sum(tl.exp2(x * LOG2_E - shifts[:, None]), 0) / count
                 p = tl.where(tile * TILE + lane < real, p, float("-inf"))
                 if KEEP:
                     tl.store(mean_keys + (layer_block + this) * BLOCK + within, p)
                 largest = add_tile(
-                    p, largest, tile, row, this, position, real, lane, layer_maxima, hubs,
+                    p, largest, tile, slot, this, position, real, lane, layer_maxima, hubs,
                     stride_hubs, longest, TILE, TILES, KEEP, HUBS,
                 )  # fmt: skip
         item += stop - block
@@ -176,20 +204,24 @@ def head_mean(
                 newest = kv_slots + tl.load(base + row)
                 newest += row_field(row_table, POSITION, row, num_rows)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
+                slot = row_field(row_table, HUB, row, num_rows)
+                of_mean = heads_of_row(row_heads, heads, head, row, num_rows, HEADS, HEAD_WORDS)
+                count = count_of_heads(of_mean, HEADS, HEAD_WORDS)
                 for number in range(together):
                     layer = first + number
                     layer_query, layer_keys, descale = layer_inputs(addresses, layer, query, keys)
-                    shifts = probability_shifts(per_head, layer * max_rows + row, HEADS, ALL_HEADS)
+                    answer_row = layer * max_rows + row
+                    shifts = probability_shifts(per_head, answer_row, of_mean, HEADS, ALL_HEADS)
                     largest = tl.full([TILE], float("-inf"), tl.float32)
                     for tile in range(first_tile, first_tile + TILES):
                         p = mean_of_tile(
                             row, newest, tile * TILE + lane, real, layer_query, layer_keys,
-                            head_table, descale, shifts, factor, soft_cap, stride_qr, stride_qh,
-                            stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM,
-                            BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                            head_table, descale, shifts, count, factor, soft_cap, stride_qr,
+                            stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H,
+                            HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                         largest = add_tile(
-                            p, largest, tile, row, block, position, real, lane,
+                            p, largest, tile, slot, block, position, real, lane,
                             mean_maxima + layer * max_blocks, hubs, stride_hubs, longest, TILE,
                             TILES, KEEP, HUBS,
                         )  # fmt: skip

@@ -11,6 +11,10 @@ larger distance, comes first (`sort_key`).
 For the head mean, the pass writes all logits of a row. If they have no room, its keys are read
 again: once for p, and chosen blocks once more for the top k.
 
+With heads on several ranks, p is of this rank's heads until one all-reduce over all that is kept of
+it: 4 bytes for each key that the step's rows may have, at most for as many as there is room for. A
+row whose logits have no room then has no top k of the head mean.
+
 Tensors (L layers, A pending at once, R rows, H chosen query heads, P programs, C buckets, N keys in
 a block; K rounded up to a power of two):
     candidates         int64[A, P + R, H, 2, C]        the keys kept of each bucket
@@ -36,6 +40,7 @@ import triton
 from torch import Tensor
 
 from capture_kernels.decode.answers import TopK
+from capture_kernels.decode.ranks import HeadRanks
 from capture_kernels.decode.step.schedule import Schedule
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import HeadGroups, launch, processors
@@ -82,6 +87,7 @@ class TopKPlan:
     hubs: bool  # whether that mean may be added up by position
     partial_bytes: int  # what the pass keeps of a layer without any top k
     scratch_bytes: int  # what may be kept of pending layers; rows beyond it are read again
+    ranks: HeadRanks | None = None  # that hold the layer's other heads
 
     def __post_init__(self) -> None:
         k, mean_k, heads, schedule = self.k, self.mean_k, self.groups.count, self.scheduled
@@ -159,12 +165,17 @@ class TopKPlan:
         for logits, each layer has enough for rows of `SHARING_KEYS`."""
         if not self._shared_room:
             return self.pending_layers
+        if self.ranks is not None:
+            return 1  # as rows that have no room have no answer
         usual = max(1, rows) * triton.cdiv(SHARING_KEYS, self.scheduled.block_keys)
         return max(1, min(self.pending_layers, self._logit_blocks // usual))
 
     def _logits_of(self, rows: int) -> dict[str, Any]:
         """What kernels of a step of so many rows know of its logits."""
         blocks = self._logit_blocks // self.layers_together(rows)
+        if self.ranks is not None:
+            # No more than there can be: all are added up over the ranks.
+            blocks = min(blocks, rows * self._row_blocks)
         # With all logits kept, no key is read again.
         kept = self._shared["LOGITS"] and rows * self._row_blocks <= blocks
         return {"logit_blocks": blocks, "LOGITS_KEPT": kept}
@@ -230,7 +241,9 @@ class TopKPlan:
             return None
         return TopK(*(each[layer, :rows] for each in self.answers))
 
-    def launch(self, step: dict[str, Any], layers: int, hubs: Tensor | None) -> None:
+    def launch(
+        self, step: dict[str, Any], layers: int, hubs: Tensor | None, *, slots: bool = False
+    ) -> None:
         """Launch what follows `finish`, with what it was launched with: the rescan of queued heads,
         the head mean of the finished layers, which is added to `hubs` if given, and its top k."""
         rows, heads = step["num_rows"], self.groups.count
@@ -247,7 +260,10 @@ class TopKPlan:
         if not self.mean_k and hubs is None:
             return
         step = {**step, **self._outputs(self.answers[3:], self.mean_k)}
-        step["RECOMPUTE"] = recompute = not step["LOGITS_KEPT"]
+        step["RECOMPUTE"] = recompute = not step["LOGITS_KEPT"] and self.ranks is None
+        if self.ranks is not None:
+            # Rows beyond have no answer.
+            step["max_blocks"] = step["logit_blocks"]
         # With all logits kept, two warps were faster than four for 32 heads.
         warps = 2 if heads <= 32 and not recompute else 4 if heads <= 64 else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
@@ -260,15 +276,26 @@ class TopKPlan:
             longest=0 if hubs is None else hubs.shape[1],
             layers=layers,
             KEEP=self.mean_k > 0,
-            HUBS=hubs is not None,
+            HUBS=0 if hubs is None else 2 if slots else 1,
             num_warps=warps,
         )
         if self.mean_k:
+            if self.ranks is not None:
+                self._add_ranks(self.ranks, layers * step["logit_blocks"])
             launch(top_mean, (rows, layers), step, num_warps=1 if step["SIZE"] <= 16 else 4)
+            if self.ranks is not None:
+                first = step["first_layer"]
+                self.answers.mean_masses[first : first + layers, :rows] /= self.ranks.count
             if recompute:
                 step["PROGRAMS_A_ROW"] = RESCAN_PROGRAMS_A_ROW
                 launch(rescan_mean, (rows, RESCAN_PROGRAMS_A_ROW, layers), step, num_warps=4)
                 launch(merge_mean_tops, (rows, layers), step, num_warps=4)
+
+    def _add_ranks(self, ranks: HeadRanks, blocks: int) -> None:
+        """Add up the p of the first blocks of all finished layers over the ranks."""
+        p = self._kept["mean_keys"][:blocks]
+        ranks.add_up(p)
+        torch.amax(p, dim=1, out=self._kept["mean_maxima"].view(-1)[:blocks])
 
 
 def power(k: int) -> int:

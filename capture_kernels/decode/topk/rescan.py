@@ -14,11 +14,17 @@ import triton
 import triton.language as tl
 
 from capture_kernels.decode.step.layers import layer_inputs
-from capture_kernels.decode.step.schedule import POSITION, REAL, reported_position, row_field
+from capture_kernels.decode.step.schedule import (
+    POSITION,
+    REAL,
+    heads_of_row,
+    reported_position,
+    row_field,
+)
 from capture_kernels.launch import LN_2, LOGSUMEXP
 
 from .buckets import distance_of, first_block, lower_half
-from .head_mean import mean_of_tile, probability_shifts
+from .head_mean import count_of_heads, mean_of_tile, probability_shifts
 from .sort_key import NOTHING, better, largest_of, pack, write_top
 
 # How far the order of summation may move a logit, relative to it or to 1 if that is more.
@@ -159,13 +165,13 @@ def has_chosen_blocks(row_table, block_ptr, row, num_rows, logit_blocks, max_blo
 
 @triton.jit(do_not_specialize=["num_rows", "first_layer"])
 def rescan_mean(
-    chosen_blocks, chosen_tops, per_head, row_table, block_ptr, base, kv_slots, query, keys,
-    addresses, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows,
+    chosen_blocks, chosen_tops, per_head, row_table, row_heads, block_ptr, base, kv_slots, query,
+    keys, addresses, heads, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows,
     logit_blocks, max_blocks, max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
     PROGRAMS_A_ROW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The top k of the head mean in this program's share of a row's chosen blocks."""
     row, turn, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -174,7 +180,10 @@ def rescan_mean(
         newest = kv_slots + tl.load(base + row) + row_field(row_table, POSITION, row, num_rows)
         layer_query, layer_keys, descale = layer_inputs(addresses, layer, query, keys)
         answer_row = (first_layer + layer).to(tl.int64) * max_rows + row
-        shifts = probability_shifts(per_head, answer_row, HEADS, ALL_HEADS)
+        every = tl.arange(0, ALL_HEADS)
+        of_mean = heads_of_row(row_heads, heads, every, row, num_rows, HEADS, HEAD_WORDS)
+        count = count_of_heads(of_mean, HEADS, HEAD_WORDS)
+        shifts = probability_shifts(per_head, answer_row, of_mean, HEADS, ALL_HEADS)
         kept_row = layer.to(tl.int64) * max_rows + row
         best = tl.full([SIZE], NOTHING, tl.int64)
         for chosen in range(turn, SIZE, PROGRAMS_A_ROW):
@@ -184,9 +193,9 @@ def rescan_mean(
                     distance = (block * TILES + tile) * TILE + tl.arange(0, TILE)
                     x = mean_of_tile(
                         row, newest, distance, real, layer_query, layer_keys, head_table, descale,
-                        shifts, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS, HEADS,
-                        ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE,
-                        UPCAST,
+                        shifts, count, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS,
+                        HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP,
+                        DESCALE, UPCAST,
                     )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (kept_row * PROGRAMS_A_ROW + turn) * SIZE + tl.arange(0, SIZE)

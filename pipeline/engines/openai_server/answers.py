@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.engines.serving.responses import capture_data
-
 from .model import ServedModel
 from .protocol import ChatRequest, CompletionRequest
 from .sequence import End, Step, Work
@@ -99,11 +97,9 @@ class Answer:
                 choice["message"]["attention_tokens"] = entries
         end = self._end
         body = {**self._head(), "choices": [choice], "usage": self._usage(end)}
-        if capture is not None and capture.scores is not None:
-            prompt = max(0, len(self.work.tokens) - capture.mask_prefix)
-            body["attn_capture_data"] = [
-                capture_data(layer, scores, prompt) for layer, scores in end.scores.items()
-            ]
+        if end.scores is not None:
+            prompt, fed = len(self.work.tokens), len(self.work.tokens) + len(self._steps) - 1
+            body["attn_capture_data"] = end.scores.entries(fed, prompt)
         return body
 
     @property

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from capture_kernels.arrays import Floats
@@ -18,21 +16,20 @@ from capture_kernels.decode.answers import Statistics
 from capture_kernels.decode.host import HostStatisticsPlan
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.errors import OptionError
-from capture_kernels.fingerprint.eager import head_logits
-from capture_kernels.fingerprint.vector import Visibility, chosen_heads
+from capture_kernels.fingerprint.vector import Visibility
+from capture_kernels.scores.plain import PlainScoresPlan
 from pipeline.engines.attention_scores import Scores, check_output, read_first_keys, read_scores
 from pipeline.engines.attention_tap import AttentionCall
 from pipeline.engines.serving.collect import RequestCollector
-from pipeline.engines.serving.request import RequestError
-from pipeline.engines.serving.rows import HeadRows, LayerRow, Row
+from pipeline.engines.serving.full_scores import FullScores
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing, Row
 
-# What the full scores of one request may take, as float16.
-SCORES_BYTES = 256 << 20
-# Queries of a prompt whose scores are computed at a time.
-_SCORES_ROWS = 128
+from .hidden import Inside, RouterCall, routing_of
+
 # The prompt and the first generated token take every path through the model's code, so that later
 # steps need no check.
 _CHECKED_STEPS = 2
+T = TypeVar("T")
 _NO_POSITIONS, _NO_MASSES = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -54,19 +51,30 @@ class RequestCapture:
     Args:
         collector: says which rows are wanted, and takes them.
         windows: the sliding window of each layer of the model; 0 for none.
+        heads: query heads of a layer.
         sink_tokens: as of `Visibility`.
         longest: the most tokens that the request can have.
+        lens: the most likely tokens after a layer, for hidden states float[R, D].
     """
 
     def __init__(
-        self, collector: RequestCollector, *, windows: Sequence[int], sink_tokens: int, longest: int
+        self,
+        collector: RequestCollector,
+        *,
+        windows: Sequence[int],
+        sink_tokens: int,
+        heads: int,
+        longest: int,
+        lens: Callable[[Tensor, int], list[Lens]],
     ) -> None:
         self.collector, self.request = collector, collector.request
-        self._windows, self._longest = windows, longest
+        self._windows, self._longest, self._lens = windows, longest, lens
         request = self.request
         self._visibility = Visibility(sink_tokens, request.mask_prefix, request.window)
-        self._scores: dict[int, list[Tensor]] = {layer: [] for layer in request.scores or ()}
-        self._scores_bytes = 0
+        self.scores: FullScores | None = None
+        if (layers := request.scores) is not None:
+            taken = len(layers) * len(request.heads or range(heads))
+            self.scores = FullScores(layers, heads=taken, hidden=request.mask_prefix)
         self._hubs = torch.zeros((1, longest)) if request.hubs else None
         # Of the current step.
         self._steps, self._begin, self._wanted = 0, 0, torch.empty(0, dtype=torch.int64)
@@ -75,6 +83,8 @@ class RequestCapture:
         self._plans: dict[_Kind, tuple[HostStatisticsPlan, int]] = {}
         self._rows_hubs: Tensor | None = None
         self._answers: dict[int, Statistics] = {}
+        self._routings: dict[int, list[Routing]] = {}  # by layer, of each wanted row
+        self._lenses: dict[int, list[Lens]] = {}
         self._seconds = 0.0
 
     def begin(self, begin: int, tokens: list[int]) -> None:
@@ -84,7 +94,7 @@ class RequestCapture:
         self._wanted = torch.tensor(wanted, dtype=torch.int64)
         self._begin, self._tokens, self._seconds = begin, tokens, 0.0
         self._steps += 1
-        self._plans, self._answers = {}, {}
+        self._plans, self._answers, self._routings, self._lenses = {}, {}, {}, {}
         if self._hubs is not None and wanted:
             self._rows_hubs = torch.zeros((len(wanted), self._longest))
 
@@ -97,13 +107,28 @@ class RequestCapture:
         """
         started = time.perf_counter()
         wants_rows = call.layer in self.request.layers and len(self._wanted)
-        wants_scores = call.layer in self._scores
+        wants_scores = self.scores is not None and call.layer in self.scores.layers
         if wants_rows or wants_scores:
             scores, offset = self._read(call)
             if wants_rows:
                 self._take_rows(call, scores, offset)
             if wants_scores:
                 self._take_scores(call, scores, offset)
+        self._seconds += time.perf_counter() - started
+
+    def observe_inside(self, call: Inside) -> None:
+        """Take what a layer of the step did besides attention."""
+        if call.layer not in self.request.layers or not len(self._wanted):
+            return
+        started = time.perf_counter()
+        rows = self._wanted - self._begin
+        if isinstance(call, RouterCall):
+            experts, entropy = (each.numpy() for each in routing_of(call, rows))
+            self._routings[call.layer] = [
+                Routing(own, float(of)) for own, of in zip(experts, entropy, strict=True)
+            ]
+        elif self.request.lens:
+            self._lenses[call.layer] = self._lens(call.hidden[rows], self.request.lens)
         self._seconds += time.perf_counter() - started
 
     def end(self, captured_at: datetime) -> list[dict[str, object]]:
@@ -125,21 +150,6 @@ class RequestCapture:
     def hubs(self) -> Floats | None:
         """Sums by position, as `RequestCollector.finish` takes them."""
         return None if self._hubs is None else self._hubs[0].numpy()
-
-    def scores(self) -> dict[int, NDArray[np.float16]]:
-        """Full scores by layer: float16[T, H, T] without the masked prefix, of all tokens fed."""
-        found = {}
-        for layer, steps in self._scores.items():
-            total = sum(len(step) for step in steps)
-            heads = steps[0].shape[1]
-            whole = np.zeros((total, heads, total), np.float16)
-            begin = 0
-            for step in steps:
-                whole[begin : begin + len(step), :, : step.shape[2]] = step.numpy()
-                begin += len(step)
-            hidden = self.request.mask_prefix
-            found[layer] = whole[hidden:, :, hidden:]
-        return found
 
     def _read(self, call: AttentionCall) -> tuple[Scores, int]:
         """How the call computed its scores, and the position of its first key."""
@@ -221,40 +231,36 @@ class RequestCapture:
                     _NO_POSITIONS if top is None else top.mean_positions[number].numpy(),
                     _NO_MASSES if top is None else top.mean_masses[number].numpy(),
                     heads,
+                    _of_row(self._routings.get(layer), number),
+                    _of_row(self._lenses.get(layer), number),
                 )
             )
         return Row(position, self._tokens[position - self._begin], layers, captured_at)
 
     def _take_scores(self, call: AttentionCall, scores: Scores, offset: int) -> None:
-        """Probabilities of all rows of the step, float16[Q, H, position + 1 of the last]: softmax
-        in float32 over the keys that are not hidden, learned sinks in the denominator."""
-        heads = chosen_heads(call.query.shape[1], call.key.shape[1], self.request.heads)
+        assert self.scores is not None
         rows, end = len(self._tokens), self._begin + len(self._tokens)
-        self._scores_bytes += 2 * rows * len(heads) * end
-        if self._scores_bytes > SCORES_BYTES:
-            raise RequestError(
-                f"attn_capture of {end} tokens takes more than {SCORES_BYTES >> 20} MiB: name "
-                "fewer attn_capture_layers or attention_capture_head_ids, or set max_tokens",
-                "attn_capture",
-            )
-        window, hidden = self._windows[call.layer], self.request.mask_prefix
-        query = call.query[0].transpose(0, 1).float() * scores.scale
-        key = call.key[0].transpose(0, 1)
-        keys = torch.arange(offset, end)
-        taken = torch.zeros((rows, len(heads), end), dtype=torch.float16)
-        for begin in range(0, rows, _SCORES_ROWS):
-            part = slice(begin, min(begin + _SCORES_ROWS, rows))
-            logits = head_logits(query[part], key)[heads].transpose(0, 1).cpu()
-            if scores.soft_cap is not None:
-                logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
-            position = torch.arange(self._begin + part.start, self._begin + part.stop)[:, None]
-            first = (position - window + 1).clamp(min=hidden) if window else hidden
-            seen = (keys <= position) & (keys >= first)
-            logits = logits.masked_fill(~seen[:, None], -math.inf)
-            if scores.sinks is not None:
-                sinks = scores.sinks.reshape(-1)[heads].float().cpu()
-                logits = torch.cat([logits, sinks[:, None].expand(len(logits), -1, 1)], dim=2)
-            # A row without keys is 0 throughout, where softmax gives NaN.
-            p = logits.softmax(dim=2).nan_to_num(0.0)[:, :, : len(keys)]
-            taken[part, :, offset:] = p.half()
-        self._scores[call.layer].append(taken)
+        self.scores.reserve(end)
+        query, keys = call.query[0].transpose(0, 1), call.key[0].transpose(0, 1)
+        plan = PlainScoresPlan(
+            max_rows=rows,
+            max_length=end,
+            heads=query.shape[1],
+            key_heads=keys.shape[1],
+            head_dim=query.shape[2],
+            scale=scores.scale,
+            soft_cap=scores.soft_cap,
+            window=self._windows[call.layer],
+            chosen=self.request.heads,
+            mask_prefix=self.request.mask_prefix,
+            device=query.device,
+        )
+        slots = torch.arange(-offset, end - offset, device=query.device)
+        taken = plan.output(rows, end)
+        sinks = None if scores.sinks is None else scores.sinks.reshape(-1)
+        plan.run(query, keys, slots, self._begin, taken, sinks=sinks)
+        self.scores.add(call.layer, self._begin, taken.cpu().numpy())
+
+
+def _of_row(found: list[T] | None, number: int) -> T | None:
+    return None if found is None else found[number]

@@ -17,6 +17,7 @@ from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.request import RequestError
 
 from .errors import BusyError
+from .hidden import Inside
 from .model import ServedModel
 from .sequence import Sequence, Step, Work
 
@@ -122,7 +123,12 @@ class ModelLoop:
         self.close()
 
     def _run(self) -> None:
-        with torch.inference_mode(), AttentionTap(self._model.engine.model, self._observe):
+        model = self._model
+        with (
+            torch.inference_mode(),
+            AttentionTap(model.engine.model, self._observe),
+            model.hidden.observed_by(self._observe),
+        ):
             while (job := self._next()) is not None:
                 self._step(job)
                 del job
@@ -194,7 +200,7 @@ class ModelLoop:
                 LOG.warning("capture is off: %s", self.budget.exceeded)
         return event
 
-    def _observe(self, call: AttentionCall) -> None:
+    def _observe(self, call: AttentionCall | Inside) -> None:
         job = self._running
         if job is not None and job.sequence is not None:
             job.sequence.observe(call)

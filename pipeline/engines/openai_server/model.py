@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -15,9 +16,12 @@ from pipeline.engines.options import CaptureOptions
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import PhaseTracker, starts_inside, think_tags
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
+from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.system_prompt import Message, count_system_tokens
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import capture_id
+
+from .hidden import HiddenStates
 
 
 class ServedModel:
@@ -54,6 +58,7 @@ class ServedModel:
         count = self.engine.config.num_hidden_layers
         self.layers = options.choose_layers(self.engine.layers, count)
         self.score_layers = options.choose_score_layers(self.engine.layers, count)
+        self.hidden = self._hidden_states(count)
         self._taken = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self._tags = None
         if reasoning_parser is not None:
@@ -80,19 +85,28 @@ class ServedModel:
             layers=self.layers,
             score_layers=self.score_layers,
             capture_id=self.capture_id(plain),
-            heads=config.num_attention_heads,
+            heads=self.heads,
             max_context=self.context,
-            reasons=({} if off is None else {"capture": off})
-            | {
-                "moe_routing": "the transformers engine does not record the routing of experts",
-                "logit_lens": "the transformers engine has no logit lens",
-            },
+            reasons=({} if off is None else {"capture": off}) | self.hidden.reasons,
+            moe=bool(self.hidden.routed),
         )
+
+    def _hidden_states(self, layers: int) -> HiddenStates:
+        def run() -> Tensor:
+            return self.forward([0, 0], self.cache())
+
+        with torch.inference_mode():
+            return HiddenStates(self.engine.model, layers, run)
 
     @property
     def context(self) -> int | None:
         """Tokens of the model's longest input; None if its config does not say."""
         return self.engine.context
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.engine.config.num_attention_heads)
 
     @property
     def end_tokens(self) -> set[int]:
@@ -110,6 +124,14 @@ class ServedModel:
         return self.tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def lens(self, hidden: Tensor, count: int) -> list[Lens]:
+        """The most likely tokens after a layer, by `HiddenStates.lens`, for each of float[R, D]."""
+        logprobs, tokens = self.hidden.lens(hidden, count)
+        return [
+            Lens(own, [self.text([token]) for token in own], found)
+            for own, found in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """The tokens of a plain prompt. RequestError: it has none, or numbers that are no token."""
@@ -146,16 +168,13 @@ class ServedModel:
         """The hash of what makes this request's vectors comparable, as `attn capture` makes it."""
         options = self.options
         return capture_id(
-            {
-                "model": self.engine.revision,
-                "layers": sorted(request.layers),
-                "per_layer": False,
-                "heads": sorted(request.heads) if request.heads is not None else None,
-                "mask": request.mask_prefix,
-                "window": request.window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self.engine.revision,
+            layers=request.layers,
+            heads=request.heads,
+            mask=request.mask_prefix,
+            window=request.window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=self._windowed,
         )
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from pipeline.engines.attention_tap import AttentionCall
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest, RequestError
 
 from .capture import RequestCapture
+from .hidden import Inside
 from .model import ServedModel
 from .sampling import Chosen, Sampler
 from .text import TextStream
@@ -62,7 +62,7 @@ class End:
     """What a finished request leaves."""
 
     usage: dict[str, Any] | None  # `RequestCollector.finish`
-    scores: dict[int, NDArray[np.float16]] = field(default_factory=dict)
+    scores: FullScores | None = None
 
 
 class Sequence:
@@ -105,14 +105,20 @@ class Sequence:
             self._capture = RequestCapture(
                 collector,
                 windows=model.windows,
+                heads=model.heads,
                 sink_tokens=model.options.sink_tokens,
+                lens=model.lens,
                 longest=prompt + self._limit,
             )
 
-    def observe(self, call: AttentionCall) -> None:
-        """Take one layer's attention of the step that is running."""
-        if self._capture is not None:
+    def observe(self, call: AttentionCall | Inside) -> None:
+        """Take what one layer does in the step that is running."""
+        if self._capture is None:
+            return
+        if isinstance(call, AttentionCall):
             self._capture.observe(call)
+        else:
+            self._capture.observe_inside(call)
 
     @property
     def capture_seconds(self) -> float | None:
@@ -158,7 +164,7 @@ class Sequence:
         capture = self._capture
         if capture is None:
             return End(None)
-        return End(capture.collector.finish(capture.hubs), capture.scores())
+        return End(capture.collector.finish(capture.hubs), capture.scores)
 
 
 def token_limit(model: ServedModel, prompt: int, limit: int | None) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 FIELDS = (
     "return_attention_tokens", "top_k_attention", "attention_sketch_mode",
     "attention_fingerprint_mode", "attention_capture_layers", "attention_capture_head_ids",
-    "attention_mask_prefix", "include_prompt_attention", "attention_hubs", "attn_capture",
-    "attn_capture_layers",
+    "attention_mask_prefix", "include_prompt_attention", "attention_hubs",
+    "attention_moe_routing", "attention_logit_lens", "attn_capture", "attn_capture_layers",
 )  # fmt: skip
 # Fields that ask; the others say how.
 ASKING = ("return_attention_tokens", "attn_capture")

@@ -18,8 +18,8 @@ def capabilities(options: ServeOptions, facts: ModelFacts) -> dict[str, Any]:
     supported = options.is_on and "capture" not in reasons
     features = {name: bool(modes) and name not in reasons for name in FEATURES}
     features["attn_capture"] = "attn_capture" not in reasons
-    features["moe_routing"] = facts.moe and "moe_routing" not in reasons
-    features["logit_lens"] = "logit_lens" not in reasons
+    features["moe_routing"] = bool(modes) and facts.moe and "moe_routing" not in reasons
+    features["logit_lens"] = bool(modes) and "logit_lens" not in reasons
     if not supported:
         modes, features = [], dict.fromkeys(features, False)
     return {

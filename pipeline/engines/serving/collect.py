@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,12 +15,14 @@ from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.columns import vectors_of_columns
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZoneRules
-from pipeline.record import MEAN_LAYER, make_batch
+from pipeline.record import MEAN_LAYER, SCHEMA, make_batch
 
 from .phases import PhaseTracker
 from .request import CaptureRequest
-from .responses import Entry, fingerprint_entry, hub_list, raw_entry, sketch_entry
+from .responses import Entry, fingerprint_entry, hub_list, raw_entry, routing_of, sketch_entry
 from .rows import Row
+
+NO_RECORDS = pa.RecordBatch.from_pylist([], SCHEMA)
 
 
 class RequestCollector:
@@ -133,21 +137,20 @@ class RequestCollector:
         to describe have none."""
         kept, self._kept = self._kept, []
         if not kept:
-            return make_batch({**self.common, **_no_rows()}, 0)
+            return NO_RECORDS
         columns = np.stack([[layer.mean for layer in row.layers] for row, _ in kept], axis=1)
-        vector, sink_mass, valid = vectors_of_columns(columns, self.layout)
-        rows = [pair for pair, there in zip(kept, valid, strict=True) if there]
-        changing = {
-            "position": pa.array([row.position for row, _ in rows], pa.int32()),
-            "captured_at": pa.array(
-                [row.captured_at for row, _ in rows], pa.timestamp("us", tz="UTC")
-            ),
-            "phase": pa.array([phase for _, phase in rows], pa.string()),
-            "token_id": pa.array([row.token_id for row, _ in rows], pa.int32()),
-            "sink_mass": sink_mass[valid],
-            "vector": vector[valid],
-        }
-        return make_batch({**self.common, **changing}, len(rows))
+        rows = [
+            RecordedRow(
+                self.common,
+                row.position,
+                row.token_id,
+                phase,
+                row.captured_at,
+                *routing_of(row.layers),
+            )
+            for row, phase in kept
+        ]
+        return record_batch(rows, columns, self.layout)
 
     def finish(self, hubs: Floats | None = None) -> dict[str, Any]:
         """`usage.attention` of the response.
@@ -167,30 +170,63 @@ class RequestCollector:
 
     def _entries(self, row: Row, phase: str) -> list[Entry]:
         request = self.request
+        layers = row.layers
+        if not request.routing:
+            layers = [layer._replace(routing=None) for layer in layers]
         step = row.position - self.prompt_len + 1
         if request.mode == "raw":
             # Counted as the positions of its keys are, so that no entry tells how much is hidden.
             position = row.position - request.mask_prefix
             return [
                 raw_entry(layer, request.top_k, step=step, position=position, phase=phase)
-                for layer in row.layers
+                for layer in layers
                 if (layer.positions >= 0).any()
             ]
         columns = np.stack([layer.mean for layer in row.layers])[:, None]
         described = vectors_of_columns(columns, self.layout)
         if request.mode == "sketch":
-            seen = [layer for layer in row.layers if (layer.positions >= 0).any()]
+            seen = [layer for layer in layers if (layer.positions >= 0).any()]
             return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
         if not described.valid[0]:
             return []
         vector = described.vector[0]
-        return [fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase)]
+        return [
+            fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase, rows=layers)
+        ]
 
 
-def _no_rows() -> dict[str, Any]:
-    return {
-        "position": pa.array([], pa.int32()),
-        "captured_at": pa.array([], pa.timestamp("us", tz="UTC")),
-        "phase": pa.array([], pa.string()),
-        "vector": np.empty((0, 20), np.float32),
+class RecordedRow(NamedTuple):
+    """What a row's record has beside its numbers. common: of `RequestCollector`."""
+
+    common: dict[str, Any]
+    position: int
+    token: int | None
+    phase: str
+    at: datetime
+    experts: list[int] | None = None  # as in `responses.routing_of`
+    router_entropy: float | None = None
+
+
+def record_batch(rows: Sequence[RecordedRow], columns: Floats, layout: Layout) -> pa.RecordBatch:
+    """The records of rows of any requests, in `record.SCHEMA`; rows without a key to describe have
+    none.
+
+    Args:
+        columns: float32[L, R, 32] of the captured layers (`capture_kernels.decode.answers`).
+    """
+    vector, sink_mass, valid = vectors_of_columns(columns, layout)
+    kept = [row for row, there in zip(rows, valid.tolist(), strict=True) if there]
+    if not kept:
+        return NO_RECORDS
+    columns_of = {name: [row.common[name] for row in kept] for name in kept[0].common}
+    changing = {
+        "position": pa.array([row.position for row in kept], pa.int32()),
+        "captured_at": pa.array([row.at for row in kept], pa.timestamp("us", tz="UTC")),
+        "phase": pa.array([row.phase for row in kept], pa.string()),
+        "token_id": pa.array([row.token for row in kept], pa.int32()),
+        "sink_mass": sink_mass[valid],
+        "vector": vector[valid],
+        "top_experts": pa.array([row.experts for row in kept], pa.list_(pa.int16())),
+        "router_entropy": pa.array([row.router_entropy for row in kept], pa.float32()),
     }
+    return make_batch({**columns_of, **changing}, len(kept))

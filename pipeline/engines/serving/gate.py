@@ -12,21 +12,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from starlette.middleware.gzip import GZipMiddleware
+
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send
+
 from .body import RequestError, asked_fields, asks, read_body, without_fields
 from .capabilities import capabilities, refusals
 from .http.asgi import (
-    App,
     ClientGoneError,
-    Headers,
-    Message,
-    Receive,
-    Scope,
-    Send,
+    accepts_gzip,
     answer,
     header,
     refuse,
     replayed,
     whole_body,
+    with_early_start,
     with_length,
 )
 from .http.cors import Origins
@@ -48,6 +48,8 @@ ROUTES = {
 }
 # Larger bodies are read in a thread, so that other requests go on.
 THREAD_BYTES = 256 << 10
+# Smaller answers are sent as they are. A higher level gained 2% and took up to twice as long.
+GZIP_LEAST_BYTES, GZIP_LEVEL = 500, 5
 # All our fields hold one of the first two; the third may spell them.
 _MARKS = (b"attention", b"attn", b"\\u")
 
@@ -71,6 +73,10 @@ class CaptureGate:
         draw: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         self._app, self._options, self._facts = app, options, facts
+        # Events are compressed as well; each leaves at once.
+        self._compressing: App = GZipMiddleware(
+            with_early_start(app), GZIP_LEAST_BYTES, GZIP_LEVEL, exclude_content_types=()
+        )
         self._keys = options.keys()
         self._origins = Origins(options.cors_origins)
         self._draw = draw or random.Random(0).random
@@ -127,7 +133,8 @@ class CaptureGate:
         if slot is None:
             await self._app(scope, replayed(prepared.body, receive), send)
         else:
-            await slot.answer(self._app, scope, prepared.body, receive, send)
+            app = self._compressing if accepts_gzip(scope) else self._app
+            await slot.answer(app, scope, prepared.body, receive, send)
 
     def _prepared(self, path: str, scope: Scope, raw: bytes, sampled: bool) -> Prepared | None:
         """The body for the app if anything of this request is captured. RequestError: it asks for

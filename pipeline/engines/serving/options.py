@@ -26,6 +26,9 @@ MODES = ("raw", "sketch", "fingerprint")
 # What a machine is for: the first of these that is set, and the values that are no production.
 DEPLOYMENT_VARIABLES = ("ATTN_ENV", "ENV")
 DEVELOPMENT = ("development", "dev", "debug", "local", "test", "testing")
+# Of --attention-chunk-size, so that its default is the kernels' own of 288 MiB: the logits of one
+# key for 1,117 rows of 32 heads and their mean.
+CHUNK_BYTES = 144 << 10
 SECRET_VARIABLE = PREFIX + "SECRET"
 _LAYERS = re.compile(r"last|auto|all|\d{1,6}(,\d{1,6})*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@,]+", re.IGNORECASE)
@@ -78,8 +81,9 @@ class ServeOptions:
         int, 256, low=0, high=INT32,
     )  # fmt: skip
     chunk_size: int = option(
-        "--attention-chunk-size", "Keys that are handled at a time.",
-        int, 2048, low=64, high=1 << 20,
+        "--attention-chunk-size",
+        "Room for logits, in 144 KiB: less memory, but long contexts are read twice.",
+        int, 2048, low=0, high=1 << 20,
     )  # fmt: skip
     sidecar_url: str | None = option(
         "--attention-sidecar-url", "Address of a sidecar that fingerprints are sent to.", str
@@ -131,6 +135,14 @@ class ServeOptions:
     instrumentation_layers: str = option(
         "--attention-instrumentation-layers", "Layers of attn_capture: as the capture layers.",
         str, "last",
+    )  # fmt: skip
+    hub_slots: int = option(
+        "--attention-hub-slots", "Requests that may add up attention_hubs at once (SGLang).",
+        int, 0, low=0, high=4096,
+    )  # fmt: skip
+    head_lists: bool = option(
+        "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
+        bool, False,
     )  # fmt: skip
     layout: Layout = option(
         "--attention-layout", "Vector layout: log16 or layered.", Layout, Layout.LOG16
@@ -256,6 +268,11 @@ class ServeOptions:
     @property
     def has_keys(self) -> bool:
         return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What capture on a GPU may keep of pending layers (`StatisticsPlan.scratch_bytes`)."""
+        return self.chunk_size * CHUNK_BYTES
 
     @property
     def visibility(self) -> Visibility:

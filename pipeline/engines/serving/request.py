@@ -26,6 +26,9 @@ Mode = Literal["raw", "sketch", "fingerprint"]
 # Where a request travels in the engine's `custom_params`.
 CUSTOM_PARAM = "attn"
 SKETCH_TOP_K = 32
+# Tokens of a logit lens: by default, and the most, as of the OpenAI API's top_logprobs.
+LENS_TOKENS, MOST_LENS_TOKENS = 5, 20
+NO_EXPERTS = "moe_routing is not available: the model routes no experts"
 # Text in a field is indices or a name.
 MOST_TEXT = 1_024
 MOST_ID_BYTES = 1_024
@@ -46,6 +49,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         prompt_rows: how many of the prompt's last rows are wanted.
         prompt_stride: of these the ones whose positions are multiples of this.
         hubs: whether probabilities are added up by position over the request.
+        routing: whether entries say which experts the token was routed to.
+        lens: how many tokens of a logit lens entries name of each layer; 0 for no lens.
         scores: layers of which all probabilities are wanted; None for none.
         stride: the generated rows whose positions are multiples of this.
         max_steps: the most generated rows; 0 for all.
@@ -65,6 +70,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_rows: int = 0
     prompt_stride: int = 1
     hubs: bool = False
+    routing: bool = False
+    lens: int = 0
     scores: list[int] | None = None
     stride: int = 1
     max_steps: int = 0
@@ -191,6 +198,8 @@ class _Reader:
             heads=self.heads(),
             prompt_rows=self.prompt_rows(),
             hubs=self.hubs(),
+            routing=self.routing(),
+            lens=self.lens(),
             scores=self.scores(body) if scores else None,
             stream_entries=entries,
             **_common(body, headers, self.options, mode)
@@ -289,6 +298,26 @@ class _Reader:
         if wanted:
             self.available("attention_hubs", "attention_hubs")
         return wanted
+
+    def routing(self) -> bool:
+        name = "attention_moe_routing"
+        wanted = self.flag(name)
+        if wanted:
+            self.available("moe_routing", name)
+            if not self.facts.moe:
+                raise RequestError(NO_EXPERTS, name, code="attention_unavailable")
+        return wanted
+
+    def lens(self) -> int:
+        name = "attention_logit_lens"
+        given = self.fields.get(name)
+        if isinstance(given, bool):
+            tokens = LENS_TOKENS if given else 0
+        else:
+            tokens = self.number(name, 0, 0, MOST_LENS_TOKENS)
+        if tokens:
+            self.available("logit_lens", name)
+        return tokens
 
     def scores(self, body: dict[str, Any]) -> list[int]:
         if not self.options.enable_attention_instrumentation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,12 @@ from capture_kernels.arrays import Doubles, Floats, Int32s
 from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZoneRules
 
-from .rows import HeadRows, LayerRow
+from .rows import HeadRows, LayerRow, Lens
 
 Entry = dict[str, Any]
+# Of positions, without their ends.
+Ranges = Sequence[tuple[int, int]]
+Bools = NDArray[np.bool_]
 # Decimals.
 SHARE, LOGIT, VECTOR = 4, 4, 5
 HUBS = 32
@@ -54,31 +58,51 @@ def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) ->
     }
     if row.heads is not None:
         entry["heads"] = _heads(row.heads, k)
-    return entry
+    return entry | _inside(row)
 
 
 def sketch_entry(rows: list[LayerRow], k: int, *, step: int, phase: str) -> Entry:
     """Where each layer of a row attends to: at most k positions, and a histogram of distance."""
     return {
         "mode": "sketch",
-        "layer_sketches": {str(row.layer): _sketch(row, k) for row in rows},
+        "layer_sketches": {str(row.layer): _sketch(row, k) | _inside(row) for row in rows},
         "decode_step": step,
         "think_phase": phase,
     }
 
 
 def fingerprint_entry(
-    vector: Floats, layout: Layout, rules: ZoneRules, *, step: int, phase: str
+    vector: Floats,
+    layout: Layout,
+    rules: ZoneRules,
+    *,
+    step: int,
+    phase: str,
+    rows: Sequence[LayerRow] = (),
 ) -> Entry:
-    """A row's fingerprint float32[20] and its zone."""
+    """A row's fingerprint float32[20] and its zone; of its layers the routing, as in its record,
+    and the logit lens by layer."""
     zoned = rules.classify(vector, layout)
+    lenses = {str(row.layer): _lens(row.lens) for row in rows if row.lens is not None}
     return {
         "fingerprint": _rounded(vector.astype(np.float64), VECTOR),
         "manifold": zoned.names[0],
         "confidence": round(float(zoned.confidence[0]), SHARE),
         "step": step,
         "think_phase": phase,
+        **_routing(*routing_of(rows)),
+        **({"logit_lens": lenses} if lenses else {}),
     }
+
+
+def routing_of(rows: Sequence[LayerRow]) -> tuple[list[int] | None, float | None]:
+    """The routing of a row for its record: the experts of its deepest layer with a router, and the
+    mean entropy over those layers; None without any."""
+    found = [row.routing for row in rows if row.routing is not None]
+    if not found:
+        return None, None
+    entropy = sum(routing.entropy for routing in found) / len(found)
+    return found[-1].experts.tolist(), entropy
 
 
 def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
@@ -95,7 +119,10 @@ def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
     return [list(pair) for pair in zip(order.tolist(), masses, strict=True)]
 
 
-def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> Entry:
+def capture_data(
+    layer: int, scores: NDArray[np.float16], prompt_len: int, vision: Ranges = (),
+    audio: Ranges = (),
+) -> Entry:  # fmt: skip
     """One layer's entry of `attn_capture_data`.
 
     The last generated token is never fed to the model, so it has no row: T is one less than the
@@ -104,7 +131,12 @@ def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> En
     Args:
         scores: float16[T, H, T], query, head and key, without the masked prefix.
         prompt_len: tokens of the prompt, without the masked prefix.
+        vision, audio: where the prompt's images, videos and sounds stand, from the end of the
+            masked prefix; the rest of it is language.
     """
+    text = np.ones(prompt_len, bool)
+    for begin, end in (*vision, *audio):
+        text[begin:end] = False
     packed = gzip.compress(np.ascontiguousarray(scores).data, _GZIP_LEVEL, mtime=0)
     return {
         "layer_idx": layer,
@@ -113,11 +145,22 @@ def capture_data(layer: int, scores: NDArray[np.float16], prompt_len: int) -> En
         "token_meta": {
             "prompt_len": prompt_len,
             "total_len": len(scores),
-            "vision_ranges": [],
-            "lang_ranges": [{"start": 0, "end": prompt_len}],
+            "vision_ranges": named_ranges(vision),
+            "lang_ranges": named_ranges(ranges_of(text)),
             "last_token_fed": False,
         },
     }
+
+
+def ranges_of(there: Bools) -> list[tuple[int, int]]:
+    """Where bool[n] is True: ranges without their ends."""
+    edges = np.flatnonzero(np.diff(np.r_[False, there, False]))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def named_ranges(ranges: Ranges) -> list[Entry]:
+    """Ranges as responses have them."""
+    return [{"start": begin, "end": end} for begin, end in ranges]
 
 
 def _sketch(row: LayerRow, k: int) -> Entry:
@@ -129,6 +172,27 @@ def _sketch(row: LayerRow, k: int) -> Entry:
         "entropy": round(float(row.mean[_ENTROPY]), SHARE),
         "mass_captured": round(float(masses.sum()), SHARE),
     }
+
+
+def _inside(row: LayerRow) -> Entry:
+    """What an entry says of a layer besides its attention."""
+    found = _routing(*routing_of([row]))
+    if row.lens is not None:
+        found["logit_lens"] = _lens(row.lens)
+    return found
+
+
+def _routing(experts: list[int] | None, entropy: float | None) -> Entry:
+    if experts is None or entropy is None:
+        return {}
+    return {"top_experts": experts, "router_entropy": round(entropy, SHARE)}
+
+
+def _lens(lens: Lens) -> list[Entry]:
+    return [
+        {"token_id": token, "token": text, "logprob": round(logprob, LOGIT)}
+        for token, text, logprob in zip(*lens, strict=True)
+    ]
 
 
 def _most(row: LayerRow, k: int) -> tuple[Int32s, Doubles]:

@@ -18,6 +18,22 @@ class HeadRows(NamedTuple):
     logsumexp: Floats  # float32[H], natural
 
 
+class Routing(NamedTuple):
+    """Where one layer's router sent the token of a row."""
+
+    experts: Int32s  # int32[k], the largest weight first
+    entropy: float  # of the softmax of the router's logits over E experts, divided by ln E
+
+
+class Lens(NamedTuple):
+    """What the model's last norm and its head make of a row's hidden state after one layer: the
+    most likely tokens."""
+
+    tokens: list[int]  # the most likely first
+    texts: list[str]
+    logprobs: list[float]  # natural
+
+
 class LayerRow(NamedTuple):
     """One layer of a row. With p the mean of the chosen heads' probabilities:"""
 
@@ -27,6 +43,8 @@ class LayerRow(NamedTuple):
     positions: Int32s  # int32[k]: of the largest p, from the end of the masked prefix; -1: fewer
     masses: Floats  # float32[k]: p there, falling; 0 where there are fewer
     heads: HeadRows | None = None
+    routing: Routing | None = None  # of a layer with a router, if the engine gives it
+    lens: Lens | None = None  # if asked for
 
 
 class Row(NamedTuple):

@@ -3,6 +3,7 @@
     plugin        the entry point: which functions of SGLang are hooked, and if they still fit
     command_line  our options on SGLang's own command line
     layers        what of the served model can be captured
+    full_scores   [T, H, T] of requests with attn_capture, beside the recorder
     recorder      in the process that runs the model: steps, rows, and their requests
     answers       in the process that answers: attention into responses
 

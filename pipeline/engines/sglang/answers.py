@@ -3,11 +3,18 @@
 `heard` listens to what the model's process says of a request, and `AnswerWriter` puts it into what
 is sent for it: into the next chunk of a stream, or into the whole answer. The two meet in a context
 variable, which a request's own tasks share with no other.
+
+Full scores need every row of the prompt, and rows whose keys are in the prefix cache do not pass
+through the model: a request for them has a `cache_salt` of its own, SGLang's way to keep the caches
+of requests apart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -15,11 +22,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipeline.engines.serving.http.asgi import App, Message, Receive, Scope, Send
+from pipeline.asgi import App, Message, Receive, Scope, Send
+from pipeline.engines.serving.full_scores import TOO_LARGE, check_room
+from pipeline.engines.serving.http.asgi import error_content
+from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
 
-from .recorder_keys import ENTRIES, USAGE
+from .facts_file import LiveFacts
+from .recorder_keys import ENTRIES, SCORES, USAGE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DATA, DONE = b"data: ", b"[DONE]"
@@ -27,15 +38,19 @@ DATA, DONE = b"data: ", b"[DONE]"
 
 @dataclass
 class Heard:
-    """What is known of one HTTP request's attention. entries: not sent yet."""
+    """What is known of one HTTP request's attention. entries: not sent yet; scores: all of its
+    `attn_capture_data`; refused: why SGLang answers with an error."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
+    scores: list[dict[str, Any]] | None = None
+    refused: RequestError | None = None
+    wants_entries: bool = True
     taken: int = 0  # entries of the list that SGLang adds to
 
     @property
     def is_any(self) -> bool:
-        return bool(self.taken) or self.usage is not None
+        return bool(self.taken) or self.usage is not None or self.scores is not None
 
     def take(self) -> list[dict[str, Any]]:
         taken, self.entries = self.entries, []
@@ -46,23 +61,85 @@ CURRENT: ContextVar[Heard | None] = ContextVar("attn_heard", default=None)
 
 
 async def heard(
-    original: Callable[..., AsyncIterator[Any]], self: Any, *given: Any, **named: Any
+    original: Callable[..., AsyncIterator[Any]], self: Any, obj: Any, *given: Any, **named: Any
 ) -> AsyncIterator[Any]:
     """Around `TokenizerManager.generate_request`: note what comes of attention."""
-    async with aclosing(original(self, *given, **named)) as outputs:  # type: ignore[type-var]
-        async for output in outputs:
-            current = CURRENT.get()
-            if current is not None and isinstance(output, dict):
-                note(current, output.get("meta_info") or {}, self.incremental_streaming_output)
-            for one in output if isinstance(output, list) else [output]:
-                drop_empty(one)
-            yield output
+    current, wanted = CURRENT.get(), wanted_of(obj)
+    if wanted is not None and wanted.scores is not None:
+        obj.cache_salt = salted(obj.cache_salt)
+    if wanted is not None and current is not None:
+        current.wants_entries = wanted.stream_entries
+    try:
+        async with aclosing(original(self, obj, *given, **named)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                for one in output if isinstance(output, list) else [output]:
+                    if not isinstance(one, dict):
+                        continue
+                    await put_scores(current, one)
+                    if current is not None:
+                        meta_info = one.get("meta_info") or {}
+                        note(current, meta_info, self.incremental_streaming_output)
+                    drop_empty(one)
+                yield output
+    except ValueError as error:  # SGLang answers 400
+        if current is not None and str(error).startswith(TOO_LARGE):
+            current.refused = RequestError(str(error), "attn_capture")
+        raise
 
 
-def drop_empty(output: Any) -> None:
+def wanted_of(obj: Any) -> CaptureRequest | None:
+    """What a `GenerateReqInput` wants captured."""
+    sampling = getattr(obj, "sampling_params", None)
+    params = sampling.get("custom_params") if isinstance(sampling, dict) else None
+    if not isinstance(params, dict) or CUSTOM_PARAM not in params:
+        return None
+    secret = ServeOptions.from_environment(os.environ).secret
+    return CaptureRequest.from_custom_params(params, secret)
+
+
+def salted(salt: str | list[str] | None) -> str | list[str]:
+    """A client's `cache_salt`, made unlike all others."""
+    if isinstance(salt, list):
+        return [str(salted(one)) for one in salt]
+    return (salt or "") + secrets.token_hex(16)
+
+
+def check_scores(self: Any, obj: Any, input_ids: list[int] | None, *_: Any) -> None:
+    """Before `TokenizerManager._validate_one_request`: whether the full scores of a prompt are too
+    large, before any work.
+
+    Raises:
+        ValueError: they are; SGLang answers 400.
+    """
+    wanted = wanted_of(obj)
+    if wanted is None or wanted.scores is None:
+        return
+    heads = len(wanted.heads) if wanted.heads is not None else LiveFacts()().heads
+    try:
+        check_room(len(input_ids or ()), heads * len(wanted.scores))
+    except RequestError as error:
+        raise ValueError(error.message) from None
+
+
+async def put_scores(current: Heard | None, output: dict[str, Any]) -> None:
+    """Take the full scores out of an output's `meta_info`: for `AnswerWriter`, or in a `/generate`
+    to the top of the answer."""
+    taken = (output.get("meta_info") or {}).pop(SCORES, None)
+    if not taken:
+        return
+    scores, tokens, prompt_len = taken[-1]
+    # Compressed in a thread, so that other requests go on.
+    entries = await asyncio.to_thread(scores.entries, tokens, prompt_len)
+    if current is None:
+        output[SCORES] = entries
+    else:
+        current.scores = entries
+
+
+def drop_empty(output: dict[str, Any]) -> None:
     """Leave out of an output's `meta_info` what is said of those who did not ask: nothing. SGLang
     has a key in all outputs of a step, or in none."""
-    meta_info = output.get("meta_info") if isinstance(output, dict) else None
+    meta_info = output.get("meta_info")
     for key in (ENTRIES, USAGE):
         if meta_info and not meta_info.get(key, True):
             del meta_info[key]
@@ -146,9 +223,14 @@ class Writing:
 
     async def _send_whole(self) -> None:
         body, start = bytes(self._body), self._start
-        if self._current.is_any:
+        if self._current.refused is not None:
+            body = error_content(self._current.refused)
+        elif self._current.is_any:
             try:
-                body = self._answer(body)
+                if self._current.scores is None:
+                    body = self._answer(body)
+                else:  # which may be large
+                    body = await asyncio.to_thread(self._answer, body)
             except ValueError:  # not JSON: an error of SGLang's own, which stays what it is
                 body = bytes(self._body)
         if start is not None and body == self._body:
@@ -165,10 +247,13 @@ class Writing:
         if not choices:
             return body
         entries = self._current.take()
-        choices[0][ENTRIES] = entries
-        if self._chat and isinstance(choices[0].get("message"), dict):
-            choices[0]["message"][ENTRIES] = entries
+        if self._current.wants_entries:
+            choices[0][ENTRIES] = entries
+            if self._chat and isinstance(choices[0].get("message"), dict):
+                choices[0]["message"][ENTRIES] = entries
         self._add_usage(answer)
+        if self._current.scores is not None:
+            answer[SCORES] = self._current.scores
         return _json(answer)
 
     def _events(self, body: bytes) -> bytes:

@@ -41,6 +41,12 @@ def write(facts: ModelFacts | str) -> None:
     unfinished.replace(path)
 
 
+def remove() -> None:
+    """Remove the file, if there is one."""
+    if path := os.environ.get("ATTN_SGLANG_FACTS"):
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+
 class LiveFacts:
     """The facts as they were last written.
 
@@ -72,6 +78,3 @@ class LiveFacts:
             raise AttnError(error)
         lists = {name: tuple(content[name]) for name in ("layers", "score_layers")}
         return changed, ModelFacts(**content | lists)
-
-    def remove(self) -> None:
-        shutil.rmtree(self._path.parent, ignore_errors=True)

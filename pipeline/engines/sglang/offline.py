@@ -8,9 +8,7 @@ Source: SGLang 0.5.23, srt/entrypoints/engine.py.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -22,15 +20,16 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from capture_kernels.arrays import Ints
-from capture_kernels.errors import MissingExtraError, OptionError
+from capture_kernels.errors import AttnError, MissingExtraError, OptionError
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.loading import choose_device
 from pipeline.engines.options import CaptureOptions, PromptError, choose_layers
 from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import INT32, ServeOptions
-from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest
+from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, ModelFacts
 from pipeline.engines.transformers import think_tags
 
+from . import facts_file
 from .plugin import misfits
 
 Result = TypeVar("Result")
@@ -44,7 +43,7 @@ CPU_CACHE_TOKENS = 32_768
 RESERVED = 4
 # What it does not pass on to the attention that is captured.
 REFUSED = {
-    "heads": "the plug-in averages over all heads",
+    "heads": "it records the mean of all heads",
     "per_layer": "the plug-in makes one record for the mean of the layers",
 }
 # The reasoning parser with <think> and </think> that does not begin inside.
@@ -132,9 +131,8 @@ class OfflineEngine:
             with stdout_as_stderr():
                 self._engine = Quiet(**given)
             facts = _facts()
-            self.name: str = facts["name"]
-            self.layers: tuple[int, ...] = tuple(facts["layers"])
-            self.capture_id: str = facts["capture_id"]
+            assert facts.capture_id is not None, "the plug-in says it"
+            self.name, self.layers, self.capture_id = facts.name, facts.layers, facts.capture_id
             info = self._engine.get_server_info()
             self._most_tokens = int(info["max_req_input_len"]) - 1
         except BaseException:
@@ -210,8 +208,7 @@ class OfflineEngine:
 
     def close(self) -> None:
         """End the engine's processes."""
-        if facts := os.environ.get("ATTN_SGLANG_FACTS"):
-            shutil.rmtree(Path(facts).parent, ignore_errors=True)
+        facts_file.remove()
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -297,22 +294,18 @@ def _tokenizer_and_dtype(model: str) -> tuple[Any, str]:
     return tokenizer, "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _facts() -> dict[str, Any]:
+def _facts() -> ModelFacts:
     """What the plug-in captures, in the words of the model's process. OptionError: nothing."""
-    problems = misfits()
-    path = os.environ.get("ATTN_SGLANG_FACTS")
-    if path is None:
+    if not facts_file.is_chosen():
         raise OptionError(
             "SGLang did not load attn's plug-in: install attn in the same environment, and name "
             "attn in SGLANG_PLUGINS if that is set"
         )
+    problems = misfits()
     try:
-        facts: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError:
-        problems.append("the hooks in the model's process did not take: see its log above")
-        facts = {}
-    if error := facts.get("error"):
-        problems.append(error)
+        facts = facts_file.LiveFacts()()
+    except AttnError as error:
+        problems.append(str(error))
     if problems:
         raise OptionError("; ".join(problems))
     return facts

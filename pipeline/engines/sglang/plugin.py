@@ -27,10 +27,10 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.sinks import CLOSE_S
 
 from . import facts_file
-from .answers import AnswerWriter, heard, hide_system_prompt
+from .answers import AnswerWriter, check_scores, heard, hide_system_prompt
 from .command_line import add_options, read_options
 from .facts_file import LiveFacts
-from .layers import refusal
+from .model_process.layers import refusal
 
 LOG = logging.getLogger("attn.capture")
 
@@ -50,6 +50,7 @@ PARAMETERS = {
     SCHEDULER + "get_output_streamer_class": ("self",),
     SCHEDULER + "handle_shutdown": ("self",),
     MANAGER + "generate_request": ("self", "obj", "request"),
+    MANAGER + "_validate_one_request": ("self", "obj", "input_ids"),
     CHAT + "_convert_to_internal_request": ("self", "request", "raw_request"),
     SERVER + "_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
 }
@@ -147,23 +148,32 @@ def start_recorder(result: None, runner: Any) -> None:
     """After `ModelRunner.init_attention_backends`: the model and its pools are there."""
     if runner.is_draft_worker:
         return
-    from .recorder import Recorder
+    from .model_process.parallel import Ranks
+    from .model_process.recorder import Recorder
 
     options = ServeOptions.from_environment(os.environ)
+    ranks, recorder, reason = Ranks.of_this_process(), None, None
     try:
         if lost := unhooked(HOOKS_OF_MODEL):
             raise_refused("; ".join(lost))
         if reason := refusal(runner):
             raise_refused(reason)
-        recorder = Recorder(runner, options, facts_file.write)
+        recorder = Recorder(runner, options, facts_file.write, ranks)
     except AttnError as error:
-        facts_file.write(str(error))
+        reason = str(error)
+    reason = ranks.first_reason(reason)
+    if recorder is None or reason is not None:
+        if recorder is not None:
+            recorder.close()
+        if ranks.answers:
+            facts_file.write(str(reason))
         return
     runner.sampling_observer = recorder
     setattr(runner, ATTRIBUTE, recorder)
     # Ctrl+C in a terminal ends this process as it does the first.
     atexit.register(recorder.close)
-    facts_file.write(recorder.model.facts)
+    if ranks.answers:
+        facts_file.write(recorder.model.facts)
 
 
 def raise_refused(reason: str) -> None:
@@ -181,7 +191,7 @@ def streamer_class(result: type, scheduler: Any) -> type:
     """After `Scheduler.get_output_streamer_class`: one that adds what the recorder has."""
     runner = scheduler.tp_worker.model_runner
     recorder = getattr(runner, ATTRIBUTE, None)
-    if recorder is None:
+    if recorder is None or not recorder.ranks.answers:
         return result
     recorder.model.use_tokenizer(scheduler.tokenizer)
     outputs: Callable[[list[Any]], dict[str, list[Any]]] = recorder.outputs
@@ -228,7 +238,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
     else:
         try:
             facts = LiveFacts()
-            atexit.register(facts.remove)
+            atexit.register(facts_file.remove)
         except AttnError as error:
             problems.append(str(error))
     if problems:
@@ -282,6 +292,8 @@ def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
         return
     layers = ",".join(map(str, facts.layers))
     parts = ["/".join(options.modes) + " entries"] if options.modes else []
+    if facts.score_layers:
+        parts.append(f"full scores of layers {','.join(map(str, facts.score_layers))}")
     if options.records:
         parts.append(f"records to {options.sidecar_url or options.store}")
     print(
@@ -304,6 +316,7 @@ HOOKS_OF_FIRST: Hooks = {
     ARGUMENTS + "add_cli_args": ("AFTER", add_options),
     ARGUMENTS + "from_cli_args": ("AROUND", read_options),
     MANAGER + "generate_request": ("AROUND", heard),
+    MANAGER + "_validate_one_request": ("BEFORE", check_scores),
     CHAT + "_convert_to_internal_request": ("AFTER", hide),
     SERVER + "_setup_and_run_http_server": ("BEFORE", before_serving),
 }

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from capture_kernels.arrays import Ints, Mask
 from capture_kernels.fingerprint.zones import ZONES
 from pipeline import record
-from pipeline.hashing import string_hashes
+from pipeline.hashing import string_hash, string_hashes
 from pipeline.store.columns import integers, readable, zones_of
 from pipeline.store.lookups import RequestRows, session_facts
 
@@ -199,7 +199,7 @@ def _last_times(table: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 def _tie(key: tuple[Any, ...]) -> int:
     """Orders sessions of one time: 63 bits of a hash of what they are."""
-    return int(string_hashes(pa.array(["\0".join(map(str, key))]))[0] >> np.uint64(1))
+    return string_hash("\0".join(map(str, key))) >> 1
 
 
 def _has(hashes: Any, one: np.uint64) -> bool:

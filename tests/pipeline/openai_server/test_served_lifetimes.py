@@ -18,11 +18,11 @@ from live_server import NEEDLE, LiveServer, running, wait_until
 from processes import AttnProcess
 
 from capture_kernels.errors import OptionError
-from pipeline.engines.openai_server import capture
 from pipeline.engines.openai_server.app import create_app
 from pipeline.engines.openai_server.loop import Job
 from pipeline.engines.openai_server.sequence import Work
 from pipeline.engines.openai_server.server import serve
+from pipeline.engines.serving import full_scores
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.store.open import open_store
 
@@ -212,7 +212,7 @@ def test_a_fault_in_one_request_ends_it_alone(demo, monkeypatch):
 
 
 def test_scores_that_take_too_much_memory_are_refused_with_what_to_do(demo, monkeypatch):
-    monkeypatch.setattr(capture, "SCORES_BYTES", 2 * 4 * 40 * 40)
+    monkeypatch.setattr(full_scores, "SCORES_BYTES", 2 * 4 * 40 * 40)
     with running(demo, ON) as live:
         status, error = live.refused(prompt=NEEDLE, attn_capture=1, max_tokens=100, ignore_eos=True)
         assert status == 400

@@ -8,6 +8,8 @@ import numpy as np
 import zmq
 from live_server import NEEDLE, entries_of, running, wait_until
 
+from pipeline.engines.loading import load_engine
+from pipeline.engines.options import CaptureOptions
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.sinks import RecordSink, SidecarTarget, StoreTarget
 from pipeline.record import vectors
@@ -57,6 +59,9 @@ def test_records_in_a_store_are_the_fingerprints_of_the_responses(demo, tmp_path
             assert row["model"] == "demo"
             ids.add(row["capture_id"])
     assert len(ids) == 3
+    # What `attn capture` gives the same layers and masks: one map serves both.
+    for given in ({"layers": "all"}, {"layers": "all", "mask_prefix": 2}, {"layers": "1"}):
+        assert load_engine(str(demo), CaptureOptions(**given)).capture_id in ids
     assert len({row["request_id"] for row, _ in rows}) == 4
 
 

@@ -335,6 +335,59 @@ def test_a_stream_is_passed_on_chunk_by_chunk(asking):
         wait_until(lambda: server.gate.active == 0)
 
 
+# what leaves it
+
+
+LONG = {**MESSAGES, "other": "attention " * 100}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "packed"),
+    [
+        ("gzip, deflate", True), ("br;q=1.0, gzip ; q=0.2", True), ("gzip;q=0", False),
+        ("gzip; q=0.000, deflate", False), ("identity", False), ("", False), ("xgzip", False),
+    ],
+)  # fmt: skip
+def test_answers_with_attention_are_compressed_for_clients_that_take_it(server, accepted, packed):
+    plain = post(server, CHAT, {**LONG, **ASK}, accept_encoding="identity")
+    answer = post(server, CHAT, {**LONG, **ASK}, accept_encoding=accepted)
+    assert server.reached(answer)[0] == server.reached(plain)[0] | {
+        "custom_params": server.reached(answer)[0]["custom_params"]
+    }
+    assert answer.headers.get("content-encoding") == ("gzip" if packed else None)
+    assert ("Accept-Encoding" in answer.headers.get("vary", "")) == packed
+    assert int(answer.headers["content-length"]) == answer.num_bytes_downloaded
+    assert (answer.num_bytes_downloaded < len(answer.content)) == packed
+
+
+def test_nothing_else_is_compressed(server):
+    for path, body in ((CHAT, LONG), ("/other", {**LONG, **ASK}), (CHAT, {**ASK, "n": 4})):
+        answer = post(server, path, body, accept_encoding="gzip")
+        assert "content-encoding" not in answer.headers, (path, body)
+        assert answer.num_bytes_downloaded == len(answer.content)
+
+
+def test_an_event_leaves_at_once_though_the_stream_is_compressed():
+    body = {**MESSAGES, **ASK, "chunks": 40}
+    sizes = []
+    with (
+        served() as server,
+        httpx.stream("POST", server.url + CHAT, json=body, timeout=30) as answer,
+    ):
+        assert answer.headers["content-encoding"] == "gzip"
+        events = answer.iter_bytes()
+        for number in range(40):
+            # The next one is made only after this one was read.
+            server.echo.next_chunk.release()
+            event = b""
+            while not event.endswith(b"\n\n"):
+                event += next(events)
+            assert event == b"data: %d\n\n" % number
+            sizes.append(answer.num_bytes_downloaded)
+    # Those that came before help to say the next.
+    assert sizes[-1] - sizes[-2] < 40
+
+
 def test_a_place_is_free_when_its_client_has_gone_though_the_app_does_not_notice():
     content = json.dumps({**MESSAGES, **ASK, "hold": True, "deaf": True}).encode()
     sent = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()

@@ -202,3 +202,9 @@ def test_every_variable_is_documented():
 def test_every_field_of_a_request_is_documented():
     rows = table(GUIDE, "Fields of a request")
     assert [code_in(row[0])[0] for row in rows] == list(FIELDS)
+
+
+def test_the_default_chunk_size_is_the_kernels_own_scratch():
+    plan = pytest.importorskip("capture_kernels.decode.plan")
+    assert ServeOptions().scratch_bytes == plan.SCRATCH_BYTES
+    assert ServeOptions(chunk_size=0).scratch_bytes == 0

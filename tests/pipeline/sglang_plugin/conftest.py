@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 from recorder_steps import DIM, HEADS, KEY_HEADS, LAYERS, Steps  # noqa: E402
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
-from pipeline.engines.sglang import captured_model  # noqa: E402
+from pipeline.engines.sglang.model_process import captured_model  # noqa: E402
+from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
 
 
 @pytest.fixture
@@ -25,9 +26,10 @@ def steps(monkeypatch) -> Callable[..., Steps]:
     )  # fmt: skip
     found = dict.fromkeys(range(LAYERS), layer)
     monkeypatch.setattr(captured_model, "attention_layers", lambda model: found)
+    monkeypatch.setattr(captured_model, "routers_of", lambda model: {})
 
-    def make(store: Path | None = None, **options: Any) -> Steps:
+    def make(store: Path | None = None, ranks: Ranks | None = None, **options: Any) -> Steps:
         given = {"return_attention_tokens": True, "layers": "all", "store": store} | options
-        return Steps(ServeOptions(**given))
+        return Steps(ServeOptions(**given), ranks)
 
     return make

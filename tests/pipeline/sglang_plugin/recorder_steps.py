@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
-from pipeline.engines.sglang.recorder import Recorder  # noqa: E402
+from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
+from pipeline.engines.sglang.model_process.recorder import Recorder  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS = 4, 2, 8, 2
 MOST_RUNNING, LONGEST = 4, 128
@@ -38,7 +39,7 @@ class Req:
 class Steps:
     """Runs steps as SGLang does: prepared, run layer by layer, sampled, and later consumed."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, ranks: Ranks | None = None) -> None:
         self.options, self.facts = options, list[ModelFacts]()
         slots = (1 + MOST_RUNNING) * LONGEST
         rows = torch.arange(slots, dtype=torch.int32).reshape(1 + MOST_RUNNING, LONGEST)
@@ -46,17 +47,24 @@ class Steps:
         self.keys = torch.randn((LAYERS, slots, KEY_HEADS, DIM), generator=generator)
         self.runner = SimpleNamespace(
             server_args=SimpleNamespace(
-                served_model_name="demo", model_path="/none", reasoning_parser=None
+                served_model_name="demo", model_path="/none", reasoning_parser=None, tp_size=1
             ),
             model_config=SimpleNamespace(
-                num_hidden_layers=LAYERS, context_len=LONGEST, hf_config=None
+                num_hidden_layers=LAYERS,
+                context_len=LONGEST,
+                hf_config=None,
+                num_attention_heads=HEADS * (1 if ranks is None else ranks.count),
+                dtype=torch.float32,
+                hf_text_config=SimpleNamespace(),
             ),
             model=None,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
             max_running_requests=MOST_RUNNING,
         )
-        self.recorder = Recorder(self.runner, options, self.facts.append)
+        self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
+        # Of each layer, by request and position: the query float32[H, D].
+        self.queries: dict[int, dict[tuple[str, int], Any]] = {n: {} for n in range(LAYERS)}
         self.generator = generator
 
     def request(self, row: int, prompt: int, **wanted: Any) -> Req:
@@ -93,8 +101,14 @@ class Steps:
                 layer_id=number, tp_q_head_num=HEADS, qk_head_dim=DIM, k_scale=None
             )
             query = torch.randn((queries, HEADS * DIM), generator=self.generator)
+            firsts = [length - 1 for length in lengths] if decode else prefixes
+            at = [(r.rid, p) for r, a, b in zip(reqs, firsts, lengths, strict=True)
+                  for p in range(a, b)]  # fmt: skip
+            self.queries[number] |= zip(at, query.view(-1, HEADS, DIM), strict=True)
             self.recorder.layer(layer, query, forward, decode=decode, sinks=None)
-        step = self.recorder.after_sample(True, torch.zeros(len(reqs)))
+        step = None
+        if self.recorder.is_active(None):
+            step = self.recorder.after_sample(True, torch.zeros(len(reqs)))
 
         def consume(commits: list[Any]) -> None:
             if step is not None:
@@ -105,4 +119,4 @@ class Steps:
     def said(self, req: Req) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Entries and usage of a request since the last time."""
         found = self.recorder.outputs([req])
-        return tuple(values[0] for values in found.values()) if found else ([], [])
+        return tuple(values[0] for values in list(found.values())[:2]) if found else ([], [])

@@ -7,9 +7,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipeline.engines.sglang.answers import CURRENT, AnswerWriter, heard
+from pipeline.engines.serving.full_scores import FullScores, check_room
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
+from pipeline.engines.sglang import answers
+from pipeline.engines.sglang.answers import CURRENT, AnswerWriter, check_scores, heard
 
 FIRST, SECOND = {"step": 1}, {"step": 2}
 USAGE = {"mode": "raw", "rows": 2}
@@ -32,16 +36,34 @@ def asked(
     return sent[0], sent[1:]
 
 
-async def outputs(*meta_infos: dict[str, Any], incremental: bool = False) -> None:
-    """SGLang says these of a request, one after the other."""
+SECRET = "of these tests"
+
+
+def asking(**wanted: Any) -> Any:
+    """A `GenerateReqInput`, as far as the plug-in looks at it."""
+    request = CaptureRequest(**{"layers": [1], "stream_entries": False} | wanted)
+    params = {"custom_params": {"attn": request.signed(SECRET)}}
+    return SimpleNamespace(sampling_params=params, cache_salt=None)
+
+
+def scores() -> FullScores:
+    """Of one layer, two heads and three tokens."""
+    found = FullScores([1], heads=2, hidden=0)
+    found.add(1, 0, np.tril(np.ones((2, 3, 3), np.float16)).transpose(1, 0, 2))
+    return found
+
+
+async def outputs(
+    *meta_infos: dict[str, Any], incremental: bool = False, obj: Any = None
+) -> list[Any]:  # fmt: skip
+    """SGLang says these of a request, one after the other; gives what is passed on."""
 
     async def generate_request(self: Any, obj: Any) -> Any:
         for meta_info in meta_infos:
             yield {"text": "", "meta_info": meta_info}
 
     manager = SimpleNamespace(incremental_streaming_output=incremental)
-    async for _ in heard(generate_request, manager, None):
-        pass
+    return [one async for one in heard(generate_request, manager, obj)]
 
 
 def starting(kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, Any]:
@@ -182,3 +204,113 @@ def test_requests_at_once_keep_their_entries_apart():
         return await asyncio.gather(*map(one, range(20)))
 
     assert asyncio.run(main()) == list(range(20))
+
+
+@pytest.fixture
+def secret(monkeypatch) -> None:
+    monkeypatch.setenv("ATTN_CAPTURE_SECRET", SECRET)
+
+
+@pytest.mark.parametrize("entries", [False, True])
+def test_full_scores_are_at_the_top_of_a_whole_answer(secret, entries):
+    async def app(scope, receive, send):
+        meta_info = {"attention_usage": [USAGE], "attn_capture_data": [(scores(), 4, 2)]}
+        obj = asking(scores=[1], stream_entries=entries)
+        (passed_on,) = await outputs(meta_info, obj=obj)
+        assert "attn_capture_data" not in passed_on["meta_info"]
+        await send(starting(JSON))
+        await send(body(b'{"choices": [{"message": {}}], "usage": {}}'))
+
+    answer = json.loads(asked(app)[1][0]["body"])
+    (layer,) = answer["attn_capture_data"]
+    assert (layer["layer_idx"], layer["shape"]) == (1, [3, 2, 3])
+    assert layer["token_meta"]["prompt_len"] == 2
+    # The fourth token was fed, but its row never came.
+    assert layer["token_meta"]["missing_rows"] == [{"start": 3, "end": 4}]
+    # Only who asked for entries has a place for them.
+    assert ("attention_tokens" in answer["choices"][0]) == entries
+    assert answer["usage"]["attention"] == USAGE
+
+
+def test_full_scores_are_at_the_top_of_the_native_answer(secret):
+    for obj in (asking(scores=[1]), None):
+        meta_info = {"id": "x", "attn_capture_data": [(scores(), 3, 2)] if obj else []}
+        (answer,) = asyncio.run(outputs(meta_info, obj=obj))
+        assert answer["meta_info"] == {"id": "x"}
+        assert [layer["shape"] for layer in answer.get("attn_capture_data", [])] == (
+            [[3, 2, 3]] if obj else []
+        )
+
+
+def test_only_who_wants_full_scores_has_a_cache_apart(secret):
+    def salt_of(obj: Any, salt: Any = None) -> Any:
+        obj.cache_salt = salt
+        asyncio.run(outputs({}, obj=obj))
+        return obj.cache_salt
+
+    ones = [salt_of(asking(scores=[1])) for _ in range(3)]
+    assert len(set(ones)) == 3 and min(map(len, ones)) >= 32
+    assert salt_of(asking(scores=[1]), "tenant").startswith("tenant")
+    assert [one[:1] for one in salt_of(asking(scores=[1]), ["a", "b"])] == ["a", "b"]
+    assert salt_of(asking(), "tenant") == "tenant"
+    forged = asking(scores=[1])
+    forged.sampling_params["custom_params"]["attn"] = "0" * 32 + '{"layers":[1],"scores":[1]}'
+    assert salt_of(forged) is None
+
+
+def test_a_prompt_whose_scores_are_too_large_is_refused_before_it_runs(secret, monkeypatch):
+    facts = ModelFacts("demo", 4, (1,), 8, 4096)
+    monkeypatch.setattr(answers, "LiveFacts", lambda: lambda: facts)
+    # 256 MiB are 8 heads of 4,096 tokens.
+    check_scores(None, asking(scores=[1]), [0] * 4096)
+    check_scores(None, asking(scores=[0, 1, 2, 3], heads=[1, 5]), [0] * 4096)
+    check_scores(None, asking(), [0] * 9999)
+    check_scores(None, None, None)
+    for obj in (asking(scores=[1]), asking(scores=[0, 1, 2, 3], heads=[1, 5])):
+        with pytest.raises(ValueError, match="attn_capture of 4097 tokens takes more than 256 MiB"):
+            check_scores(None, obj, [0] * 4097)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_error_of_scores_that_are_too_large_names_the_field(secret, ours):
+    try:
+        check_room(100_000, 8)
+    except RequestError as error:
+        message = error.message if ours else "the prompt is bad"
+    content = {"object": "error", "message": message, "param": None}
+
+    async def app(scope, receive, send):
+        async def generate_request(self: Any, obj: Any) -> Any:
+            raise ValueError(message)
+            yield
+
+        with pytest.raises(ValueError, match=message[:12]):
+            async for _ in heard(generate_request, None, asking(scores=[1])):
+                pass
+        await send({**starting(JSON, (b"content-length", b"9")), "status": 400})
+        await send(body(json.dumps(content).encode()))
+
+    start, bodies = asked(app)
+    answer = json.loads(bodies[0]["body"])
+    assert start["status"] == 400
+    if ours:
+        assert answer["error"]["param"] == "attn_capture"
+        assert answer["error"]["message"] == message
+        assert dict(start["headers"])[b"content-length"] == str(len(bodies[0]["body"])).encode()
+    else:
+        assert answer == content
+
+
+def test_a_prompt_in_a_list_of_one_is_heard_as_well():
+    async def app(scope, receive, send):
+        async def generate_request(self: Any, obj: Any) -> Any:
+            yield [{"meta_info": {"attention_tokens": [FIRST], "attention_usage": [USAGE]}}]
+
+        manager = SimpleNamespace(incremental_streaming_output=False)
+        async for _ in heard(generate_request, manager, None):
+            pass
+        await send(starting(JSON))
+        await send(body(b'{"choices": [{}], "usage": {}}'))
+
+    answer = json.loads(asked(app, "/v1/completions")[1][0]["body"])
+    assert answer["choices"][0]["attention_tokens"] == [FIRST]

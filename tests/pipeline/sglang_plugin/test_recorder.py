@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
-from pipeline.engines.sglang import recorder as recorders  # noqa: E402
-from pipeline.engines.sglang.recorder import GRAPH_PADDING  # noqa: E402
+from pipeline.engines.sglang.model_process import outputs  # noqa: E402
+from pipeline.engines.sglang.model_process.recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 TOKEN = SimpleNamespace(output_index=0, token_ids=(5,))
@@ -157,7 +157,7 @@ def test_a_fault_is_logged_once_and_ends_capture(steps, caplog, monkeypatch):
     req.output_ids += [5, 5]
     some.run([req], [7])([TOKEN])
 
-    def broken(rows):
+    def broken(rows, **asked):
         raise RuntimeError("a fault for the test")
 
     monkeypatch.setattr(some.recorder.capture, "results", broken)
@@ -177,7 +177,7 @@ def test_a_fault_in_what_is_answered_does_not_reach_sglang(steps, monkeypatch):
     some = steps()
     req = some.request(1, 6, mode="raw")
     some.run([req], [6], [0])([TOKEN])
-    monkeypatch.setattr(recorders, "ENTRIES", [])  # no key of a dict
+    monkeypatch.setattr(outputs, "ENTRIES", [])  # no key of a dict
     assert some.recorder.outputs([req]) == {}
     assert some.recorder.failed
 

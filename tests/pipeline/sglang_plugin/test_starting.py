@@ -87,7 +87,7 @@ def test_facts_reach_the_other_process_and_change_when_capture_is_off(tmp_path):
     off = replace(FACTS, reasons={"capture": "it failed"})
     facts_file.write(off)
     assert live() == off
-    live.remove()
+    facts_file.remove()
     assert list(tmp_path.iterdir()) == []
     # As when somebody clears the folder for temporary files.
     assert live() == off

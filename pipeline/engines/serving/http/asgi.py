@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send, end
 from pipeline.engines.serving.body import RequestError
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-# How long what a refused client still sends is read and thrown away, so that it reads the answer.
-LINGER_S = 2.0
 # `type` of an error by its status, as OpenAI's clients know them.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HEADERS: dict[int, Headers] = {
@@ -71,6 +61,35 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
+def accepts_gzip(scope: Scope) -> bool:
+    """Whether the client of a request takes answers in gzip (RFC 9110, section 12.5.3)."""
+    weights = {}
+    for key, value in scope["headers"]:
+        if key == b"accept-encoding":
+            for item in value.lower().split(b","):
+                coding, _, parameters = item.partition(b";")
+                name, _, weight = parameters.replace(b" ", b"").partition(b"=")
+                is_none = name == b"q" and not weight.strip(b"0.")
+                weights[coding.strip()] = not is_none
+    return weights.get(b"gzip", False)
+
+
+def with_early_start(app: App) -> App:
+    """An app whose streams of events begin with an empty body, so that middleware which waits for
+    a body before it sends the status does not wait for the first event."""
+
+    async def starting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            await send(message)
+            kinds = (value for name, value in message.get("headers", ()) if name == b"content-type")
+            if any(kind.startswith(b"text/event-stream") for kind in kinds):
+                await send({"type": "http.response.body", "body": b"", "more_body": True})
+
+        await app(scope, receive, sending)
+
+    return starting
+
+
 def with_length(scope: Scope, length: int) -> Scope:
     """A copy of the scope of a request whose body was replaced by one of `length` bytes."""
     gone = (b"content-length", b"transfer-encoding")
@@ -93,33 +112,23 @@ async def answer(send: Send, status: int, value: Any, headers: Headers) -> None:
     await _answer(send, status, msgspec.json.encode(value), headers)
 
 
+def error_content(error: RequestError) -> bytes:
+    """The body that answers with an error, as OpenAI's API has it."""
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
 async def refuse(send: Send, receive: Receive, error: RequestError) -> None:
     """Answer with an error as OpenAI's API has them."""
     headers = list(_HEADERS.get(error.status, ()))
-    kind = _TYPES.get(error.status, "invalid_request_error")
-    content = msgspec.json.encode(
-        {"error": {"message": error.message, "type": kind, "param": error.param,
-                   "code": error.code}}
-    )  # fmt: skip
-    if not isinstance(error, TooLargeError):
-        await _answer(send, error.status, content, headers)
-        return
-    await _answer(send, error.status, content, headers, more=True)
-    # With a connection that is closed at once the client would not see the answer.
-    try:
-        async with asyncio.timeout(LINGER_S):
-            message = await receive()
-            while message["type"] == "http.request" and message.get("more_body"):
-                # Input that is always there never lets a timeout through.
-                await asyncio.sleep(0)
-                message = await receive()
-    except TimeoutError:
-        pass
-    await send({"type": "http.response.body", "body": b""})
+    is_sending = isinstance(error, TooLargeError)
+    content = error_content(error)
+    await _answer(send, error.status, content, headers, receive if is_sending else None)
 
 
 async def _answer(
-    send: Send, status: int, content: bytes, headers: Headers, *, more: bool = False
+    send: Send, status: int, content: bytes, headers: Headers, receive: Receive | None = None
 ) -> None:
     head = [
         (b"content-type", b"application/json"),
@@ -127,4 +136,4 @@ async def _answer(
         *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": content, "more_body": more})
+    await end(send, content, receive)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .asgi import Headers, Message, Scope, Send, header
+from pipeline.asgi import Headers, Message, Scope, Send
+
+from .asgi import header
 
 _METHODS = b"GET, POST, PUT, OPTIONS"
 _EXPOSED = b"Retry-After"

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from capture_kernels.errors import OptionError
+from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.phases import (
     PARSERS,
@@ -18,7 +21,8 @@ from pipeline.engines.serving.phases import (
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
-from .layers import attention_layers, kinds_of, revision_of
+from .layers import attention_layers, kinds_of
+from .routing import Routers, routers_of, routing_refusal
 
 LOG = logging.getLogger("attn.capture")
 
@@ -26,16 +30,20 @@ LOG = logging.getLogger("attn.capture")
 class CapturedModel:
     """The model of a `ModelRunner`, and which of its layers are captured.
 
+    Args:
+        ranks: how many processes share the heads of each layer.
+
     Attributes:
         name: of the model in records and responses.
         kinds: the captured layers, for `StepCapture`.
+        score_kinds: the layers of full scores.
         facts: for the gate.
 
     Raises:
         OptionError: layers that cannot be captured.
     """
 
-    def __init__(self, runner: Any, options: ServeOptions) -> None:
+    def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
         layers = attention_layers(runner.model)
@@ -46,39 +54,66 @@ class CapturedModel:
         self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
         self.kinds = kinds_of({number: layers[number] for number in chosen})
-        later = "the SGLang plug-in does not have it yet"
-        reasons = dict.fromkeys(
-            ("head_filtering", "attention_hubs", "attn_capture", "moe_routing", "logit_lens"), later
+        heads = self.kinds[0].heads * ranks
+        if ranks > 1 and heads != (own := own_heads(config)):
+            raise OptionError(
+                f"--tp-size {ranks} pads the {own} heads of the model to {heads}: choose one that "
+                "divides its key heads"
+            )
+        reasons: dict[str, str] = {}
+        if not options.hub_slots:
+            reasons["attention_hubs"] = "start the server with --attention-hub-slots"
+        if ranks > 1:
+            of_heads = ("head_filtering", "attention_hubs", "attn_capture")
+            reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
+        reasons["logit_lens"] = (
+            "in SGLang each kind of model keeps a layer's hidden state in a form of its own: use "
+            "--engine transformers"
         )
+        routers = routers_of(runner.model)
+        self._routers = {number: routers[number] for number in chosen if number in routers}
+        if routers and not self._routers:
+            reasons["moe_routing"] = "the captured layers route no experts"
+        elif routers and (reason := routing_refusal(arguments, self._routers)):
+            reasons["moe_routing"] = reason
+        scored: Sequence[int] = ()
+        if ranks == 1:
+            scored = options.choose_score_layers(list(layers), config.num_hidden_layers)
+        self.score_kinds = kinds_of({number: layers[number] for number in scored})
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,
             layers=tuple(chosen),
-            heads=self.kinds[0].heads,
+            score_layers=tuple(scored),
+            heads=heads,
             max_context=config.context_len,
             reasons=reasons,
-            capture_id=self.capture_id(chosen, options.mask_prefix),
+            moe=bool(routers),
+            capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
         self._parser = arguments.reasoning_parser
         self._tags: ThinkTags | None = None
         self._decode: Callable[..., str] | None = None
 
-    def capture_id(self, layers: Sequence[int], mask: int) -> str:
-        """Of records of some layers, with so many hidden tokens."""
+    def capture_id(self, layers: Sequence[int], heads: list[int] | None, mask: int) -> str:
+        """Of records of some layers and heads, with so many hidden tokens."""
         options = self._options
         return capture_id(
-            {
-                "model": self._revision,
-                "layers": list(layers),
-                "per_layer": False,
-                "heads": None,
-                "mask": mask,
-                "window": options.tokens_window,
-                "sinks": options.sink_tokens,
-                "layout": int(options.layout),
-            },
+            revision=self._revision,
+            layers=layers,
+            heads=heads,
+            mask=mask,
+            window=options.tokens_window,
+            sinks=options.sink_tokens,
+            layout=options.layout,
             windowed=self._windowed,
         )
+
+    def routers(self, max_rows: int, device: torch.device | str) -> Routers | None:
+        """The routers of the captured layers; None if there are none that can be captured."""
+        if not self._routers or "moe_routing" in self.facts.reasons:
+            return None
+        return Routers(self._routers, max_rows, device)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find the tags of --reasoning-parser in the model's tokens."""
@@ -106,3 +141,11 @@ class CapturedModel:
             return PhaseTracker(None)
         inside = is_thinking or starts_inside(self._tags.rule, prompt, self._decode)
         return PhaseTracker(self._tags, inside=inside)
+
+
+def own_heads(config: Any) -> int:
+    """Query heads of a layer, of SGLang's `ModelConfig`. On a CPU SGLang adds heads of zeros until
+    every rank has as many key heads, and keeps the number as it was elsewhere
+    (`adjust_config_with_unaligned_cpu_tp` in srt/configs/update_config.py)."""
+    before = getattr(config.hf_text_config, "original_num_attention_heads", None)
+    return int(before or config.num_attention_heads)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import OptionError
@@ -28,7 +24,8 @@ def refusal(runner: Any) -> str | None:
             runner.is_hybrid_swa
         ),
         "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
-        "tensor parallelism (--tp-size) splits the heads": arguments.tp_size > 1,
+        "--enable-dp-attention was not tried": arguments.enable_dp_attention,
+        "context parallelism (--attn-cp-size) splits the keys": arguments.attn_cp_size > 1,
         "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
         "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),
     }
@@ -83,22 +80,3 @@ def kinds_of(layers: dict[int, Any]) -> list[LayerKind]:
         )
         for (heads, key_heads, dim, scale, cap, window), own in numbers.items()
     ]  # fmt: skip
-
-
-def revision_of(path: str, config: Any) -> str:
-    """Which weights these are: of a folder, its config, its list of weights and their sizes; else
-    the hub's commit. Weights of hundreds of gigabytes are not read for it."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return str(getattr(config, "_commit_hash", None) or path)
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in sorted(_weights(folder)):
-        digest.update(json.dumps([name, (folder / name).stat().st_size]).encode())
-        if name.endswith(".json"):
-            digest.update((folder / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _weights(folder: Path) -> Iterator[str]:
-    for pattern in ("*.safetensors", "*.bin", "*.index.json"):
-        yield from (path.name for path in folder.glob(pattern))

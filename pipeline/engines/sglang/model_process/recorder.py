@@ -13,60 +13,38 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from capture_kernels.arrays import Mask
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.serving.step import StepCapture, StepResults
+from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.rows import LayerRow, Row
+from pipeline.engines.serving.responses import routing_of
+from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
+from ..facts_file import ENDED
 from .captured_model import CapturedModel
-from .facts_file import ENDED
-from .recorder_keys import ENTRIES, USAGE
+from .full_scores import ScoreTap, refuse_request
+from .hubs import HubSlots, asked_slots, take_hubs
+from .outputs import ATTRIBUTE, outputs_of
+from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .records import RecordMaker, RecordRow, StepRows
-from .states import DeviceStep, ExtendRows, NotedRow, RequestState, Stage
+from .routing import RoutingRows
+from .states import DeviceStep, ExtendRows, HostRows, NotedRow, RequestState, Stage, wants_lists
 
 LOG = logging.getLogger("attn.capture")
 
 # Of raw entries the most a client may ask for; sketches name 32.
 RAW_TOP_K, SKETCH_TOP_K = 64, 32
-FAULT = "capture is switched off for good, after an error"
-# Where a request's state is kept on SGLang's own object, and so freed with it.
-ATTRIBUTE = "_attn_capture"
 # A CUDA graph may be for a few rows more than there are requests.
 GRAPH_PADDING = 16
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def ends_capture_not_serving(method: Method) -> Method:
-    """Of a `Recorder`'s method that SGLang's own steps call: what it raises is logged, and capture
-    is off from then on, because a server that stops answering is worse than one that says no more
-    of its attention."""
-
-    @wraps(method)
-    def guarded(self: Recorder, *given: Any, **named: Any) -> Any:
-        if self.failed:
-            return None
-        try:
-            return method(self, *given, **named)
-        except Exception:
-            LOG.exception(FAULT)
-            self.fail()
-            return None
-
-    return cast("Method", guarded)
 
 
 class Recorder:
@@ -76,19 +54,26 @@ class Recorder:
         runner: SGLang's `ModelRunner`, with its model and its pools.
         options: of the server, with capture on.
         switched_off: is given the facts that hold once capture is off.
+        ranks: the processes that hold the model's heads, of which this is one.
 
     Raises:
         OptionError: layers that cannot be captured, or a sink that cannot be used.
     """
 
     def __init__(
-        self, runner: Any, options: ServeOptions, switched_off: Callable[[ModelFacts], None]
+        self,
+        runner: Any,
+        options: ServeOptions,
+        switched_off: Callable[[ModelFacts], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self.options, self._switched_off = options, switched_off
-        self.model = model = CapturedModel(runner, options)
+        self.ranks = ranks = ranks or Ranks()
+        self.model = model = CapturedModel(runner, options, ranks.count)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
         modes = options.modes
         top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
+        self._has_lists = "raw" in modes and options.head_lists
         self.capture = StepCapture(
             model.kinds,
             max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
@@ -97,11 +82,27 @@ class Recorder:
             device=self._tokens.device,
             visibility=options.visibility,
             mean_top_k=top_k,
+            top_k=RAW_TOP_K if self._has_lists else 0,
+            hub_slots=options.hub_slots,
+            ranks=ranks.heads,
+            scratch_bytes=options.scratch_bytes,
         )
+        self._hubs = HubSlots(self.capture)
+        self._scores = ScoreTap(
+            model.score_kinds, pool=self._pool, slots=self._tokens, max_rows=self.capture.max_rows,
+            dtype=runner.model_config.dtype, refuse=refuse_request,
+        )  # fmt: skip
         self.on_gpu = self._tokens.is_cuda
-        sink = open_sink(
-            sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
-        )
+        self._routers = None
+        if ranks.answers:
+            self._routers = model.routers(self.capture.max_rows, self._tokens.device)
+        if self._routers is not None:
+            self._routers.observed_by(self.routed)
+        sink = None
+        if ranks.answers:
+            sink = open_sink(
+                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
+            )
         self._records = None if sink is None else RecordMaker(sink, options.layout)
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
@@ -109,19 +110,23 @@ class Recorder:
         self._extend: ExtendRows | None = None
         self._is_decode = False
         self._stage = Stage.REPLAYED
+        # Where its rows are among its tokens; None: they are the first; False: no step is captured.
+        self._queries: Tensor | Literal[False] | None = False
         self._budget = OverheadBudget(options.overhead_budget)
         self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
         self.failed = self._closed = False
 
     # The step ------------------------------------------------------------------------------------
 
-    @ends_capture_not_serving
+    @all_or_none
     def prepare(self, forward_batch: Any, batch: Any) -> None:
         """Note the rows of a step, and switch their requests on."""
         began = time.perf_counter()
         mode = forward_batch.forward_mode
         self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
+        self._queries = False
         self._is_decode = mode.is_decode()
+        self._scores.begin(is_decode=self._is_decode)
         if mode.is_idle() or not batch.reqs:
             return
         lengths = forward_batch.seq_lens_cpu.tolist()
@@ -162,10 +167,13 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Note the wanted rows of a request among those at positions first to before `after`."""
         requests, pool_index = self.capture.requests, req.kv.req_pool_idx
-        state = None if self._budget.exceeded else self._state(req)
+        # Ranks must agree: only one of them knows what was spent and taken so far, and drops it.
+        alone = self.ranks.alone
+        state = None if alone and self._budget.exceeded else self._state(req)
+        self._scores.note(index, req, state, first, after)
         wanted: list[int] = []
         if state is not None:
-            begin = max(first, state.last + 1)
+            begin = max(first, state.last + 1) if alone else first
             if begin < state.collector.prompt_len:
                 # Of a prompt only its last rows can be wanted.
                 begin = max(begin, state.collector.prompt_len - state.collector.request.prompt_rows)
@@ -173,7 +181,8 @@ class Recorder:
         if state is None or not wanted:
             requests.disable(pool_index)
             return
-        requests.enable(pool_index, mask=state.collector.request.mask_prefix)
+        request = state.collector.request
+        requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
             at = len(self._noted) if row is None else row
             token = self._token(req, position)
@@ -206,23 +215,26 @@ class Recorder:
             request,
             request_id=req.rid,
             model=self.model.name,
-            capture_id=self.model.capture_id(request.layers, request.mask_prefix),
+            capture_id=self.model.capture_id(request.layers, request.heads, request.mask_prefix),
             layout=self.options.layout,
             prompt_len=len(prompt),
             phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
             response_id=req.rid,
             keep_records=False,
-            records_elsewhere=self._records is not None,
+            records_elsewhere=self.options.records,
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        return RequestState(collector, layers)
+        state = RequestState(collector, layers, scores=self._scores.new(request, req))
+        self._hubs.give(state)
+        return state
 
-    @ends_capture_not_serving
+    @all_or_none
     def layer(
         self, layer: Any, query: Tensor, forward_batch: Any, *, decode: bool, sinks: Tensor | None
     ) -> None:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
+        self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
         if number not in capture.layers:
             return
         if decode:
@@ -237,6 +249,7 @@ class Recorder:
         else:
             table = self._extend.table
         if number == capture.layers[0]:
+            self._queries = None if decode or self._extend is None else self._extend.queries
             capture.begin(table)
             self._stage = Stage.BEGUN
         elif self._stage is not Stage.BEGUN:
@@ -253,34 +266,45 @@ class Recorder:
             capture.end()
             self._stage = Stage.ENDED
 
+    @ends_capture_not_serving
+    def routed(self, index: int, output: Any) -> None:
+        """The router of a captured layer has run."""
+        if self._queries is not False and self._routers is not None:
+            self._routers.take(index, output, self._queries)
+
     # What SGLang calls a sampling observer -------------------------------------------------------
 
     def is_active(self, sampling_info: Any) -> bool:
-        return bool(self._noted)
+        return (bool(self._noted) or self._scores.is_active) and self.ranks.answers
 
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
         return True
 
     @ends_capture_not_serving
-    def after_sample(self, state: bool, token_ids: Tensor) -> DeviceStep | None:
+    def after_sample(self, state: bool, token_ids: Tensor) -> Any:
         """The step's results, as copies that no later step changes."""
+        return self._scores.end(self._rows_of_step())
+
+    def _rows_of_step(self) -> DeviceStep | None:
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
-        found = self.capture.results(self._rows)
-        return DeviceStep(self.consume, self._noted, found, datetime.now(UTC))
+        lists = any(wants_lists(note.state.collector.request) for note in self._noted)
+        found = self.capture.results(
+            self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
+        )
+        routing = None if self._routers is None else self._routers.results(self._rows)
+        return DeviceStep(self.consume, self._noted, found, routing, datetime.now(UTC))
 
     @ends_capture_not_serving
     def consume(
-        self, noted: list[NotedRow], found: StepResults, at: datetime, batch: Any,
-        commits: Sequence[Any],
+        self, noted: list[NotedRow], found: HostRows, routing: RoutingRows | None, at: datetime,
+        batch: Any, commits: Sequence[Any],
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
+        if self._budget.exceeded and not self.ranks.alone:
+            return  # their requests are captured to their ends
         began = time.perf_counter()
-        mean, positions, masses = (
-            tensor.numpy() for tensor in (found.mean, found.mean_positions, found.mean_masses)
-        )
-        complete: Mask = np.all(np.any(mean, axis=2), axis=0)
         recorded: list[RecordRow] = []
         for note in noted:
             state, commit = note.state, commits[note.request]
@@ -291,7 +315,7 @@ class Recorder:
             is_prompt = note.position < collector.prompt_len
             if note.position <= state.last or (commit is None and not is_prompt):
                 continue
-            if not complete[note.row]:
+            if not found.complete[note.row]:
                 continue  # the step was incomplete, so that nothing is known of it
             state.last = note.position
             state.prompt_rows += is_prompt
@@ -301,22 +325,23 @@ class Recorder:
                 collector.feed(token)
                 state.fed += 1
             token = note.token if note.token is not None else self._token(req, note.position)
+            routings = {}
+            if routing is not None and self._routers is not None:
+                routings = self._routers.of_row(routing, note.row)
+            layers = []
+            if state.is_asked or routings:
+                layers = found.layer_rows(note, self.capture.layers, routings)
             if self._records is not None:
-                phase = collector.phase(note.position)
+                phase, of = collector.phase(note.position), routing_of(layers)
                 recorded.append(
-                    RecordRow(collector, note.row, state.layers, note.position, token, phase)
+                    RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
                 )
             if state.is_asked:
-                layers = [
-                    LayerRow(
-                        self.capture.layers[i], mean[i, note.row], float(mean[i, note.row, 29]),
-                        positions[i, note.row], masses[i, note.row],
-                    )
-                    for i in state.layers
-                ]  # fmt: skip
+                state.unnamed += found.lacks_top_k(note)
                 state.entries += collector.add(Row(note.position, token, layers, at))
+        take_hubs(noted, found)
         if self._records is not None and recorded:
-            self._records.put(StepRows(recorded, mean, at))
+            self._records.put(StepRows(recorded, found.mean, at))
         now = time.perf_counter()
         for note in noted:
             note.state.collector.add_seconds((now - began) / len(noted))
@@ -328,34 +353,11 @@ class Recorder:
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
         """What the responses of some requests say next, by key of their `meta_info`."""
         try:
-            return self._outputs(reqs)
+            return outputs_of(reqs, self.off)
         except Exception:
             LOG.exception(FAULT)
             self.fail()
             return {}
-
-    def _outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
-        if all(getattr(req, ATTRIBUTE, None) is None for req in reqs):
-            return {}
-        entries: list[list[Any]] = []
-        usage: list[list[Any]] = []
-        for req in reqs:
-            state = getattr(req, ATTRIBUTE, None)
-            if state is None:
-                entries.append([])
-                usage.append([])
-                continue
-            ends = req.finished() and not state.ended
-            entries.append(state.entries)
-            usage.append([self._usage(state)] if ends and state.is_asked else [])
-            state.entries, state.ended = [], state.ended or ends
-        return {ENTRIES: entries, USAGE: usage}
-
-    def _usage(self, state: RequestState) -> dict[str, Any]:
-        usage = state.collector.finish()
-        if missing := state.missing_prompt_rows:
-            usage["missing_prompt_rows"] = missing
-        return usage | ({"off": self.off} if self.off else {})
 
     @property
     def off(self) -> str | None:
@@ -367,10 +369,14 @@ class Recorder:
     def fail(self) -> None:
         """Switch capture off for good."""
         self.failed = True
-        self._noted, self._extend = [], None
+        if self.ranks.alone:
+            self._noted, self._extend = [], None
+        self._scores.begin(is_decode=False)
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:
+        if not self.ranks.answers:
+            return
         facts = self.model.facts
         off = {**facts.reasons, "capture": str(reason)}
         self._switched_off(dataclasses.replace(facts, reasons=off))

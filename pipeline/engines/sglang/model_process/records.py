@@ -16,11 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats
-from capture_kernels.fingerprint.columns import vectors_of_columns
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.collect import RecordedRow, RequestCollector, record_batch
 from pipeline.engines.serving.sinks import Counts, RecordSink
-from pipeline.record import make_batch
 
 # Seconds between two batches.
 EVERY_S = 0.5
@@ -37,6 +35,8 @@ class RecordRow(NamedTuple):
     position: int
     token: int | None
     phase: str
+    experts: list[int] | None = None  # as in `responses.routing_of`
+    router_entropy: float | None = None
 
 
 class StepRows(NamedTuple):
@@ -96,38 +96,29 @@ class RecordMaker:
 def batches_of(steps: list[StepRows], layout: Layout) -> list[pa.RecordBatch]:
     """The records of some steps, a batch for each choice of layers. Rows without a key to describe
     have none."""
-    chosen: dict[tuple[int, ...], list[tuple[RecordRow, datetime]]] = defaultdict(list)
+    chosen: dict[tuple[int, ...], list[RecordedRow]] = defaultdict(list)
     columns: dict[tuple[int, ...], list[Floats]] = defaultdict(list)
     for step in steps:
         own: dict[tuple[int, ...], list[RecordRow]] = defaultdict(list)
         for row in step.rows:
             own[row.layers].append(row)
         for layers, rows in own.items():
-            chosen[layers] += [(row, step.at) for row in rows]
+            chosen[layers] += [
+                RecordedRow(
+                    row.collector.common,
+                    row.position,
+                    row.token,
+                    row.phase,
+                    step.at,
+                    row.experts,
+                    row.router_entropy,
+                )
+                for row in rows
+            ]
             numbers = [row.row for row in rows]
             columns[layers].append(step.columns[np.ix_(layers, numbers)])
     found = (
-        _batch(rows, np.concatenate(columns[layers], axis=1), layout)
+        record_batch(rows, np.concatenate(columns[layers], axis=1), layout)
         for layers, rows in chosen.items()
     )
-    return [batch for batch in found if batch is not None]
-
-
-def _batch(
-    rows: list[tuple[RecordRow, datetime]], columns: Floats, layout: Layout
-) -> pa.RecordBatch | None:
-    vector, sink_mass, valid = vectors_of_columns(columns, layout)
-    kept = [pair for pair, there in zip(rows, valid.tolist(), strict=True) if there]
-    if not kept:
-        return None
-    common = [row.collector.common for row, _ in kept]
-    given = {name: [each[name] for each in common] for name in common[0]}
-    changing = {
-        "position": pa.array([row.position for row, _ in kept], pa.int32()),
-        "captured_at": pa.array([at for _, at in kept], pa.timestamp("us", tz="UTC")),
-        "phase": pa.array([row.phase for row, _ in kept], pa.string()),
-        "token_id": pa.array([row.token for row, _ in kept], pa.int32()),
-        "sink_mass": sink_mass[valid],
-        "vector": vector[valid],
-    }
-    return make_batch({**given, **changing}, len(kept))
+    return [batch for batch in found if batch.num_rows]
