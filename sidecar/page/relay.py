@@ -123,8 +123,8 @@ class Relayed(Response):
                         self._request.method,
                         self._path,
                         content=content or None,
-                        headers=self._headers(),
-                    )  # fmt: skip
+                        headers=self._passed(),
+                    )
                 )
             except httpx.TimeoutException as error:
                 why = unreachable(engine.url, error)
@@ -138,7 +138,7 @@ class Relayed(Response):
                 return
             await self._stream(answer, scope, send)
 
-    def _headers(self) -> dict[str, str]:
+    def _passed(self) -> dict[str, str]:
         given = self._request.headers
         return {name: given[name] for name in SENT if name in given}
 

@@ -55,14 +55,11 @@ class Page:
         name = path.removeprefix(STATIC) if is_file else INDEX
         found = await asyncio.to_thread(self._files.get, name)
         if found is None:
-            why = f"the page has no {path[:200]}" if is_file else (
-                "the page's files are not in this install: pip install attn again"
-            )  # fmt: skip
-            status, headers, content = (
-                404,
-                [(b"content-type", b"application/json")],
-                error_body(why),
-            )
+            why = "the page's files are not in this install: pip install attn again"
+            if is_file:
+                why = f"the page has no {path[:200]}"
+            status, content = 404, error_body(why)
+            headers = [(b"content-type", b"application/json")]
         else:
             status, headers, content = _answer(scope, found)
         if status != 304:
