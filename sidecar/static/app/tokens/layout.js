@@ -3,6 +3,9 @@
 
 import { breaksAfter, tokenText } from "./text.js";
 
+/** Pixels. */
+export const LINE_HEIGHT = 24;
+
 /**
  * kind: "tokens" | "head" (a segment begins) | "fold" (a folded segment) | "blank"
  * @typedef {{kind: string, start: number, end: number, segment?: object}} Line

@@ -45,3 +45,10 @@ export function headOf(trace) {
 
 /** How many tokens at the start of a trace's index are sinks: a hidden prefix holds the first ones. */
 export const sinksOf = (trace) => Math.max(0, sinkTokens.value - (trace?.maskPrefix ?? 0));
+
+/** A token to scroll to: {index}, a new object each time. */
+export const revealed = signal(null);
+
+export function reveal(index) {
+  revealed.value = { index };
+}

@@ -44,6 +44,10 @@ export class Trace {
   exact = new Map();
   /** Tokens at the start of the context that the engine hides. */
   maskPrefix = 0;
+  /** Of the fingerprints: "log16" or "layered". */
+  layout = "log16";
+  /** Whether the sidecar stored its rows: null, "looking", "none", "some" or "failed". */
+  stored = null;
 
   constructor({ id, model = null, runId = null, responseId = null, source = "live" }) {
     Object.assign(this, { id, model, runId, responseId, source });
@@ -213,7 +217,7 @@ export class Trace {
   segments() {
     this.#promptSegments ??= this.#segmentsOfPrompt();
     const found = [...this.#promptSegments];
-    const answer = this.messages.filter(({ role }) => role === "assistant").length + 1;
+    const answer = Math.max(1, this.messages.filter(({ role }) => role === "user").length);
     let last = null;
     for (let index = this.known; index < this.length; index += 1) {
       const phase = this.phase(index);
