@@ -9,7 +9,8 @@ export class Collector {
   constructor(trace) {
     this.trace = trace;
     this.text = "";
-    this.reasoning = "";
+    this.chances = 0;
+    this.tail = "";
   }
 
   /** Take one body. Throws an Error with the engine's words where it says that it failed. */
@@ -19,34 +20,39 @@ export class Collector {
     trace.responseId ??= body.id ?? null;
     trace.model = body.model ?? trace.model;
     const choice = body.choices?.[0];
-    const prompt = body.prompt_tokens ?? choice?.prompt_tokens;
-    if (Array.isArray(prompt) && trace.promptLength === null) trace.setPrompt(prompt);
-    if (choice) this.#choice(choice);
+    if (Array.isArray(body.prompt_tokens) && trace.promptLength === null) trace.setPrompt(body.prompt_tokens);
+    if (choice) this.#choice(choice, body.output_tokens);
     if (body.usage) this.#usage(body.usage);
     trace.changed();
   }
 
-  #choice(choice) {
+  #choice(choice, named) {
     const { trace } = this;
     const delta = choice.delta ?? choice.message ?? choice;
     for (const entry of delta.attention_tokens ?? choice.attention_tokens ?? []) trace.addEntry(entry);
     const content = delta.content ?? delta.text ?? "";
     this.text += content;
-    this.reasoning += delta.reasoning_content ?? "";
     const said = tokensOf(choice.logprobs);
-    if (said.length) for (const { text, chance } of said) this.#token(text, chance);
-    else if (content || delta.reasoning_content) this.#token(`${delta.reasoning_content ?? ""}${content}`, null, !!delta.reasoning_content);
+    // What the engine names as tokens, else what it gives probabilities of, else a token a chunk.
+    const hasNames = Array.isArray(named);
+    for (const { text, chance } of said) {
+      trace.chances[this.chances] = chance;
+      this.chances += 1;
+      if (!hasNames) this.#token(text);
+    }
+    if (hasNames) for (const { text } of named) this.#token(text);
+    else if (!said.length && (content || delta.reasoning_content)) this.#token(`${delta.reasoning_content ?? ""}${content}`, !!delta.reasoning_content);
     if (choice.finish_reason) trace.finishReason = choice.finish_reason;
   }
 
   /** Thinking is what the engine says it is, or what stands between the tags. */
-  #token(text, chance, isReasoning = false) {
+  #token(text, isReasoning = false) {
     const { trace } = this;
     const step = trace.outputTexts.length;
-    trace.addToken(text, chance);
+    trace.outputTexts.push(text);
     if (isReasoning) trace.phases[step] ??= "think";
     const { tagged } = trace;
-    this.tail = `${this.tail ?? ""}${text}`.slice(-64);
+    this.tail = `${this.tail}${text}`.slice(-64);
     if (tagged.from === null && this.tail.includes(OPENING)) tagged.from = Math.max(0, step - tokensIn(trace, step, OPENING) + 1);
     else if (tagged.from !== null && tagged.to === null && this.tail.includes(CLOSING)) tagged.to = step + 1;
   }

@@ -6,7 +6,7 @@ import { plural, sentence, shown, spaced } from "../ui/text.js";
 import { LINE_HEIGHT } from "./layout.js";
 import { tokenText } from "./text.js";
 
-const NAMES = { assistant_main: "answer", assistant_think: "thinking", prompt: "prompt" };
+const NAMES = { assistant_final: "answer", assistant_think: "thinking", prompt: "prompt" };
 export const segmentName = ({ type }) => sentence(NAMES[type] ?? shown(spaced(type), 40));
 
 export function FlowLine({ number, line, trace, id, strength, sinks, cursor, pinned, onFold }) {

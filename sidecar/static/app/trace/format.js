@@ -52,8 +52,8 @@ function checkAttention(attention) {
 }
 
 function checkFingerprint(fingerprint) {
-  const vector = isObject(fingerprint) ? fingerprint.fingerprint : null;
-  if (!areNumbers(vector) || vector.length !== 20) refuse("fingerprint.fingerprint is not 20 numbers");
+  const vector = isObject(fingerprint) ? fingerprint.fingerprint : fingerprint;
+  if (!areNumbers(vector) || vector.length !== 20) refuse("fingerprint is not 20 numbers");
 }
 
 const CHECKS = {
@@ -74,12 +74,13 @@ const CHECKS = {
   step(record) {
     index(record, "tokenIndex");
     const { attention = null, fingerprint = null } = record;
-    if (attention === null && fingerprint === null) refuse("step has neither attention nor fingerprint");
-    if (attention !== null) checkAttention(attention);
+    for (const entry of attention === null ? [] : [attention].flat()) checkAttention(entry);
     if (fingerprint !== null) checkFingerprint(fingerprint);
   },
   segment(record) {
     for (const name of ["id", "type"]) text(record, name);
+    text(record, "messageId", { optional: true });
+    for (const name of ["startIndex", "endIndex", "base"]) if (record[name] !== undefined && record[name] !== null) index(record, name);
   },
   metrics() {},
 };

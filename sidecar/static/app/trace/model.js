@@ -3,7 +3,8 @@
 // Index: the place of a token among those that answers name: the visible prompt first (a masked
 // prefix has no index), then the answer. Step: the n-th generated token, from 0. The row that led
 // to the token of step n is that of the token before it, so rows are kept by step, and the row of
-// index i is that of step i - promptLength.
+// index i is that of step i - promptLength. Entries name a row by its own token, counted from 1
+// (`decode_step`), which is the same number.
 
 import { signal } from "../../vendor/preact.js";
 
@@ -90,11 +91,6 @@ export class Trace {
     if (this.promptLength !== null || !Number.isInteger(length) || length < 0) return;
     this.promptLength = length;
     this.#promptSegments = null;
-  }
-
-  addToken(text, chance) {
-    if (chance) this.chances[this.outputTexts.length] = chance;
-    this.outputTexts.push(text);
   }
 
   row(step) {
@@ -223,7 +219,7 @@ export class Trace {
       const phase = this.phase(index);
       if (last?.phase === phase) last.end = index + 1;
       else {
-        const kind = phase === "think" ? "think" : "main";
+        const kind = phase === "think" ? "think" : "final";
         const again = found.filter(({ type }) => type === `assistant_${kind}`).length;
         last = { id: `assistant-${answer}-${kind}${again ? `-${again + 1}` : ""}`, type: `assistant_${kind}`,
                  role: "assistant", phase, start: index, end: index + 1 };
