@@ -40,8 +40,13 @@ export class Collector {
       this.chances += 1;
       if (!hasNames) this.#token(text);
     }
-    if (hasNames) for (const { text } of named) this.#token(text);
-    else if (!said.length && (content || delta.reasoning_content)) this.#token(`${delta.reasoning_content ?? ""}${content}`, !!delta.reasoning_content);
+    if (hasNames) {
+      for (const { id, text } of named) {
+        if (Number.isInteger(id)) trace.outputIds[trace.outputTexts.length] = id;
+        this.#token(text);
+      }
+    }
+    if (!hasNames && !said.length && (content || delta.reasoning_content)) this.#token(`${delta.reasoning_content ?? ""}${content}`, !!delta.reasoning_content);
     if (choice.finish_reason) trace.finishReason = choice.finish_reason;
   }
 

@@ -12,9 +12,10 @@ import { chosenTurn, clear, turnInSight } from "./conversation.js";
 export function Toolbar({ shownTrace }) {
   const turns = conversation.value;
   const turn = turnInSight();
+  const version = shownTrace?.version.value;
   const isImported = shownTrace?.source === "imported";
   const traces = isImported ? shownTrace.file?.traces ?? [shownTrace] : turns.map(({ trace: one }) => one).filter(({ length }) => length > 0);
-  return html`<div class="toolbar row wrap">
+  return html`<div class="toolbar row wrap" data-version=${version}>
     ${isImported ? html`<${ImportedTurns} shownTrace=${shownTrace} />` : turns.length > 1 && html`<label class="row small"><span class="quiet">turn</span>
       <select aria-label="Turn" onChange=${(event) => look(turns[event.target.selectedIndex])}>
         ${turns.map((one, i) => html`<option key=${one.id} value=${one.id} selected=${one === turn}>${i + 1}: ${shown(one.question, 40)}</option>`)}</select></label>`}
@@ -46,7 +47,6 @@ function ImportedTurns({ shownTrace }) {
 function Progress({ turn }) {
   const { startedAt, firstAt, endedAt } = turn.stats.value;
   const state = turn.state.value;
-  const version = turn.trace.version.value;
   const tokens = turn.trace.outputTexts.length;
   const seconds = firstAt && endedAt > firstAt ? (endedAt - firstAt) / 1000 : 0;
   const reason = turn.trace.finishReason;
@@ -55,7 +55,7 @@ function Progress({ turn }) {
     done: `${plural(tokens, "token")} in ${duration(((endedAt ?? startedAt) - startedAt) / 1000)}${reason === "length" ? ", cut off at the most tokens" : ""}`,
     stopped: `stopped after ${plural(tokens, "token")}`, failed: `failed after ${plural(tokens, "token")}`,
   }[state];
-  return html`<span class="quiet small" data-turn-state=${state} data-output-tokens=${count(tokens)} data-version=${version}>${words}</span>
+  return html`<span class="quiet small" data-turn-state=${state} data-output-tokens=${count(tokens)}>${words}</span>
     <span class="hidden-text" role="status">${state === "streaming" || state === "asking" ? "The answer is coming" : `The answer ${state === "done" ? "is whole" : state}`}</span>`;
 }
 

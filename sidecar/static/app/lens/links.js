@@ -69,16 +69,16 @@ function Incoming({ trace, index, layer: at, head: of }) {
       html`<${LinkRow} key=${from} trace=${trace} to=${from} p=${p} share=${p / found[0].p} says=${`${count(from - index)} on`} />`)}</ol>`;
 }
 
-const distance = (back) => (back === 0 ? "the row's own token" : `${count(back)} back`);
+const distance = (back) => (back === 0 ? "own token" : `${count(back)} back`);
 
 function LinkRow({ trace, to, p, share, says }) {
   const context = (from, until) => Array.from({ length: until - from }, (_, i) => named(trace.text(from + i), from + i)).join("");
   return html`<li><button type="button" class="plain link" data-to=${to} onClick=${() => { pin(to); reveal(to); }} onMouseEnter=${() => reveal(to)}
       title="Pin this token">
     <span class="link-text clip"><bdi class="given quiet">${context(Math.max(0, to - 3), to)}</bdi><bdi class="given tk-name">${named(trace.text(to), to)}</bdi><bdi class="given quiet">${context(to + 1, Math.min(trace.length, to + 3))}</bdi></span>
-    <span class="link-far quiet">${says}</span>
+    <span class="link-p">${percent(p)}</span>
     <span class="link-bar" aria-hidden="true"><span style=${{ width: `${100 * share}%` }}></span></span>
-    <span class="link-p">${percent(p)}</span></button></li>`;
+    <span class="link-far quiet">${says}</span></button></li>`;
 }
 
 function NoLinks({ trace, index }) {

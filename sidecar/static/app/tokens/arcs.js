@@ -11,13 +11,14 @@ const LEFT = 12;
 export function Arcs({ trace, links, lines, measure }) {
   const from = placeOf(shading.value, trace, lines, measure);
   if (!from) return null;
-  const few = arcLinks(links.filter(({ index }) => index !== shading.value));
+  const few = arcLinks(links.filter(({ index }) => index !== shading.value)).map((link) => ({ ...link, to: placeOf(link.index, trace, lines, measure) }));
+  // Tokens of one fold share its arc, which is that of the strongest.
+  const apart = few.filter(({ to }, i) => to && few.findIndex((one) => one.to?.x === to.x && one.to?.y === to.y) === i);
   const most = few[0]?.p ?? 1;
-  return html`<svg class="arcs" aria-hidden="true" data-arcs=${few.length}>
-    ${few.map(({ index, p }) => {
-      const to = placeOf(index, trace, lines, measure);
+  return html`<svg class="arcs" aria-hidden="true" data-arcs=${apart.length}>
+    ${apart.map(({ index, p, to }) => {
       const share = Math.sqrt(p / most);
-      return to && html`<path key=${index} d=${arcPath(from, to, LINE_HEIGHT)} class=${direction.value}
+      return html`<path key=${index} d=${arcPath(from, to, LINE_HEIGHT)} class=${direction.value}
         style=${{ opacity: 0.25 + 0.65 * share, strokeWidth: 0.8 + 1.7 * share }} />`;
     })}
   </svg>`;

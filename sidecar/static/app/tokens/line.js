@@ -48,7 +48,9 @@ function textOf(trace, segment) {
   if (segment.phase !== "prompt" || trace.promptTexts.some((text) => text !== null)) {
     let text = "";
     for (let index = segment.start; index < segment.end && text.length < 120; index += 1) text += trace.text(index) ?? "";
-    return shown(text, 120);
+    return oneLine(text);
   }
-  return shown(trace.messages.map(({ content }) => content).join(" "), 120);
+  return oneLine(trace.messages.filter(({ role }) => role !== "assistant").map(({ content }) => content).join(" "));
 }
+
+const oneLine = (text) => shown(text.slice(0, 200).replaceAll(/\s+/g, " "), 120);

@@ -8,6 +8,9 @@
 
 import { signal } from "../../vendor/preact.js";
 
+// Links that are taken from an exact row.
+const MOST_EXACT = 64;
+
 /**
  * What came of one row. `raw`: entries by layer; `record`: the row as the sidecar stored it.
  * @typedef {{raw: Map<number, object>, sketch: object | null, fingerprint: object | null, record: object | null}} Row
@@ -29,6 +32,9 @@ export class Trace {
   promptLength = null;
   /** @type {string[]} of the answer's tokens */
   outputTexts = [];
+  /** Of the vocabulary, where the engine said: of the prompt, and of the answer. */
+  promptIds = [];
+  outputIds = [];
   /** @type {({logprob: number, top: [string, number][]} | undefined)[]} by step */
   chances = [];
   /** @type {Map<number, Row>} by step */
@@ -82,6 +88,7 @@ export class Trace {
   setPrompt(tokens) {
     this.promptTexts = tokens.map(({ text }) => (typeof text === "string" ? text : null));
     this.promptRoles = tokens.map(({ role }) => (typeof role === "string" ? role : null));
+    this.promptIds = tokens.map(({ id }) => (Number.isInteger(id) ? id : null));
     this.promptLength = tokens.length;
     this.#promptSegments = null;
   }
@@ -107,7 +114,12 @@ export class Trace {
     if (Array.isArray(entry.token_positions)) {
       if (Number.isInteger(entry.position)) this.learnPromptLength(entry.position - step + 1);
       this.row(step).raw.set(entry.layer_id ?? -1, entry);
-    } else if (entry.layer_sketches) this.row(step).sketch = entry;
+      this.#layers.add(entry.layer_id ?? -1);
+      for (const head of Object.keys(entry.heads ?? {})) this.#heads.add(Number(head));
+    } else if (entry.layer_sketches) {
+      this.row(step).sketch = entry;
+      for (const layer of Object.keys(entry.layer_sketches)) this.#layers.add(Number(layer));
+    }
     else if (Array.isArray(entry.fingerprint)) this.row(step).fingerprint = entry;
     else return false;
     // The row of step n is that of token n - 1, whose phase it has.
@@ -124,44 +136,43 @@ export class Trace {
 
   // -- what it says
 
+  #layers = new Set();
+  #heads = new Set();
+
   /** Layers of which links are known, ascending. */
   get layers() {
-    const found = new Set(this.exact.keys());
-    for (const { raw, sketch } of this.rows.values()) {
-      for (const layer of raw.keys()) found.add(layer);
-      for (const layer of Object.keys(sketch?.layer_sketches ?? {})) found.add(Number(layer));
-    }
-    return [...found].sort((a, b) => a - b);
+    return [...this.#layers].sort((a, b) => a - b);
   }
 
-  /** Heads that have links of their own, ascending: of requests that chose heads. */
+  /** Heads that have links of their own, ascending: of requests that chose heads, and of exact rows. */
   get heads() {
-    const found = new Set();
-    for (const { raw } of this.rows.values()) {
-      for (const entry of raw.values()) for (const head of Object.keys(entry.heads ?? {})) found.add(Number(head));
-    }
-    for (const { heads } of this.exact.values()) for (let head = 0; head < heads; head += 1) found.add(head);
-    return [...found].sort((a, b) => a - b);
+    return [...this.#heads].sort((a, b) => a - b);
+  }
+
+  /** Take all scores of a layer: {tokens, heads, row(query, head)}. */
+  addExact(layer, scores) {
+    this.exact.set(layer, scores);
+    this.#layers.add(layer);
+    for (let head = 0; head < scores.heads; head += 1) this.#heads.add(head);
   }
 
   /**
    * Where the row that led to a token looked, most first. `p` are true probabilities.
+   * @param {"raw" | "sketch" | "exact" | null} source null: the best that there is
    * @returns {Links | null} null if that row was not captured
    */
-  links(index, layer, head = null) {
+  links(index, layer, head = null, source = null) {
     const row = this.rows.get(this.stepOf(index));
-    const raw = row?.raw.get(layer);
-    if (raw) {
-      const links = head === null ? linksOf(raw) : linksOf(raw.heads?.[head]);
-      if (links) return { links, mass: sum(links), source: "raw", layer, head };
+    const raw = source === null || source === "raw" ? row?.raw.get(layer) : null;
+    const links = raw && (head === null ? linksOf(raw) : linksOf(raw.heads?.[head]));
+    if (links) return { links, mass: sum(links), source: "raw", layer, head };
+    const sketch = head === null && (source === null || source === "sketch") ? row?.sketch?.layer_sketches[layer] : null;
+    if (sketch) {
+      const hubs = sketch.top_hubs.map(([position, p]) => ({ index: position, p }));
+      return { links: hubs, mass: sketch.mass_captured ?? sum(hubs), source: "sketch", layer, head };
     }
-    const sketch = row?.sketch?.layer_sketches[layer];
-    if (sketch && head === null) {
-      const links = sketch.top_hubs.map(([position, p]) => ({ index: position, p }));
-      return { links, mass: sketch.mass_captured ?? sum(links), source: "sketch", layer, head };
-    }
-    const exact = this.exactRow(index, layer, head);
-    return exact && { links: mostOf(exact, 64), mass: 1, source: "exact", layer, head };
+    const exact = source === null || source === "exact" ? this.exactRow(index, layer, head) : null;
+    return exact && { links: mostOf(exact, MOST_EXACT), mass: 1, source: "exact", layer, head };
   }
 
   /** The whole row that led to a token: float64[keys], or null if full scores were not captured. */
