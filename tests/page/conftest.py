@@ -18,7 +18,6 @@ sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
-from stand_in import PageServer
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # SwiftShader draws WebGL without a GPU.
@@ -58,16 +57,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sidecar(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that serves that run and holds 500 rows of 50 requests."""
-    with running(tmp_path_factory.mktemp("sidecar"), runs=runs) as found:
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=runs) as found:
         assert post_rows(found, rows_of(500, "stored")).status_code == 200
         yield found
 
 
 @pytest.fixture(scope="module")
-def site(sidecar: Sidecar) -> Iterator[str]:
+def site(sidecar: Sidecar) -> str:
     """The address of that sidecar's page."""
-    with PageServer(sidecar.host_port) as server:
-        yield server.url
+    return sidecar.url
 
 
 class Watched:

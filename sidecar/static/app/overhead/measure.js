@@ -94,22 +94,29 @@ async function once({ prompt, tokens, mode, capabilities, signal }) {
   };
 }
 
-/** The medians of the rounds of each mode: [{mode, perSecond, firstSeconds, bytesPerToken, attentionPerToken, overheadMs, slower}]. */
+/** The medians of the rounds of each mode; least and most are of tokens/s; slower is null
+ * for what is compared with, and where the answers of both modes overlap (isNoise). */
 export function summary(results) {
   const found = MEASURED.filter((mode) => results.some((one) => one.mode === mode)).map((mode) => {
     const own = results.filter((one) => one.mode === mode);
     const of = (pick) => median(own.map(pick).filter((value) => Number.isFinite(value)));
+    // The first token is not in the time from the first to the last.
+    const rates = own.map(({ tokens, seconds }) => (tokens - 1) / seconds).filter((value) => Number.isFinite(value));
     return {
       mode, answers: own.length, tokens: of(({ tokens }) => tokens),
-      // The first token is not in the time from the first to the last.
-      perSecond: of(({ tokens, seconds }) => (tokens - 1) / seconds), firstSeconds: of((one) => one.firstSeconds),
+      perSecond: median(rates), least: Math.min(...rates), most: Math.max(...rates), firstSeconds: of((one) => one.firstSeconds),
       bytesPerToken: of(({ bytes, tokens }) => bytes / tokens), attentionPerToken: of(({ attentionBytes, tokens }) => attentionBytes / tokens),
       engineShare: of(({ overheadMs, seconds, firstSeconds }) => (overheadMs === null ? NaN : overheadMs / 1000 / (seconds + firstSeconds))),
       overheadPerToken: of(({ overheadMs, rows }) => (overheadMs === null ? NaN : overheadMs / Math.max(1, rows))),
     };
   });
-  const base = found.find(({ mode }) => mode === "off")?.perSecond;
-  return found.map((one) => ({ ...one, slower: base && one.perSecond && one.mode !== "off" ? 1 - one.perSecond / base : null }));
+  const base = found.find(({ mode }) => mode === "off");
+  return found.map((one) => {
+    const isCompared = base?.perSecond && one.perSecond && one !== base;
+    // Answers of one mode differ among themselves: only what lies beyond them is a difference.
+    const isNoise = isCompared && one.most >= base.least && base.most >= one.least;
+    return { ...one, slower: isCompared && !isNoise ? 1 - one.perSecond / base.perSecond : null, isNoise: !!isNoise };
+  });
 }
 
 function median(values) {

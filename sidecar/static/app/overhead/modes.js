@@ -38,7 +38,8 @@ export function Modes({ width }) {
         : html`<${Table} label="Modes" rows=${rows} rowKey=${({ mode }) => mode} columns=${[
           { title: "captured", value: ({ mode }) => html`<b>${MODES[mode]}</b>` },
           { title: "tokens/s", class: "bar", value: ({ perSecond }) => html`<${Meter} value=${perSecond / fastest} label="Tokens a second" text=${figure(perSecond, 1)} />` },
-          { title: "slower", number: true, value: ({ slower }) => (slower === null ? "–" : percent(slower)) },
+          { title: "lowest–highest", number: true, value: ({ least, most }) => `${figure(least, 1)}–${figure(most, 1)}` },
+          { title: "slower", number: true, value: ({ slower, isNoise }) => (isNoise ? html`<span class="quiet">within noise</span>` : slower === null ? "–" : percent(slower)) },
           { title: "first token", number: true, value: ({ firstSeconds }) => duration(firstSeconds) },
           { title: "bytes a token", number: true, value: ({ bytesPerToken }) => byteSize(bytesPerToken) },
           { title: "of attention", number: true, value: ({ attentionPerToken }) => byteSize(attentionPerToken) },
@@ -46,8 +47,8 @@ export function Modes({ width }) {
             ? `${percent(engineShare)} (${figure(overheadPerToken, 2)} ms a row)` : "–") },
         ]} />
         <p class="quiet small">Medians of ${count(Math.max(...rows.map(({ answers }) => answers)))} answers of about ${count(rows[0].tokens)} tokens to
-          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Slower: tokens/s against those without capture; differences of a few
-          percent are noise. The engine's figure: its own clock around capture, as a share of the answer's time.</p>`}
+          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Slower: tokens/s against those that asked for nothing; within noise where
+          the answers overlap. An engine that sends fingerprints to this sidecar captures them for every answer, whatever it was asked for. The engine's figure: its own clock around capture, as a share of the answer's time.</p>`}
       ${state === "stopped" && html`<p class="quiet">It was stopped.</p>`}
     </div>`}
   <//>`;
