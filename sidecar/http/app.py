@@ -13,6 +13,7 @@ from pipeline.api_keys import ApiKeys
 from sidecar.service import Service
 
 from . import live, requests, sessions, status
+from .compare import routes as compare
 from .discovery import routes, runs
 from .errors import add_error_handlers
 from .hot.routes import HotRoutes
@@ -56,7 +57,7 @@ def create_app(
     app.state.broadcast = broadcast
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
-    for module in (status, routes, runs, sessions, requests, live):
+    for module in (status, routes, runs, sessions, requests, live, compare):
         app.include_router(module.router)
     for router in more.routers:
         app.include_router(router)
