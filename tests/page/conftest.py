@@ -16,6 +16,7 @@ from shared import REPO
 # Runs to serve and sidecars that run are those of the sidecar's own tests.
 sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
+from asking import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
 
@@ -66,6 +67,21 @@ def sidecar(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
 def site(sidecar: Sidecar) -> str:
     """The address of that sidecar's page."""
     return sidecar.url
+
+
+@pytest.fixture(scope="module")
+def with_engine(
+    runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Sidecar, Engine]]:
+    """A sidecar that serves the page, and the engine that it relays to and gets records from."""
+    port, folder = free_port(), tmp_path_factory.mktemp("asked")
+    engine_url = f"http://127.0.0.1:{port}"
+    with running(folder, "--page", "--engine-url", engine_url, runs=runs) as sidecar:
+        engine = Engine(port, sidecar.stream)
+        try:
+            yield sidecar, engine
+        finally:
+            engine.stop()
 
 
 class Watched:
@@ -124,5 +140,19 @@ def show(watched: Watched, site: str) -> Callable[..., Page]:
 
     def opened(path: str = "/", **options: Any) -> Page:
         return watched.open(f"{site}{path}", **options)
+
+    return opened
+
+
+@pytest.fixture
+def chat(watched: Watched, with_engine: tuple[Sidecar, Engine]) -> Callable[..., Page]:
+    """Open a view of the page that has an engine, once the page knows of it."""
+
+    def opened(path: str = "/chat", **options: Any) -> Page:
+        page = watched.open(f"{with_engine[0].url}{path}", **options)
+        page.wait_for_selector("[data-connection=open]")
+        if path.startswith("/chat"):
+            page.wait_for_selector(".view-head .says bdi")
+        return page
 
     return opened
