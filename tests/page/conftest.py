@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,22 @@ class Watched:
         if not url.startswith((origin, "data:", f"blob:{origin}")):
             self.wrong.append(f"foreign request: {url}")
 
+    def leave(self) -> None:
+        """Close the pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
+    @contextmanager
+    def beside(self, folder: Path, *options: str | Path, **more: Any) -> Iterator[Sidecar]:
+        """A sidecar with the page, as of `running`; pages are closed before it ends."""
+        with running(folder, "--page", *options, **more) as sidecar:
+            try:
+                yield sidecar
+            finally:
+                self.leave()
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        self.leave()
         wrong = [one for one in self.wrong if not any(part in one for part in self.allowed)]
         assert wrong == []
 

@@ -65,11 +65,11 @@ function Path({ data }) {
 function Transitions({ counts }) {
   const used = ZONES.map((zone, z) => [zone, z]).filter(([, z]) => counts[z].some(Boolean) || counts.some((row) => row[z]));
   if (used.length < 2) return html`<p class="quiet">It stayed in one zone.</p>`;
-  return html`<table class="data matrix" aria-label="Which zone followed which"><thead><tr><th scope="col">then</th>${used.map(([zone]) =>
+  return html`<div class="table-scroll"><table class="data matrix" aria-label="Which zone followed which"><thead><tr><th scope="col">then</th>${used.map(([zone]) =>
       html`<th scope="col" class="number" key=${zone}>${spaced(zone)}</th>`)}</tr></thead>
     <tbody>${used.map(([zone, from]) => {
       const all = counts[from].reduce((sum, n) => sum + n, 0);
       return html`<tr key=${zone}><th scope="row">${spaced(zone)}</th>${used.map(([to, z]) => html`<td class="number" key=${to}
         style=${{ "--share": all ? counts[from][z] / all : 0 }} title=${`${count(counts[from][z])} times`}>${all ? percent(counts[from][z] / all, 0) : "–"}</td>`)}</tr>`;
-    })}</tbody></table>`;
+    })}</tbody></table></div>`;
 }
