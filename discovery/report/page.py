@@ -22,6 +22,8 @@ SHARED = "colors dom view image charts labels cards".split()
 # In the order in which the report runs them: each may use those before it. What a shared module
 # exports is in scope of all after it.
 SCRIPTS = [*SHARED, *"page points map legend clusters lineage quality report".split()]
+# The first one is the sidecar's page's as well, at /static/report/cards.css.
+STYLES = ("cards.css", "report.css")
 # Without what may differ in a run that was resumed elsewhere (stage_seconds, versions, created_at),
 # so that the page is the same byte for byte.
 SHOWN = (
@@ -45,7 +47,7 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
         "clusters": clusters.to_pylist(),
         "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
     }
-    style = _own_file("report.css")
+    style = "".join(map(_own_file, STYLES))
     script = "\n".join(['"use strict";', *(plain_script(_own_file(f"{n}.js")) for n in SCRIPTS)])
     page = Template(_own_file("template.html")).substitute(
         policy=(
