@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from running import Sidecar, post_rows, running
-from served_runs import classifier_of, publish, rows_of
+from served_runs import classifier_of, publish, rows_of, vectors_of
 
 from discovery.artifacts.read import open_artifacts
 from sidecar.http.discovery.rows import MOST_NUMBERS, MOST_REQUESTS, Tables
@@ -112,3 +112,22 @@ def test_rows_of_a_stored_request_have_a_point_on_the_served_map(sidecar: Sideca
     assert [[one["x"], one["y"]] for one in records] == classified.coordinates.tolist()
     for record in sidecar.get(f"/requests/{elsewhere}")["records"]:
         assert record["x"] is record["y"] is None
+
+
+def test_vectors_are_placed_on_any_run_as_its_classifier_does(tmp_path: Path):
+    runs = tmp_path / "runs"
+    older, newer = publish(runs, 0), publish(runs, 1)
+    vectors = vectors_of(30, seed=3)
+    with running(tmp_path, runs=runs) as sidecar:
+        for run_id in (older, newer):
+            path = f"/discovery/runs/{run_id}/place"
+            answer = sidecar.client.post(path, json={"vectors": vectors.tolist()}).json()
+            expected = classifier_of(runs, run_id).classify(vectors)
+            assert answer["run_id"] == run_id
+            rows = answer["rows"]
+            assert [[row["x"], row["y"]] for row in rows] == expected.coordinates.tolist()
+            assert [row["cluster_id"] for row in rows] == expected.cluster_id.tolist()
+            assert sidecar.client.post(path, json={"vectors": []}).json()["rows"] == []
+            for wrong, status in (([[0.5] * 19], 422), ([[-1.0] * 20], 400), ([["a"] * 20], 422)):
+                refused = sidecar.client.post(path, json={"vectors": wrong})
+                assert refused.status_code == status and refused.json()["error"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.engines.serving.responses import capture_data
+from pipeline.engines.serving.token_names import Named, NamedOutput
 
 from .model import ServedModel
 from .protocol import ChatRequest, CompletionRequest
@@ -22,16 +23,23 @@ class Answer:
     Args:
         chat: whether it is a chat.
         work: what is generated; its `id` is the response's.
+        prompt: its tokens as the answer names them; None if it does not.
     """
 
     model: ServedModel
     request: ChatRequest | CompletionRequest
     work: Work
+    prompt: list[Named] | None = None
 
     def __post_init__(self) -> None:
         self.chat = isinstance(self.request, ChatRequest)
         self._created = int(time.time())
         self._steps: list[Step] = []
+        self._named_prompt, self._output = self.prompt, None
+        if self.prompt is not None and self.work.capture is not None:
+            hidden = self.work.capture.mask_prefix
+            self._output = NamedOutput(self.model.tokenizer, len(self.work.tokens), hidden)
+        self._waiting: list[Named] = []  # generated tokens that no chunk has named
         self._offset = 0  # characters before the next token, for logprobs of completions
 
     # -- in chunks
@@ -43,8 +51,11 @@ class Answer:
     def chunk(self, step: Step) -> Body | None:
         """What one step says; None for one that says nothing."""
         self._steps.append(step)
+        if self._output is not None:
+            self._waiting += self._output.push([step.chosen.token])
         logprobs = self._logprobs([step])
-        if not (step.text or step.entries or logprobs or step.finish_reason):
+        says = step.text or step.entries or logprobs or step.finish_reason or self._waiting
+        if not says:
             return None
         delta: Body = {"content": step.text} if step.text or not step.finish_reason else {}
         if step.entries:
@@ -73,7 +84,12 @@ class Answer:
             choice["text"] = delta.pop("content", "")
             choice |= delta
         choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head(chunk=True), "choices": [choice]}
+        chunk = {**self._head(chunk=True), "choices": [choice]}
+        if self._named_prompt is not None:
+            chunk["prompt_tokens"], self._named_prompt = self._named_prompt, None
+        if self._waiting:
+            chunk["output_tokens"], self._waiting = self._waiting, []
+        return chunk
 
     # -- whole
 
@@ -99,6 +115,9 @@ class Answer:
                 choice["message"]["attention_tokens"] = entries
         end = self._end
         body = {**self._head(), "choices": [choice], "usage": self._usage(end)}
+        if self._output is not None:
+            tokens = [step.chosen.token for step in self._steps]
+            body |= {"prompt_tokens": self.prompt, "output_tokens": self._output.push(tokens)}
         if capture is not None and capture.scores is not None:
             prompt = max(0, len(self.work.tokens) - capture.mask_prefix)
             body["attn_capture_data"] = [

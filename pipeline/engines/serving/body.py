@@ -10,7 +10,7 @@ FIELDS = (
     "return_attention_tokens", "top_k_attention", "attention_sketch_mode",
     "attention_fingerprint_mode", "attention_capture_layers", "attention_capture_head_ids",
     "attention_mask_prefix", "include_prompt_attention", "attention_hubs", "attn_capture",
-    "attn_capture_layers",
+    "attn_capture_layers", "return_prompt_tokens",
 )  # fmt: skip
 # Fields that ask; the others say how.
 ASKING = ("return_attention_tokens", "attn_capture")
