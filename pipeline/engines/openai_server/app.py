@@ -84,9 +84,9 @@ class _Server:
         try:
             body = await self._body(http)
             # Prompts take a tokenizer's time: not in the event loop.
-            request, work, prompt = await asyncio.to_thread(self._read, body, kind)
+            request, work, named = await asyncio.to_thread(self._read, body, kind)
             running = Running(self._loop, work)
-            answer = Answer(self._model, request, work, prompt)
+            answer = Answer(self._model, request, work, named)
             if request.stream:
                 # The first step comes before the status, so that what fails has one.
                 first = await running.unless_gone(http, running.next())
@@ -136,13 +136,13 @@ class _Server:
             alternatives=request.alternatives,
             capture=capture,
         )
-        prompt = None
+        named = None
         if capture is not None and capture.name_tokens:
             roles = None
             if isinstance(request, ChatRequest):
                 roles = model.roles(request.messages, tokens, request.chat_template_kwargs or {})
-            prompt = named_prompt(model.tokenizer, tokens, capture.mask_prefix, roles)
-        return request, work, prompt
+            named = named_prompt(model.tokenizer, tokens, capture.mask_prefix, roles)
+        return request, work, named
 
     async def _whole(self, http: Request, running: Running, answer: Answer) -> Response:
         async def collect() -> Body:

@@ -25,6 +25,8 @@ from .recorder_keys import ENTRIES, USAGE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DATA, DONE = b"data: ", b"[DONE]"
+# Of a chat's `GenerateReqInput` whose tokens are to be named: their roles.
+ROLES = "_attn_roles"
 
 
 @dataclass
@@ -33,14 +35,12 @@ class Heard:
 
     Args:
         secret: that requests are signed with.
-        roles: of the prompt's tokens, if it is a chat's and they are to be named.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     taken: int = 0  # entries of the list that SGLang adds to
     secret: str = ""
-    roles: list[str | None] | None = None
     names: dict[str, list[Named]] = field(default_factory=dict)
     output: NamedOutput | None = None
 
@@ -113,7 +113,8 @@ async def name_prompt(current: Heard, obj: Any, manager: Any) -> None:
     if isinstance(tokens[0], list):
         tokens = tokens[0]
     # Long prompts take a while: not in the event loop.
-    named = await asyncio.to_thread(named_prompt, tokenizer, tokens, hidden, current.roles)
+    roles = getattr(obj, ROLES, None)
+    named = await asyncio.to_thread(named_prompt, tokenizer, tokens, hidden, roles)
     current.names = {"prompt_tokens": named, "output_tokens": []}
     current.output = NamedOutput(tokenizer, len(tokens), hidden)
 
@@ -275,7 +276,8 @@ def hide_system_prompt(
     result: tuple[Any, Any], self: Any, request: Any, *_: Any, secret: str
 ) -> None:
     """After `OpenAIServingChat._convert_to_internal_request`: where the system prompt is to be
-    hidden, how many tokens it has, which only the chat template says.
+    hidden, how many tokens it has, and where tokens are to be named, whose each is: only the chat
+    template says it.
 
     Raises:
         ValueError: it is not known; SGLang answers 400.
@@ -290,7 +292,6 @@ def hide_system_prompt(
         tokens = tokenizer.encode(result[0].text)
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     arguments = request.chat_template_kwargs or {}
-    current = CURRENT.get()
 
     def tokenize(some: list[dict[str, Any]]) -> list[int]:
         try:
@@ -302,8 +303,9 @@ def hide_system_prompt(
             raise RequestError(f"the chat template refuses messages: {error}", None) from error
         return found
 
-    if wanted.name_tokens and current is not None:
-        current.roles = roles_of(messages, tokens, tokenize)
+    if wanted.name_tokens:
+        # SGLang may run this in a thread, which does not have the context of the request.
+        setattr(result[0], ROLES, roles_of(messages, tokens, tokenize))
     if not wanted.mask_system:
         return
     try:

@@ -72,7 +72,8 @@ export function bodyOf(messages, chosen, { model, session, capabilities }) {
   };
   const mode = capabilities?.supported === false ? "off" : chosen.mode;
   if (mode === "off" || !capabilities) return body;
-  const asks = { return_attention_tokens: true, return_prompt_tokens: true };
+  const asks = { return_attention_tokens: true };
+  if (capabilities.features?.prompt_tokens) asks.return_prompt_tokens = true;
   if (mode === "sketch") asks.attention_sketch_mode = true;
   if (mode === "fingerprint") asks.attention_fingerprint_mode = true;
   else asks.top_k_attention = Math.min(chosen.top_k, capabilities.max_top_k ?? 64);

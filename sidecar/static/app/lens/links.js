@@ -54,11 +54,18 @@ function Outgoing({ trace, index, layer: at, head: of }) {
           leave sinks out</label>
         <label class="row"><span class="quiet">first</span><input class="narrow" type="number" min="0" max="64" value=${sinkTokens.value} aria-label="Sink tokens"
           onChange=${(event) => { const n = Number(event.target.value); if (Number.isInteger(n) && n >= 0 && n <= 64) sinkTokens.value = n; }} /><span class="quiet">tokens</span></label></div>
-      <p class="quiet">${sinks === 0 ? "No visible token is a sink." : html`${sinks === 1 ? "The first token holds" : `The first ${sinks} tokens hold`} <b data-sinks=${sinkMass.toFixed(4)}>${percent(sinkMass)}</b>: attention that has nowhere to go.`}</p>
+      <p class="quiet" data-sinks=${sinkMass.toFixed(4)}>${sinksInWords(sinks, sinkMass, found.links)}</p>
     </div>
     ${links.length ? html`<ol class="links" aria-label="Links">${links.slice(0, MOST_SHOWN).map(({ index: to, p }) =>
       html`<${LinkRow} key=${to} trace=${trace} to=${to} p=${p} share=${p / most} says=${distance(index - 1 - to)} />`)}</ol>`
       : html`<p class="quiet">All of it is on sinks.</p>`}`;
+}
+
+function sinksInWords(sinks, sinkMass, links) {
+  if (sinks === 0) return "No visible token counts as a sink.";
+  const first = sinks === 1 ? "The first token" : `The first ${sinks} tokens`;
+  if (sinkMass === 0) return `${first} ${sinks === 1 ? "is" : "are"} not among them${links.length ? `: less than ${percent(links.at(-1).p)}${sinks === 1 ? "" : " each"}` : ""}.`;
+  return html`${first} ${sinks === 1 ? "holds" : "hold"} <b>${percent(sinkMass)}</b>: attention that has nowhere to go.`;
 }
 
 function Incoming({ trace, index, layer: at, head: of }) {

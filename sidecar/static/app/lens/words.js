@@ -3,19 +3,19 @@
 import { percent } from "../ui/text.js";
 
 export const BANDS = {
-  log16: [["local", "0 to 7 tokens back"], ["mid", "8 to 255 tokens back"], ["long", "256 tokens back and more"]],
-  layered: [["local", "0 to 9 tokens back"], ["mid", "10 to 99 tokens back"], ["long", "100 tokens back and more"]],
+  log16: [["local", "on the last 8 tokens"], ["mid", "8 to 255 tokens back"], ["long", "256 or more tokens back"]],
+  layered: [["local", "on the last 10 tokens"], ["mid", "10 to 99 tokens back"], ["long", "100 or more tokens back"]],
 };
 
 /** @param {number[]} vector */
 export function inWords(vector, layout) {
   const names = BANDS[layout] ?? BANDS.log16;
   const at = [0, 1, 2].reduce((best, i) => (vector[i] > vector[best] ? i : best), 0);
-  const spread = vector[3] < 0.25 ? "on few of them" : vector[3] < 0.6 ? "on some of them" : "spread over most of what there is";
+  const spread = vector[3] < 0.25 ? "focused on few tokens" : vector[3] < 0.6 ? "spread over some tokens" : "spread over most tokens";
   const most = vector[at] > 0.995 ? "All" : percent(vector[at], 0);
   const second = [0, 1, 2].filter((i) => i !== at).reduce((best, i) => (vector[i] > vector[best] ? i : best));
   const also = vector[second] >= 0.2 ? `, ${percent(vector[second], 0)} ${names[second][1]}` : "";
-  return `${most} of the attention lies ${names[at][1]}${also}; it is ${spread}.`;
+  return `${most} of the attention is ${names[at][1]}${also}. It is ${spread}.`;
 }
 
 /** The mean fingerprint of all rows in clusters, by their sizes; null without clusters. */
