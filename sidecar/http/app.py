@@ -13,12 +13,8 @@ from pipeline.api_keys import ApiKeys
 from sidecar.service import Service
 
 from . import live, requests, sessions, status
-<<<<<<< HEAD
-from .discovery import place, routes, rows, runs
-=======
 from .compare import routes as compare
-from .discovery import routes, runs
->>>>>>> e3
+from .discovery import place, routes, rows, runs
 from .errors import add_error_handlers
 from .hot.routes import HotRoutes
 from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
@@ -61,11 +57,7 @@ def create_app(
     app.state.broadcast = broadcast
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
-<<<<<<< HEAD
-    for module in (status, routes, runs, rows, place, sessions, requests, live):
-=======
-    for module in (status, routes, runs, sessions, requests, live, compare):
->>>>>>> e3
+    for module in (status, routes, runs, rows, place, sessions, requests, live, compare):
         app.include_router(module.router)
     for router in more.routers:
         app.include_router(router)
