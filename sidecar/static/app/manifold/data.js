@@ -121,17 +121,36 @@ export const rowsByNumber = async (runId, rows, signal) =>
 export const rowsOfRequests = async (runId, requests, signal) =>
   (await post(runPath(runId, "/rows"), { requests }, { signal })).rows;
 
+/** Points on a run's map for fingerprints: [{x, y, cluster_id, zone, ..}]. */
+const place = async (runId, vectors, signal) =>
+  (await post(runPath(runId, "/place"), { vectors }, { signal })).rows;
+
 /**
- * The rows of a stored request, placed on the map of the served run; those that this run cannot place
- * are left out.
- * @param {number} most rows that are read
+ * The rows of a stored request on the map of a run: those that are comparable with it.
+ * @param {object} manifest of the run
+ * @param {number} most rows that are read, 1,000 at most
  */
-export async function placedRows(requestId, signal, most = 1_000) {
-  const answer = await get(`/requests/${encodeURIComponent(requestId)}?limit=${most}`, { signal });
+export async function storedRows(requestId, manifest, signal, most = 1_000) {
+  const answer = await get(`/requests/${encodeURIComponent(requestId)}?vectors=true&limit=${most}`, { signal });
+  const same = answer.records.filter((row) => row.model === manifest.model && row.capture_id === manifest.capture_id);
+  const placed = await place(manifest.run_id, same.map(({ vector }) => vector), signal);
   return {
-    runId: answer.run_id, sessionId: answer.session_id, total: answer.rows,
-    rows: answer.records.filter(({ x }) => x !== null).map((row) => ({ ...row, request_id: requestId })),
+    sessionId: answer.session_id, total: answer.rows,
+    rows: same.map(({ vector, ...row }, i) => ({ ...row, ...placed[i], request_id: requestId })),
   };
+}
+
+/** The rows of a trace (app/trace/model.js) on the map of a run. */
+export async function traceRows(trace, manifest, signal) {
+  if (trace.layout !== manifest.layout) return [];
+  const rows = [];
+  for (let index = 0; index < trace.length; index += 1) {
+    const found = trace.fingerprint(index);
+    if (found?.vector?.length === 20) rows.push({ index, vector: found.vector });
+  }
+  const some = rows.slice(0, 1_000);
+  const placed = await place(manifest.run_id, some.map(({ vector }) => vector), signal);
+  return some.map(({ index }, i) => ({ ...placed[i], position: index, request_id: trace.responseId ?? trace.id, trace: trace.id }));
 }
 
 /** The newest sessions of the store. */
