@@ -50,17 +50,18 @@ export class Overlay {
       dot(row, 4);
     });
     pen.globalAlpha = 1;
-    if (trail.length > 1) {
-      const way = new Path2D();
-      trail.forEach((row, i) => way[i ? "lineTo" : "moveTo"](...camera.onScreen(row.x, row.y)));
-      pen.lineJoin = "round";
-      for (const [width, style, alpha] of [[4, ground, 0.7], [1.5, ink, 0.75]]) {
-        Object.assign(pen, { lineWidth: width, strokeStyle: style, globalAlpha: alpha });
-        pen.stroke(way);
-      }
-      pen.globalAlpha = 1;
+    // A way is darker towards its end, so that its direction shows where lines cross.
+    pen.strokeStyle = ink;
+    pen.lineWidth = 1.25;
+    for (let i = 1; i < trail.length; i += 1) {
+      pen.globalAlpha = 0.12 + (0.38 * i) / trail.length;
+      pen.beginPath();
+      pen.moveTo(...camera.onScreen(trail[i - 1].x, trail[i - 1].y));
+      pen.lineTo(...camera.onScreen(trail[i].x, trail[i].y));
+      pen.stroke();
     }
-    trail.forEach((row) => dot(row, 3.5));
+    pen.globalAlpha = 1;
+    trail.forEach((row) => dot(row, 4));
     if (trail.length) this.name(pen, camera, trail, ink, ground);
     if (cursor) {
       const [px, py] = camera.onScreen(cursor.x, cursor.y);

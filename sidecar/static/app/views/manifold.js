@@ -16,14 +16,14 @@ import { Rows } from "../manifold/rows.js";
 import { useScope } from "../manifold/scopes.js";
 import { Toolbar } from "../manifold/toolbar.js";
 import { factsOf, fetchFacts } from "../manifold/facts.js";
-import { navigate, setQuery } from "../routes.js";
+import { href, navigate, setQuery } from "../routes.js";
 import { servedId, status } from "../state.js";
 import { Tabs } from "../ui/choices.js";
 import { useKeys } from "../ui/keys.js";
 import { useLoaded } from "../ui/load.js";
 import { Empty, Failure, Loading } from "../ui/states.js";
 import { isDark } from "../ui/theme.js";
-import { count, plural, runName } from "../ui/text.js";
+import { count, plural, runName, shown } from "../ui/text.js";
 
 const clusterColor = (id) => (id < 0 ? NOISE_COLOR : colorAt(id));
 const isGone = ({ event }) => event === "died" || event === "absorbed";
@@ -83,6 +83,7 @@ function Shown({ query, run, wanted, loading, runs }) {
   const trail = useTrail(run, requestId);
   const scoped = useScope(scope, query.session ?? null, manifest, reload);
   const nights = useMemo(() => nightsOf(runs, manifest), [runs, manifest]);
+  const before = nights[nights.findIndex(({ run_id: id }) => id === map.runId) - 1];
   const isMissing = nights.length > 0 && !nights.some(({ run_id: id }) => id === map.runId);
 
   // Points that were taken belong to the map that they were taken from.
@@ -188,8 +189,8 @@ function Shown({ query, run, wanted, loading, runs }) {
     ["request", "Request"], ["live", live.requests.length ? `Live ${count(live.requests.length)}` : "Live"],
   ];
   return html`<div class="manifold" data-run=${map.runId}>
-    <${Head} runId=${map.runId}><span class="quiet small">${manifest.model} · ${manifest.layout}${map.runId === servedId.value ? " · served" : ""}
-      · <a href=${`/compare?a=run:${nights.at(-2)?.run_id ?? map.runId}&b=run:${map.runId}`}>compare</a></span><//>
+    <${Head} runId=${map.runId}><span class="quiet small">${shown(manifest.model, 80)} · ${manifest.layout}${map.runId === servedId.value ? " · served" : ""}${before &&
+      html` · <a href=${href("/compare", { a: `run:${before.run_id}`, b: `run:${map.runId}` })}>compare with the run before</a>`}</span><//>
     ${isMissing && html`<div class="notice bad inset" role="alert"><span>This run is no longer on the sidecar's disk: what you see is from before.</span>
       <a class="button" href="/manifold">Show the run that is served</a></div>`}
     ${loading.error && html`<div class="notice bad inset" role="alert"><span>Run ${runName(wanted)} cannot be shown: ${loading.error.message}</span>
