@@ -26,7 +26,7 @@ def loaded(view: str | None = None) -> set[Path]:
     a module that imports it."""
     index = STATIC / "index.html"
     names = re.findall(r'(?:href|src)="/static/([^"]+)"', index.read_text())
-    found, left = {index}, {STATIC / name for name in names}
+    found, left = {index}, {served(index, f"/static/{name}") for name in names}
     while left:
         path = left.pop()
         if path in found:
@@ -54,6 +54,7 @@ def served(importer: Path, name: str) -> Path:
         return REPORT / name.removeprefix("/static/report/")
     if name.startswith("/static/"):
         return STATIC / name.removeprefix("/static/")
+    # A module of the report imports its neighbours.
     path = (importer.parent / name).resolve()
     if path.is_relative_to(STATIC / "report"):
         return REPORT / path.relative_to(STATIC / "report")
