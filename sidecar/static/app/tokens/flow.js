@@ -93,10 +93,7 @@ export function TokenFlow({ trace, label, follows = false, onSight = null }) {
   };
   const onClick = (event) => {
     const token = event.target.closest?.("[data-i]");
-    if (!token) return;
-    pin(Number(token.dataset.i));
-    // Where the lens lies over the text it must not hide the token.
-    if (pinned.value !== null) requestAnimationFrame(() => token.scrollIntoView({ block: "nearest" }));
+    if (token) pin(Number(token.dataset.i));
   };
   const onScroll = () => {
     const { scrollTop, scrollHeight, clientHeight } = box.current;
