@@ -80,7 +80,7 @@ const distance = (back) => (back === 0 ? "own token" : `${count(back)} back`);
 
 function LinkRow({ trace, to, p, share, says }) {
   const context = (from, until) => Array.from({ length: until - from }, (_, i) => named(trace.text(from + i), from + i)).join("");
-  return html`<li><button type="button" class="plain link" data-to=${to} onClick=${() => { pin(to); reveal(to); }} onMouseEnter=${() => reveal(to)}
+  return html`<li><button type="button" class="plain link" data-to=${to} onClick=${() => { pin(to); reveal(to); }}
       title="Pin this token">
     <span class="link-text clip"><bdi class="given quiet">${context(Math.max(0, to - 3), to)}</bdi><bdi class="given tk-name">${named(trace.text(to), to)}</bdi><bdi class="given quiet">${context(to + 1, Math.min(trace.length, to + 3))}</bdi></span>
     <span class="link-p">${percent(p)}</span>

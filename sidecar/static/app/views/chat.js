@@ -20,7 +20,7 @@ export default function View() {
   const shownTrace = imported ?? turn?.trace ?? null;
   const state = imported ? "done" : turn?.state.value ?? null;
   const hasTokens = shownTrace !== null && (shownTrace.version.value, shownTrace.length > 0);
-  useEffect(bringIntoSight, [pinned.value]);
+  useEffect(() => { requestAnimationFrame(() => requestAnimationFrame(bringIntoSight)); }, [pinned.value]);
   useKeys("Chat and Inspect, in the text", {
     "← →": ["the token before, the next one", () => {}],
     "↑ ↓": ["the line above, below", () => {}],
