@@ -67,6 +67,8 @@ def import_file(page: Page, content: bytes, name: str = "trace.jsonl") -> None:
         {"name": name, "mimeType": "application/x-ndjson", "buffer": content}
     )
     page.wait_for_selector(".file-note", timeout=60_000)
+    if page.locator(".file-note.bad[role=alert]").count() == 0:
+        page.wait_for_selector(".flow:not([data-lines='0'])")
 
 
 def exported(page: Page) -> bytes:
