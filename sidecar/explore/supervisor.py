@@ -28,8 +28,8 @@ from sidecar.page.config import PageOptions
 from .demo import PROMPTS, data_folder, missing_packages
 
 HOST = "127.0.0.1"
-# Where an engine that is not ours sends its fingerprints: the default of attn sidecar.
-STREAM = "tcp://127.0.0.1:9001"
+# Where an engine that is not ours sends its fingerprints: the default of attn sidecar, if free.
+STREAM_PORT = 9001
 # Seconds that the sidecar may take to answer, and a process to end after a signal.
 READY_S, END_S = 60.0, 15.0
 POLL_S = 0.1
@@ -152,12 +152,14 @@ class Explorer:
     def run(self) -> int:
         with tempfile.TemporaryDirectory(prefix="attn-explore-") as folder:
             own = self._options.engine_url is None
-            stream = f"ipc://{folder}/stream" if own else STREAM
+            stream = f"ipc://{folder}/stream" if own else _free_stream()
             engine = self._start_engine(stream) if own else self._options.engine_url
             self._start_sidecar(stream, engine)
             if not self._ready():
                 return self.end()
             self._start_job()
+            if not own:
+                say(f"have the engine send its fingerprints to {stream} (--attention-sidecar-url)")
             say(f"open {self.url} (data in {self._folder}; Ctrl+C ends)")
             if self._options.browser and not webbrowser.open(self.url):
                 say("no browser was found: open that address in one")
@@ -283,6 +285,17 @@ def _bound(port: int) -> socket.socket:
         raise OptionError(
             f"cannot serve on {HOST}:{port}: {error.strerror}; choose another --port"
         ) from None
+
+
+def _free_stream() -> str:
+    """An address of this machine that fingerprints can be received at."""
+    for port in (STREAM_PORT, 0):
+        try:
+            with socket.create_server((HOST, port)) as found:
+                return f"tcp://{HOST}:{found.getsockname()[1]}"
+        except OSError:
+            continue
+    raise OptionError(f"no port of {HOST} is free")
 
 
 def _locked(folder: Path) -> Any:

@@ -35,7 +35,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPO / name, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     for words in (
-        ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)),
+        ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder),
+         str(source)),
         ("install", "--no-deps", "--no-index", "--target", str(folder / "site"), "--find-links",
          str(folder), "attn"),
     ):  # fmt: skip

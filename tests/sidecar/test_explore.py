@@ -127,7 +127,8 @@ def test_without_torch_the_page_opens_and_says_what_is_missing(tmp_path):
 def test_an_engine_elsewhere_is_asked_in_the_place_of_the_demo_model(tmp_path, explore):
     with Explore(prepared(tmp_path / "data"), "--engine-url", explore.url + "/engine") as other:
         assert other.engine()["model"] == "examples/demo_model"
-        assert [child.cmdline()[5] for child in other.children] == ["sidecar"]
+        assert [child.cmdline()[4] for child in other.children] == ["sidecar"]
+        assert "fingerprints to tcp://127.0.0.1:" in other.said
         assert any(one["style"] == "chat" for one in other.get("/page/config").json()["examples"])
         assert other.end() == 0
 
