@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 from asking import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
-from stand_in import PageServer
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # SwiftShader draws WebGL without a GPU.
@@ -59,16 +59,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sidecar(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that serves that run and holds 500 rows of 50 requests."""
-    with running(tmp_path_factory.mktemp("sidecar"), runs=runs) as found:
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=runs) as found:
         assert post_rows(found, rows_of(500, "stored")).status_code == 200
         yield found
 
 
 @pytest.fixture(scope="module")
-def site(sidecar: Sidecar) -> Iterator[str]:
+def site(sidecar: Sidecar) -> str:
     """The address of that sidecar's page."""
-    with PageServer(sidecar.host_port) as server:
-        yield server.url
+    return sidecar.url
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +120,22 @@ class Watched:
         if not url.startswith((origin, "data:", f"blob:{origin}")):
             self.wrong.append(f"foreign request: {url}")
 
+    def leave(self) -> None:
+        """Close the pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
+    @contextmanager
+    def beside(self, folder: Path, *options: str | Path, **more: Any) -> Iterator[Sidecar]:
+        """A sidecar with the page, as of `running`; pages are closed before it ends."""
+        with running(folder, "--page", *options, **more) as sidecar:
+            try:
+                yield sidecar
+            finally:
+                self.leave()
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        self.leave()
         wrong = [one for one in self.wrong if not any(part in one for part in self.allowed)]
         assert wrong == []
 

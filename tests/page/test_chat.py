@@ -164,7 +164,9 @@ def test_stop_ends_the_request_and_keeps_what_came(chat: Chat, with_engine):
 def test_settings_are_what_the_engine_is_asked_with(chat: Chat):
     page = chat()
     bodies = []
-    page.on("request", lambda asked: bodies.append(asked.post_data) if asked.method == "POST" else None)
+    page.on(
+        "request", lambda asked: bodies.append(asked.post_data) if asked.method == "POST" else None
+    )
     ask(page, NEEDLE, temperature="0.3", top_p="0.8", max_tokens="3", seed="7", layers="0, 2",
         heads="1,3", top_k="5")  # fmt: skip
     body = json.loads(next(one for one in bodies if one and "messages" in one))
@@ -235,7 +237,9 @@ def test_an_engine_that_dies_while_it_answers_leaves_what_came(chat: Chat, with_
         engine.start()
 
 
-def test_a_sidecar_that_was_killed_is_said_and_comes_back(runs, tmp_path: Path, watched, with_engine):
+def test_a_sidecar_that_was_killed_is_said_and_comes_back(
+    runs, tmp_path: Path, watched, with_engine
+):
     """The engine is another sidecar's: what counts is the page's own."""
     watched.allowed += ["ERR_", "Failed to fetch"]
     engine: Engine = with_engine[1]
@@ -263,7 +267,9 @@ def test_a_sidecar_that_was_killed_is_said_and_comes_back(runs, tmp_path: Path, 
         second.stop()
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=("markup", "directions", "controls", "templates", "long"))
+@pytest.mark.parametrize(
+    "text", HOSTILE, ids=("markup", "directions", "controls", "templates", "long")
+)
 def test_hostile_questions_are_shown_as_they_are(chat: Chat, text: str, watched):
     watched.allowed.append("400")  # of the settings' text, if the engine is asked with it
     page = chat(viewport={"width": 400, "height": 860})
