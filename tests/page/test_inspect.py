@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from asking import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
+from looks import assert_legible
 from playwright.sync_api import Page, expect
 from running import post_rows
 from served_runs import rows_of
@@ -115,7 +116,9 @@ def test_a_request_that_is_not_there_says_what_to_do(chat: Chat, watched):
     expect(page.get_by_role("alert")).to_contain_text("There is no such request")
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=("markup", "directions", "controls", "templates", "long"))
+@pytest.mark.parametrize(
+    "text", HOSTILE, ids=("markup", "directions", "controls", "templates", "long")
+)
 def test_hostile_ids_are_shown_as_they_are(chat: Chat, text: str, watched):
     watched.allowed += ["404", "400", "422"]
     page = chat("/inspect", viewport={"width": 400, "height": 860})
@@ -130,11 +133,11 @@ def test_hostile_ids_are_shown_as_they_are(chat: Chat, text: str, watched):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_its_window(chat: Chat, width: int, scheme: str):
     page = chat("/inspect", viewport={"width": width, "height": 1_000}, color_scheme=scheme)
-    assert overflow(page) <= 0
+    assert_legible(page)
     page.goto(page.url.replace("/inspect", "/chat"))
     page.wait_for_selector(".view-head .says bdi")
     ask(page, NEEDLE, **GREEDY)
     token(page, tokens(page) - 2).click()
     to_inspect(page)
     expect(page.get_by_role("table", name="Layers")).to_be_visible()
-    assert overflow(page) <= 0
+    assert_legible(page)

@@ -1,4 +1,4 @@
-"""Traces: what Chat exports is read again, here and in Python; what is wrong is refused by its line."""
+"""Traces: what Chat exports is read again, here and in Python; wrong lines are refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shared import possible_vectors
 
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZoneRules
+from pipeline.traces import read_trace, write_trace
 
 Chat = Callable[..., Page]
 Show = Callable[..., Page]
@@ -44,21 +45,27 @@ def entry(step: int, prompt: int, links: dict[int, float], layer: int = 3) -> di
 
 def trace_of(texts: list[str], prompt: int, steps: dict[int, dict[int, float]]) -> list[dict]:
     """Records of a trace: `steps` has the links of rows by the index of their token."""
+    question = "".join(texts[:prompt])
+    segments = [
+        {"id": "user-1", "type": "user", "startIndex": 0, "endIndex": prompt - 1},
+        {"id": "a-1", "type": "assistant_final", "startIndex": prompt},
+    ]
+    metrics = {"avgEntropy": 0.4, "dominantZone": "diffuse", "tokenCount": len(texts)}
     return [
         header(),
-        {"record_type": "message", "id": "user-1", "role": "user", "content": "".join(texts[:prompt])},
-        {"record_type": "segment", "id": "user-1", "type": "user", "startIndex": 0, "endIndex": prompt - 1},
-        {"record_type": "segment", "id": "a-1", "type": "assistant_final", "startIndex": prompt},
+        {"record_type": "message", "id": "user-1", "role": "user", "content": question},
+        *({"record_type": "segment", **one} for one in segments),
         *(
             {"record_type": "token", "index": i, "text": text,
-             "segmentId": "user-1" if i < prompt else "a-1"}
+             "segmentId": segments[i >= prompt]["id"]}
             for i, text in enumerate(texts)
         ),
         *(
-            {"record_type": "step", "tokenIndex": i, "attention": entry(i - prompt + 1, prompt, links)}
+            {"record_type": "step", "tokenIndex": i,
+             "attention": entry(i - prompt + 1, prompt, links)}
             for i, links in steps.items()
         ),
-        {"record_type": "metrics", "avgEntropy": 0.4, "dominantZone": "diffuse", "tokenCount": len(texts)},
+        {"record_type": "metrics", **metrics},
     ]  # fmt: skip
 
 
@@ -115,13 +122,19 @@ def test_an_exported_conversation_is_the_same_when_it_is_imported(chat: Chat):
 
 
 def test_python_reads_what_the_page_exports(chat: Chat, tmp_path: Path):
-    traces = pytest.importorskip("pipeline.traces")
     page = chat()
     ask(page, NEEDLE, **GREEDY)
     path = tmp_path / "exported.jsonl"
     path.write_bytes(exported(page))
-    trace = traces.read_trace(path)
-    assert trace.refused == []
+    trace = read_trace(path)
+    assert len(trace.tokens) == tokens(page)
+    assert "".join(one["text"] for one in trace.tokens).startswith("<|bos|>alpha: 1729")
+    assert trace.metrics[0]["tokenCount"] == len(trace.tokens)
+    # And the page reads what Python writes.
+    write_trace(tmp_path / "written.jsonl", trace)
+    import_file(page, (tmp_path / "written.jsonl").read_bytes())
+    expect(page.locator(".file-note")).to_have_attribute("data-refused", "0")
+    assert tokens(page) == len(trace.tokens)
 
 
 def test_wrong_lines_are_refused_by_number_and_the_rest_is_shown(show: Show):
@@ -198,18 +211,21 @@ def test_100_000_tokens_scroll_and_answer(show: Show):
     # To a token far away, and frames in between: a scroll by pages draws each of them.
     page.locator(f"[data-to='{far}']").click()
     expect(token(page, far)).to_be_visible()
-    slow = page.evaluate("""async () => {
+    drawn = page.evaluate("""async () => {
         const flow = document.querySelector(".flow");
-        const times = [];
+        const drawn = [];
         for (let i = 0; i < 60; i += 1) {
           flow.scrollTop = (i * 7919 * 24) % flow.scrollHeight;
-          const began = performance.now();
-          await new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)));
-          times.push(performance.now() - began);
+          await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+          const { top, bottom } = flow.getBoundingClientRect();
+          drawn.push([...flow.querySelectorAll("[data-i]")].filter((token) => {
+            const { y } = token.getBoundingClientRect();
+            return y >= top && y < bottom;
+          }).length);
         }
-        return [document.querySelectorAll(".flow [data-i]").length, times.sort((a, b) => a - b)[30]];
+        return drawn;
     }""")
-    assert 0 < slow[0] < 3_000  # the figure of slow[1], in milliseconds, is in docs/page.md
+    assert min(drawn) > 0 and max(drawn) < 3_000  # no frame is empty, and none has all of them
     page.get_by_role("link", name="Inspect", exact=True).click()
     items = page.get_by_role("list", name="Tokens")
     expect(items).to_have_attribute("data-length", str(MANY))
@@ -227,7 +243,9 @@ def test_hostile_traces_are_shown_as_they_are(show: Show):
     records[0] |= {"trace_id": hostile, "model": HOSTILE[1], "response_id": hostile}
     records[2]["type"] = hostile
     records[1] |= {"role": hostile, "id": hostile, "content": HOSTILE[4]}
-    import_file(page, lines_of(*records, '{"record_type": "<b onclick=hacked()>"}'), f"{hostile[:60]}.jsonl")
+    import_file(
+        page, lines_of(*records, '{"record_type": "<b onclick=hacked()>"}'), f"{hostile[:60]}.jsonl"
+    )
     assert tokens(page) == len(texts)
     token(page, 3).click()
     for tab in ("Links", "Signal", "MoE"):
