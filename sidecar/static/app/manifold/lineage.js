@@ -52,13 +52,16 @@ function layoutOf(runs, wide) {
       if (known.has(source) && known.has(target) && share > 0) links.push({ source, target, value: share, parent, child });
     }
   }
+  // An unseen chain through all runs: without it a run that no link leads to would share a column.
+  const spine = runs.map((_, at) => ({ key: `spine:${at}`, column: at, fixedValue: 0, isSpine: true }));
+  for (let at = 1; at < runs.length; at += 1) links.push({ source: spine[at - 1].key, target: spine[at].key, value: 0, isSpine: true });
   const most = Math.max(...runs.map(({ clusters }) => clusters.length));
   const column = Math.max(LEAST_COLUMN, (wide - WORDS_WIDTH) / Math.max(1, runs.length - 1));
   const [width, height] = [(runs.length - 1) * column + WORDS_WIDTH, Math.max(140, most * ROW)];
   const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(8, (0.4 * height) / Math.max(1, most)))
     // One column for each run, whichever links there are.
-    .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes, links });
-  return { ...made, width, height, column };
+    .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes: [...nodes, ...spine], links });
+  return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column };
 }
 
 /**
@@ -75,7 +78,7 @@ export function Lineage({ run, lineage, selected, onCluster }) {
     ${failed ? html`<${Failure} error=${failed} onRetry=${lineage.error ? lineage.reload : reload} todo="The run may have been deleted." />`
       : isFirst ? html`<${Empty} title="No run before this one">The clusters of the next run will be compared with these.<//>`
       : !data || !hasClusters ? isLoading || !data ? html`<${Loading} what="the lineage" />` : html`<${Empty} title="Nothing to draw">None of these runs has a cluster.<//>`
-      : html`<div class="lineage-parts"><${Sankey} runs=${runs} shownRun=${run.map.runId} selected=${selected} onCluster=${onCluster} />
+      : html`<div class="lineage-parts">${runs.length > 1 ? html`<${Sankey} runs=${runs} shownRun=${run.map.runId} selected=${selected} onCluster=${onCluster} />` : html`<p class="quiet">The runs before this one are no longer on disk: only what became of their clusters is known.</p>`}
         <${Events} run=${run} data=${data} onCluster=${onCluster} /></div>`}
   <//>`;
 }
