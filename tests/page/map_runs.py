@@ -68,7 +68,8 @@ def publish_map(
         write_parquet(path, found)
         manifest["files"][path.name] = file_facts(path)
     manifest["counts"] |= {"rows": rows, "clusters": len(known), "rows_in_window": rows}
-    manifest["quality"]["noise_share"] = float(np.mean(table["cluster_id"].to_numpy() < 0))
+    noise = table["cluster_id"].to_numpy() < 0
+    manifest["quality"]["noise_share"] = float(noise.mean()) if rows else 0.0
     manifest["lineage"] = _lineage(run_id, known, parent, text)
     manifest["parent_run"] = parent.run_id if parent else None
     (folder / "manifest.json").write_text(json.dumps(manifest))

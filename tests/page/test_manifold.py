@@ -258,7 +258,7 @@ def test_the_scope_shows_the_requests_of_a_session(watched, site, sidecar: Sidec
     expect(page.locator("[data-scope-says]")).to_contain_text("rows of")
     page.get_by_role("radio", name="Saved").click()
     expect(page.locator("[data-scope-says]")).to_contain_text("No trace is open")
-    page.get_by_role("radio", name="All").click()
+    page.get_by_role("radiogroup", name="Scope").get_by_role("radio", name="All").click()
     assert int(state(page, "lit")) > 0
 
 

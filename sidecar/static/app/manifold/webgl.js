@@ -16,7 +16,7 @@ const VERTEX = `
     ink = color;
   }`;
 const FRAGMENT = `
-  precision mediump float;
+  precision highp float;
   uniform float size;
   uniform float alpha;
   varying vec4 ink;
