@@ -65,7 +65,10 @@ export function Interval({ value, low, high, limit, label }) {
 }
 
 /** Clusters by their share of the sampled rows of the last seconds, beside that in the run. */
-export function TopClusters({ sample, clusters, width }) {
+export function TopClusters({ sample, clusters, stats, width }) {
+  // Rows of the run as its classifier labels them, which is what labels what arrives.
+  const usual = stats.data?.drift.clusters?.parent_shares ?? null;
+  const inRun = (id) => (usual ? usual[id] : clusters.get(id)?.share);
   const known = sample.filter((record) => record.comparable);
   const counts = new Map();
   for (const { cluster_id: id } of known) counts.set(id, (counts.get(id) ?? 0) + 1);
@@ -81,7 +84,7 @@ export function TopClusters({ sample, clusters, width }) {
             style=${{ "--ink": zoneColor(clusters.get(id)?.zone) }}></span>` },
         { title: "now", number: true, value: ([, n]) => html`<span class="bar-cell"><span style=${{ width: `${(100 * n) / known.length / top}%` }}></span>
             ${percent(n / known.length)}</span>` },
-        { title: "run", number: true, value: ([id]) => percent(clusters.get(id)?.share) },
+        { title: "run", number: true, value: ([id]) => percent(inRun(id)) },
       ]} />`
       : sample.length ? html`<${Empty} title="No row is in a cluster">${known.length ? "The run calls what arrives noise." : html`What arrives is not
           of the served run's model and capture, or no run is served. Run <code>attn discover</code> on today's rows.`}<//>`

@@ -20,9 +20,8 @@ export const feedError = signal(null);
  * and counts in the order of ZONES; `counts` null where the stream was lost.
  */
 export const seconds = [];
-/** Sampled records, newest first; and the last hint. */
+/** Sampled records, newest first, each with when it came (`receivedAt`) and its `hint`, if a run is served. */
 export const records = [];
-export const lastHint = signal(null);
 /** Messages that this page was too slow for. */
 export const missed = signal(0);
 
@@ -91,6 +90,7 @@ function addGap() {
 
 function addRecord(record) {
   record.receivedAt = Date.now();
+  record.hint = null;
   records.unshift(record);
   if (records.length > KEPT_RECORDS) records.length = KEPT_RECORDS;
   // Another run is served: the page need not wait until it looks again.
@@ -98,8 +98,10 @@ function addRecord(record) {
   for (const listener of listeners) listener(record);
 }
 
-function addHint(hint) {
-  lastHint.value = hint;
+/** A hint comes right after its record. */
+function addHint({ request_id: id, position, sampling_hint: hint }) {
+  const record = records[0];
+  if (record?.request_id === id && record.position === position) record.hint = hint;
 }
 
 function addDropped({ dropped }) {

@@ -51,7 +51,7 @@ export function MixAgainstRun({ span, manifest, width }) {
           ${before !== null && html`<span class="quiet small">${change(share - before)}</span>`}</div>
         <${Meter} value=${share} mark=${before} color=${zoneColor(zone)} label=${spaced(zone)} /></li>`;
     })}</ul>
-    <p class="quiet small">${count(sum.rows)} rows, ${percent(sum.comparable / sum.rows)} of the run's model and capture,
+    <p class="quiet small">${count(sum.rows)} rows, ${percent(sum.comparable / sum.rows)} of the run's model and capture,${" "}
       ${percent(sum.clustered / sum.rows)} in a cluster.</p>`}
   <//>`;
 }

@@ -93,7 +93,10 @@ export function TokenFlow({ trace, label, follows = false, onSight = null }) {
   };
   const onClick = (event) => {
     const token = event.target.closest?.("[data-i]");
-    if (token) pin(Number(token.dataset.i));
+    if (!token) return;
+    pin(Number(token.dataset.i));
+    // Where the lens lies over the text it must not hide the token.
+    if (pinned.value !== null) requestAnimationFrame(() => token.scrollIntoView({ block: "nearest" }));
   };
   const onScroll = () => {
     const { scrollTop, scrollHeight, clientHeight } = box.current;

@@ -5,6 +5,8 @@ import uPlot from "../../vendor/uplot.js";
 import { cssColor, isDark } from "./theme.js";
 import { Tip } from "./tooltip.js";
 
+// Of filled bands: a page of full colours is hard to look at for long.
+const SHADE = "b8";
 const FONT = "11px system-ui, sans-serif";
 
 /** 04:02 or, where ticks are closer than a minute, 04:02:10. */
@@ -34,9 +36,9 @@ function optionsOf({ names, colors, isStacked, range, valueText, height, width }
     series: [{}, ...names.map((name, i) => ({
       label: name, stroke: colors[i], width: isStacked ? 0.5 : 1.5, points: { show: false }, spanGaps: false,
       // Each band is filled down to the one below it, the first one to the axis.
-      fill: isStacked && i === 0 ? colors[0] : !isStacked && many === 1 ? `${colors[0]}22` : undefined,
+      fill: isStacked && i === 0 ? `${colors[0]}${SHADE}` : !isStacked && many === 1 ? `${colors[0]}22` : undefined,
     }))],
-    bands: isStacked ? names.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: colors[i + 1] })) : [],
+    bands: isStacked ? names.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: `${colors[i + 1]}${SHADE}` })) : [],
     hooks: { setCursor: [onCursor] },
   };
 }

@@ -32,7 +32,7 @@ export default function View() {
       <${MixAgainstRun} span=${span} manifest=${manifest} width=${4} />
       <${Ingest} stats=${stats} span=${span} width=${4} />
       <${Drift} stats=${stats} width=${4} />
-      <${TopClusters} sample=${sampled()} clusters=${clusters.value} width=${4} />
+      <${TopClusters} stats=${stats} sample=${sampled()} clusters=${clusters.value} width=${4} />
       <${LatestRows} width=${7} />
       <${Nightly} manifest=${manifest} width=${5} />
     </div>`;
