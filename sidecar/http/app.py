@@ -14,7 +14,7 @@ from sidecar.service import Service
 
 from . import live, requests, sessions, status
 from .compare import routes as compare
-from .discovery import routes, runs
+from .discovery import place, routes, rows, runs
 from .errors import add_error_handlers
 from .hot.routes import HotRoutes
 from .limits import App, Limits, Message, Receive, Scope, Send, allowed_hosts, protected
@@ -57,7 +57,7 @@ def create_app(
     app.state.broadcast = broadcast
     service.observe("live", broadcast)
     service.metrics.sources.sse_clients = lambda: broadcast.streams.clients
-    for module in (status, routes, runs, sessions, requests, live, compare):
+    for module in (status, routes, runs, rows, place, sessions, requests, live, compare):
         app.include_router(module.router)
     for router in more.routers:
         app.include_router(router)

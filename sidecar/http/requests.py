@@ -161,6 +161,7 @@ class Read:
         self._cluster = np.full(table.num_rows, NOISE, np.int32)
         self._probability = np.zeros(table.num_rows, np.float32)
         self._comparable = np.zeros(table.num_rows, bool)
+        self._coordinates = np.zeros((table.num_rows, 2), np.float32)
         if run is not None and table.num_rows:
             self._classify()
 
@@ -172,6 +173,7 @@ class Read:
         )  # fmt: skip
         found = classifier.classify(self._vectors[same])
         self._cluster[same], self._probability[same] = found.cluster_id, found.probability
+        self._coordinates[same] = found.coordinates
 
     def _matching(self, **values: Any) -> Mask:
         batches = self._table.to_batches()  # one, as its chunks are combined
@@ -255,7 +257,7 @@ class Read:
         }  # fmt: skip
 
     def records(self, vectors: bool) -> list[dict[str, Any]]:
-        """Each row as JSON values, with its step, zone and cluster."""
+        """Each row as JSON values, with its step, zone, cluster and point on the run's map."""
         hidden = {"request_id"} if vectors else {"request_id", "vector"}
         found = self._table.drop_columns(sorted(hidden)).to_pylist()
         for row, one in enumerate(found):
@@ -265,6 +267,8 @@ class Read:
             one["probability"] = (
                 round(float(self._probability[row]), 6) if self._comparable[row] else None
             )
+            point = self._coordinates[row].tolist() if self._comparable[row] else (None, None)
+            one["x"], one["y"] = point
         return found
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from shared import REPO
 # Runs to serve and sidecars that run are those of the sidecar's own tests.
 sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
+from asking import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
-from stand_in import PageServer
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # SwiftShader draws WebGL without a GPU.
@@ -58,16 +59,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sidecar(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that serves that run and holds 500 rows of 50 requests."""
-    with running(tmp_path_factory.mktemp("sidecar"), runs=runs) as found:
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=runs) as found:
         assert post_rows(found, rows_of(500, "stored")).status_code == 200
         yield found
 
 
 @pytest.fixture(scope="module")
-def site(sidecar: Sidecar) -> Iterator[str]:
+def site(sidecar: Sidecar) -> str:
     """The address of that sidecar's page."""
-    with PageServer(sidecar.host_port) as server:
-        yield server.url
+    return sidecar.url
+
+
+@pytest.fixture(scope="module")
+def with_engine(
+    runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Sidecar, Engine]]:
+    """A sidecar that serves the page, and the engine that it relays to and gets records from."""
+    port, folder = free_port(), tmp_path_factory.mktemp("asked")
+    engine_url = f"http://127.0.0.1:{port}"
+    with running(folder, "--page", "--engine-url", engine_url, runs=runs) as sidecar:
+        engine = Engine(port, sidecar.stream)
+        try:
+            yield sidecar, engine
+        finally:
+            engine.stop()
 
 
 class Watched:
@@ -105,9 +120,22 @@ class Watched:
         if not url.startswith((origin, "data:", f"blob:{origin}")):
             self.wrong.append(f"foreign request: {url}")
 
+    def leave(self) -> None:
+        """Close the pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
+    @contextmanager
+    def beside(self, folder: Path, *options: str | Path, **more: Any) -> Iterator[Sidecar]:
+        """A sidecar with the page, as of `running`; pages are closed before it ends."""
+        with running(folder, "--page", *options, **more) as sidecar:
+            try:
+                yield sidecar
+            finally:
+                self.leave()
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        self.leave()
         wrong = [one for one in self.wrong if not any(part in one for part in self.allowed)]
         assert wrong == []
 
@@ -126,5 +154,19 @@ def show(watched: Watched, site: str) -> Callable[..., Page]:
 
     def opened(path: str = "/", **options: Any) -> Page:
         return watched.open(f"{site}{path}", **options)
+
+    return opened
+
+
+@pytest.fixture
+def chat(watched: Watched, with_engine: tuple[Sidecar, Engine]) -> Callable[..., Page]:
+    """Open a view of the page that has an engine, once the page knows of it."""
+
+    def opened(path: str = "/chat", **options: Any) -> Page:
+        page = watched.open(f"{with_engine[0].url}{path}", **options)
+        page.wait_for_selector("[data-connection=open]")
+        if path.startswith("/chat"):
+            page.wait_for_selector(".view-head .says bdi")
+        return page
 
     return opened

@@ -78,7 +78,7 @@ function Notices() {
       <span><${Given} text=${error.message} /></span>
       <button type="button" class="button" onClick=${refresh}>Try now</button></div>`}
     ${change && html`<div class="notice" role="status" data-swapped=${change.to}>
-      <span>Run <b>${runName(change.to)}</b> is served now, in place of ${runName(change.from)}.
+      <span>Run <b>${runName(change.to)}</b> is served now, in place of ${runName(change.from)}.${" "}
         <a href=${`/compare?a=run:${change.from}&b=run:${change.to}`}>What changed</a></span>
       <button type="button" class="button" onClick=${() => { swapped.value = null; }}>Dismiss</button></div>`}`;
 }

@@ -9,6 +9,8 @@ export const ZONES = ["syntax_floor", "semantic_bridge", "long_range", "structur
 const EVERY_MS = 4000;
 const AT_WORK_MS = 1000;
 const RETRY_MS = 1500;
+// Until an engine that did not answer is looked for again.
+const ENGINE_MS = 10_000;
 
 /** state: "connecting" | "open" | "lost"; error: the last one; since: when it began (Date.now()). */
 export const connection = signal({ state: "connecting", error: null, since: Date.now() });
@@ -45,6 +47,7 @@ function sessionOf() {
 
 let timer = 0;
 let looking = null;
+let askedAt = 0;
 
 /** Look at the sidecar now. Resolves when that is done; never throws. */
 export function refresh() {
@@ -65,7 +68,10 @@ async function look() {
       swapped.value = { from: before, to: servedId.peek() };
     }
     if (found.running) wait = AT_WORK_MS;
-    if (config.peek() === null) config.value = await get("/page/config");
+    if (config.peek() === null || (config.peek().engine === null && Date.now() - askedAt > ENGINE_MS)) {
+      askedAt = Date.now();
+      config.value = await get("/page/config");
+    }
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     // An answer that is an error is an answer: the page says what, and goes on asking.

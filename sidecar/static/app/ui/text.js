@@ -37,9 +37,10 @@ export function byteSize(bytes) {
   return `${(bytes / 1000 ** power).toPrecision(3)} ${["", "KB", "MB", "GB", "TB"][power]}`;
 }
 
-/** 0.4 s, 12 s, 3 min, 5.2 h, 3 days */
+/** 45 ms, 1.4 s, 12 s, 3 min, 5.2 h, 3 days */
 export function duration(seconds) {
   if (!isNumber(seconds)) return "–";
+  if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
