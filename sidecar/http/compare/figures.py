@@ -165,27 +165,33 @@ def phases(a: Side, b: Side) -> list[dict[str, Any]]:
 
 def axes(a: Side, b: Side, run: Run | None) -> list[dict[str, Any]] | None:
     """Mean coordinates on the run's axes, in words; None if a side is not in them."""
-    if run is None or a.axes is None or b.axes is None or len(a.axes[0]) != len(b.axes[0]):
+    if run is None or a.axes is None or b.axes is None:
+        return None
+    others = [
+        s for s in (a, b) if s.about["kind"] == "run" and s.about["id"] != run.artifacts.run_id
+    ]
+    if others:  # each run has axes of its own
         return None
     projection = run.classifier.codebook.projection
     told = axes_in_words(projection.components, projection.explained, run.classifier.layout)
     found = []
     for i, axis in enumerate(told):
         one, other = float(a.axes[0][i]), float(b.axes[0][i])
-        spread = float(np.sqrt((a.axes[1][i] ** 2 + b.axes[1][i] ** 2) / 2)) or 1.0
+        known = [side[1][i] for side in (a.axes, b.axes) if np.isfinite(side[1][i])]
+        spread = float(np.sqrt(np.mean(np.square(known)))) if known else 0.0
         found.append({
             "axis": axis["name"], "explained": round(float(axis["explained"]), DIGITS),
             "a": round(one, DIGITS), "b": round(other, DIGITS),
             "low": axis["low"], "high": axis["high"],
-            "words": leaning((other - one) / spread, axis["low"], axis["high"]),
+            "words": leaning(other - one, spread, axis["low"], axis["high"]),
         })  # fmt: skip
     return found
 
 
-def leaning(distance: float, low: str, high: str) -> str:
-    """Where b lies from a on an axis, `distance` in standard deviations of the rows."""
-    how = next((word for least, word in SIZES if abs(distance) >= least), None)
-    if how is None:
+def leaning(distance: float, spread: float, low: str, high: str) -> str:
+    """Where b lies from a on an axis, on which rows have the standard deviation `spread`."""
+    how = next((word for least, word in SIZES if abs(distance) >= least * spread), None)
+    if how is None or not distance:
         return "alike"
     return f"B lies {how} further to: {high if distance > 0 else low}"
 

@@ -135,7 +135,11 @@ def _side(service: Any, one: Name | Given, run: Run | None, known: Run | None) -
     if isinstance(one, Given):
         return _given(one, known)
     if run is not None:
-        return side_of_run(run, one)
+        side = side_of_run(run, one)
+        if known is not None and run.identity != known.identity:
+            # Another lineage: the same cluster ids mean something else.
+            side.clusters, side.about["comparable"] = None, False
+        return side
     return side_of_rows(rows_of_store(service.store, one, known and known.identity), known)
 
 

@@ -56,7 +56,8 @@ class Side:
         histogram: shares of the bins; None in the layered layout. bands: mean masses float64[3].
         entropy: the mean as the shares e and 1 - e.
         clusters: shares by `ids`, noise last; None if no run names them.
-        axes: mean coordinates float64[d], and their standard deviation over rows; None without.
+        axes: mean coordinates float64[d], and their standard deviation over rows, NaN where it is
+            not known; None without axes.
         phases: shares of PHASES, and mean entropy in each float64[3]; None if it is not known.
         notes: what limits it.
     """
@@ -96,9 +97,7 @@ def side_of_run(run: Run, name: Name) -> Side:
         spread = (np.diag(values) - np.outer(values, values)) / baseline.zones.effective_rows
         return replace(baseline.zones, shares=values, covariance=spread)
 
-    projected = run.classifier.codebook.projection(centroids, layout).astype(np.float64)
-    centre = np.average(projected, axis=0, weights=sizes)
-    spread = np.sqrt(np.average(np.square(projected - centre), axis=0, weights=sizes))
+    dimensions = _axes(run)
     side = Side(
         about={
             "kind": name.kind, "id": artifacts.run_id, "name": f"run {artifacts.run_id}",
@@ -110,7 +109,8 @@ def side_of_run(run: Run, name: Name) -> Side:
         layout=layout, zones=baseline.zones, bands=mean[:3],
         entropy=known_as(np.array([mean[ENTROPY], 1.0 - mean[ENTROPY]])),
         clusters=baseline.clusters, ids=baseline.ids, labels=run.classifier.labels,
-        axes=(centre, spread), notes=notes,
+        # The projection is centred on the run's own rows; how far they spread is not kept.
+        axes=(np.zeros(dimensions), np.full(dimensions, np.nan)), notes=notes,
     )  # fmt: skip
     if layout is Layout.LOG16:
         histogram = mean[4:] / mean[4:].sum()
