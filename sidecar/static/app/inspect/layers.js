@@ -9,14 +9,14 @@ import { percent } from "../ui/text.js";
 const MOST_SHOWN = 8;
 
 export function Layers({ trace, index }) {
-  const layers = trace.layers;
+  const { layers } = trace.read();
   if (!layers.length) return html`<p class="quiet">No links were captured: this request has fingerprints alone.</p>`;
   return html`<${Rows} trace=${trace} label="Layers" name="layer" chosen=${layerOf(trace)} onChoose=${(one) => { layer.value = one; }}
     rows=${layers.map((one) => [one, one === -1 ? "unknown" : `layer ${one}`, trace.links(index, one, headOf(trace))])} />`;
 }
 
 export function Heads({ trace, index }) {
-  const heads = trace.heads;
+  const { heads } = trace.read();
   const at = layerOf(trace);
   if (!heads.length || at === null) {
     return html`<p class="quiet">These links are of the mean of the heads. Ask with heads in the settings of Chat, or measure the tokens again, to see each.</p>`;

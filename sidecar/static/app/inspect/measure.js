@@ -60,6 +60,6 @@ export async function measureAgain(trace, { signal } = {}) {
       }
     }
     for (const element of answer.attn_capture_data ?? []) trace.addExact(element.layer_idx, await decodeScores(element));
+    trace.changed();
   }
-  trace.changed();
 }

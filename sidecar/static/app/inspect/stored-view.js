@@ -52,7 +52,7 @@ function Opened({ request, position }) {
 }
 
 function StoredExperts({ row }) {
-  const trace = useMemo(() => ({ rows: new Map([[0, { record: row }]]), stepOf: () => 0, source: "stored" }), [row]);
+  const trace = useMemo(() => ({ rows: new Map([[0, { record: row }]]), stepOf: () => 0, source: "stored", read() { return this; } }), [row]);
   return html`<${Experts} trace=${trace} index=${0} />`;
 }
 

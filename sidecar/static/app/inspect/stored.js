@@ -6,6 +6,7 @@ import { ApiError, get } from "../api.js";
 export const PAGE_ROWS = 500;
 // Pages that are kept: a summary of 100,000 rows has 200.
 const MOST_PAGES = 80;
+const MOST_GUESSES = 8;
 
 export class StoredRequest {
   /** Grows when a page has come, or failed. */
@@ -61,16 +62,25 @@ export class StoredRequest {
     this.version.value += 1;
   }
 
-  /** The number of the first row at a position, or null: rows are in its order, so it is found by halves. */
+  /**
+   * The number of the first row at or after a position; null if there is none. Rows are in its order, mostly
+   * a position each, so a guess is right or nearly so: a summary of many rows is too slow to ask often.
+   */
   async find(position) {
-    let [low, high] = [0, this.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      const { records } = await get(`/requests/${encodeURIComponent(this.id)}?limit=1&offset=${middle}`);
-      if (!records.length) return null;
-      if (records[0].position < position) low = middle + 1;
+    let [low, high, guess] = [0, this.length, position];
+    for (let tries = 0; low < high; tries += 1) {
+      const middle = tries < MOST_GUESSES && guess >= low && guess < high ? guess : (low + high) >> 1;
+      const at = await this.#positionOf(middle);
+      if (at === null) return null;
+      if (at < position) low = middle + 1;
       else high = middle;
+      guess = at === position ? middle - 1 : middle + position - at;
     }
     return low < this.length ? low : null;
+  }
+
+  async #positionOf(row) {
+    const { records } = await get(`/requests/${encodeURIComponent(this.id)}?limit=1&offset=${row}`);
+    return records[0]?.position ?? null;
   }
 }

@@ -5,7 +5,7 @@ import { engine } from "../state.js";
 import { figure } from "../ui/text.js";
 
 export function Experts({ trace, index }) {
-  const record = trace.rows.get(trace.stepOf(index))?.record;
+  const record = trace.read().rows.get(trace.stepOf(index))?.record;
   const { top_experts: experts = null, router_entropy: entropy = null } = record ?? {};
   if (!experts?.length && entropy === null) {
     const reason = trace.source === "live" ? engine.value?.capabilities?.reasons?.moe_routing : null;

@@ -31,7 +31,7 @@ export function Lens({ trace, onClose = null }) {
 }
 
 function Subject({ trace, index }) {
-  const phase = trace.phase(index);
+  const phase = trace.read().phase(index);
   const chance = trace.chances[trace.stepOf(index)];
   const isPinned = pinned.value === index;
   const before = index > 0 ? named(trace.text(index - 1), index - 1) : null;

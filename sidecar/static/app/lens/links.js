@@ -23,7 +23,7 @@ export function LinksTab({ trace, index }) {
 
 /** Layer and head, where there is a choice. */
 export function LayerChoice({ trace, layer: at, head: of }) {
-  const [layers, heads] = [trace.layers, trace.heads];
+  const { layers, heads } = trace.read();
   if (!layers.length) return null;
   return html`<div class="row wrap">
     <label class="row small"><span class="quiet">layer</span>
@@ -38,7 +38,7 @@ export function LayerChoice({ trace, layer: at, head: of }) {
 }
 
 function Outgoing({ trace, index, layer: at, head: of }) {
-  const found = at === null ? null : trace.links(index, at, of);
+  const found = at === null ? null : trace.read().links(index, at, of);
   if (!found) return html`<${NoLinks} trace=${trace} index=${index} />`;
   const sinks = sinksOf(trace);
   const { shown: links, sinkMass } = splitSinks(found.links, sinks, withoutSinks.value);
@@ -69,7 +69,7 @@ function sinksInWords(sinks, sinkMass, links) {
 }
 
 function Incoming({ trace, index, layer: at, head: of }) {
-  const found = at === null ? [] : trace.linksTo(index, at, of);
+  const found = at === null ? [] : trace.read().linksTo(index, at, of);
   if (!found.length) return html`<p class="quiet">No row that was captured has this token among its links.</p>`;
   return html`<p class="small quiet">${plural(found.length, "row")} of ${count(trace.rows.size)} ${found.length === 1 ? "has" : "have"} this token among the top links.</p>
     <ol class="links" aria-label="Links to it">${found.slice(0, MOST_SHOWN).map(({ index: from, p }) =>
@@ -80,7 +80,7 @@ const distance = (back) => (back === 0 ? "own token" : `${count(back)} back`);
 
 function LinkRow({ trace, to, p, share, says }) {
   const context = (from, until) => Array.from({ length: until - from }, (_, i) => named(trace.text(from + i), from + i)).join("");
-  return html`<li><button type="button" class="plain link" data-to=${to} onClick=${() => { pin(to); reveal(to); }} onMouseEnter=${() => reveal(to)}
+  return html`<li><button type="button" class="plain link" data-to=${to} onClick=${() => { pin(to); reveal(to); }}
       title="Pin this token">
     <span class="link-text clip"><bdi class="given quiet">${context(Math.max(0, to - 3), to)}</bdi><bdi class="given tk-name">${named(trace.text(to), to)}</bdi><bdi class="given quiet">${context(to + 1, Math.min(trace.length, to + 3))}</bdi></span>
     <span class="link-p">${percent(p)}</span>
@@ -89,7 +89,7 @@ function LinkRow({ trace, to, p, share, says }) {
 }
 
 function NoLinks({ trace, index }) {
-  if (!trace.layers.length) {
+  if (!trace.read().layers.length) {
     return html`<p class="quiet">${trace.rows.size
       ? "The rows have fingerprints, and no links. Ask with raw links or a sketch, in the settings, to see where they looked."
       : "No row of this answer was captured. Ask with raw links or a sketch, in the settings."}</p>`;

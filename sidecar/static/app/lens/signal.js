@@ -16,7 +16,7 @@ import { BANDS, inWords, usualOf } from "./words.js";
 const REST_MS = 150;
 
 export function SignalTab({ trace, index }) {
-  const found = trace.fingerprint(index);
+  const found = trace.read().fingerprint(index);
   if (!found) return html`<${NoFingerprint} trace=${trace} />`;
   return html`<${Fingerprint} vector=${found.vector} layout=${trace.layout} record=${trace.rows.get(trace.stepOf(index))?.record ?? null} />`;
 }
@@ -92,7 +92,7 @@ function Neighbours({ cluster }) {
 }
 
 function NoFingerprint({ trace }) {
-  const trying = trace.stored === "looking";
+  const trying = trace.read().stored === "looking";
   return html`<div class="stack"><p class="quiet" data-stored=${trace.stored}>${trying ? "The sidecar is asked for the fingerprint of this row." : html`No fingerprint of this row is known.
       ${trace.source === "live" ? html` Either the engine sends its records to no sidecar (<code>--attention-sidecar-url</code>), or this row was not recorded.
       Fingerprints also come with the answer: choose them in the settings.` : " The trace has none."}`}</p>

@@ -7,7 +7,7 @@ import { measureIn } from "./measure.js";
 import { directionOf, moved } from "./keys.js";
 import { Arcs } from "./arcs.js";
 import { FlowLine } from "./line.js";
-import { direction, headOf, hovered, layerOf, pin, pinned, revealed, shading, sinksOf, withoutSinks } from "./selection.js";
+import { clearSelection, direction, headOf, hovered, layerOf, pin, pinned, revealed, shading, sinksOf, withoutSinks } from "./selection.js";
 import { shades, splitSinks } from "./shade.js";
 
 // Lines beyond either edge of what is in sight.
@@ -76,7 +76,7 @@ export function TokenFlow({ trace, label, follows = false, onSight = null }) {
   const onKeyDown = (event) => {
     if (event.target !== box.current || event.ctrlKey || event.metaKey || event.altKey) return;
     if ((event.key === "Enter" || event.key === " ") && cursor !== null) pin(cursor);
-    else if (event.key === "Escape" && (pinned.value !== null || hovered.value !== null)) [pinned.value, hovered.value] = [null, null];
+    else if (event.key === "Escape" && (pinned.value !== null || hovered.value !== null)) clearSelection();
     else if (directionOf(event.key)) {
       const to = moved(lines, trace, cursor ?? trace.known - 1, event.key, measure, Math.floor(tall / LINE_HEIGHT));
       if (to === null) return;
@@ -93,10 +93,7 @@ export function TokenFlow({ trace, label, follows = false, onSight = null }) {
   };
   const onClick = (event) => {
     const token = event.target.closest?.("[data-i]");
-    if (!token) return;
-    pin(Number(token.dataset.i));
-    // Where the lens lies over the text it must not hide the token.
-    if (pinned.value !== null) requestAnimationFrame(() => token.scrollIntoView({ block: "nearest" }));
+    if (token) pin(Number(token.dataset.i));
   };
   const onScroll = () => {
     const { scrollTop, scrollHeight, clientHeight } = box.current;

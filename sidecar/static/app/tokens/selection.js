@@ -1,6 +1,6 @@
 // What is looked at: the token, the layer, the head; the same in Chat and in Inspect.
 
-import { computed, signal } from "../../vendor/preact.js";
+import { computed, effect, signal } from "../../vendor/preact.js";
 
 /** Index of the token that the pointer, or the keyboard, is on; null for none. */
 export const hovered = signal(null);
@@ -19,8 +19,11 @@ export const direction = signal("from");
 
 /** What shades the text: what the pointer is on, or else the pinned token. */
 export const shading = computed(() => hovered.value ?? pinned.value);
-/** What the lens is about: the pinned token, or else what the pointer is on. */
-export const looked = computed(() => pinned.value ?? hovered.value);
+/** The last token that the pointer was on: the lens stays with it while the pointer goes there. */
+const last = signal(null);
+effect(() => { if (hovered.value !== null) last.value = hovered.value; });
+/** What the lens is about: the pinned token, or else what the pointer is on, or was on last. */
+export const looked = computed(() => pinned.value ?? hovered.value ?? last.value);
 
 export function pin(index) {
   pinned.value = pinned.peek() === index ? null : index;
@@ -30,6 +33,7 @@ export function pin(index) {
 export function clearSelection() {
   hovered.value = null;
   pinned.value = null;
+  last.value = null;
 }
 
 /** The layer to show of a trace: the chosen one if it has it, else its last. */

@@ -12,7 +12,7 @@ const PIECE = 1 << 18;
  */
 export function* recordsOf(traces) {
   const last = traces.at(-1);
-  yield { record_type: "header", version: VERSION, trace_id: last.id, model: last.model, run_id: last.runId, response_id: last.responseId };
+  yield { record_type: "header", version: VERSION, trace_id: last.id, model: last.model ?? "", run_id: last.runId, response_id: last.responseId };
   for (const { id, role, content } of messagesOf(traces)) yield { record_type: "message", id, role, content };
   let base = 0;
   for (const [number, trace] of traces.entries()) {
@@ -42,7 +42,8 @@ function* responseRecords(trace, base, prefix) {
       if (text === null) continue;
       const step = index - trace.known;
       const logprob = trace.chances[step]?.logprob;
-      yield { record_type: "token", index: base + index, text, segmentId: prefix + id, ...(given ? { role: given } : {}),
+      const token = (step < 0 ? trace.promptIds[index] : trace.outputIds[step]) ?? null;
+      yield { record_type: "token", index: base + index, text, segmentId: prefix + id, ...(token === null ? {} : { id: token }), ...(given ? { role: given } : {}),
               ...(step >= 0 ? { step: step + 1 } : {}), ...(Number.isFinite(logprob) ? { logprob } : {}) };
     }
   }

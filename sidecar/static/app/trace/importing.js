@@ -78,7 +78,6 @@ class Reading {
   }
 
   _segment(record) {
-    if (this.#segments.has(record.id)) throw new TraceError(`segment ${record.id.slice(0, 40)} was named before`);
     this.#segments.set(record.id, record);
   }
 
@@ -99,8 +98,8 @@ class Reading {
   }
 
   #traceOf({ base, tokens, steps }, number, count) {
-    const { trace_id: id, model = null, run_id: runId = null, response_id: responseId = null } = this.header;
-    const trace = new Trace({ id: count > 1 ? `${id} (${number + 1})` : id, model, runId, responseId: number === count - 1 ? responseId : null, source: "imported" });
+    const { trace_id: id, model, run_id: runId = null, response_id: responseId = null } = this.header;
+    const trace = new Trace({ id: count > 1 ? `${id} (${number + 1})` : id, model: model || null, runId, responseId: number === count - 1 ? responseId : null, source: "imported" });
     trace.header = this.header;
     trace.metrics = this.#metrics;
     trace.messages = this.#messagesOf(tokens, number === count - 1);
@@ -108,12 +107,13 @@ class Reading {
     const promptLength = this.#promptLength(base, length, tokens, steps);
     const prompt = Array.from({ length: promptLength }, () => ({ text: null, role: null }));
     trace.outputTexts = Array.from({ length: Math.max(0, length - promptLength) }, () => "");
-    for (const { index, text, segmentId, role = null, logprob } of tokens) {
+    for (const { index, text, segmentId, role = null, id: token = null, logprob } of tokens) {
       const at = index - base;
       const segment = this.#segments.get(segmentId);
-      if (at < promptLength) prompt[at] = { text, role: role ?? roleOf(segment, segmentId) };
+      if (at < promptLength) prompt[at] = { id: token, text, role: role ?? roleOf(segment, segmentId) };
       else {
         trace.outputTexts[at - promptLength] = text;
+        if (token !== null) trace.outputIds[at - promptLength] = token;
         if (Number.isFinite(logprob)) trace.chances[at - promptLength] = { logprob, top: [] };
         if (isKind(segment, segmentId, "think")) trace.phases[at - promptLength] = "think";
       }

@@ -64,6 +64,12 @@ export class Trace {
     this.version.value += 1;
   }
 
+  /** This trace, for a component that is to be drawn again when it changes. A component that reads a signal
+   * is not drawn again with its parent, so each has to say so itself. */
+  read() {
+    return this.version.value >= 0 ? this : null;
+  }
+
   get known() {
     return this.promptLength ?? 0;
   }

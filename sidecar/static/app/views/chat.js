@@ -1,6 +1,6 @@
 // View Chat: a conversation token by token, and where each token looked.
 
-import { html, useState } from "../../vendor/preact.js";
+import { html, useEffect, useState } from "../../vendor/preact.js";
 import { ask, obstacle, turnInSight } from "../chat/conversation.js";
 import { Composer, Examples } from "../chat/composer.js";
 import { Toolbar } from "../chat/toolbar.js";
@@ -20,6 +20,7 @@ export default function View() {
   const shownTrace = imported ?? turn?.trace ?? null;
   const state = imported ? "done" : turn?.state.value ?? null;
   const hasTokens = shownTrace !== null && (shownTrace.version.value, shownTrace.length > 0);
+  useEffect(() => { requestAnimationFrame(() => requestAnimationFrame(bringIntoSight)); }, [pinned.value]);
   useKeys("Chat and Inspect, in the text", {
     "← →": ["the token before, the next one", () => {}],
     "↑ ↓": ["the line above, below", () => {}],
@@ -45,6 +46,14 @@ export default function View() {
       </div>
       <${Lens} trace=${hasTokens ? shownTrace : null} onClose=${pinned.value === null ? null : () => { pinned.value = null; }} />
     </div>`;
+}
+
+/** Where the lens lies over the text, the pinned token is moved out from under it. */
+function bringIntoSight() {
+  const [lens, token] = [document.querySelector(".chat .lens"), document.querySelector(`.chat [data-i="${pinned.value}"]`)];
+  if (!token || getComputedStyle(lens).position !== "fixed") return;
+  const hidden = token.getBoundingClientRect().bottom + 12 - lens.getBoundingClientRect().top;
+  if (hidden > 0) window.scrollBy(0, hidden);
 }
 
 function backToConversation() {
