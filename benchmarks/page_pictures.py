@@ -55,9 +55,8 @@ def chat(page: Page, _: System) -> None:
 
 
 def inspect(page: Page, _: System) -> None:
-    first = ask(page)
+    page.locator(f"[data-i='{ask(page)}']").click()
     page.get_by_role("link", name="Inspect", exact=True).click()
-    page.locator(f"main[data-view=inspect] [data-row='{first}']").click()
     page.get_by_role("button", name="Measure the same tokens again").click()
     page.locator("[data-mode=exact] canvas").wait_for()
 
