@@ -33,6 +33,8 @@ SIZE: ViewportSize = {"width": 1440, "height": 900}
 MOST_BYTES = 200_000
 # Rows a second, and seconds of them until the charts show something.
 RATE, FILL_S = 120.0, 100.0
+# Seconds until a page of 70,000 points has taken another theme, on a busy machine.
+SETTLE_S = 6.0
 # The model goes on with the number of the first line.
 QUESTION = "alpha: 1729\nbeta: 2048\ngamma: 3141\ndelta: 4096\nalpha:"
 SETTINGS: dict[str, str | int] = {
@@ -133,7 +135,7 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
     show(page, running)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        time.sleep(1.5)
+        time.sleep(SETTLE_S)
         target = images / f"{view}-{scheme}.png"
         write(page.screenshot(), target)
         if target.stat().st_size > MOST_BYTES:

@@ -48,7 +48,7 @@ export function Modes({ width }) {
             ? `${percent(engineShare)} (${figure(overheadPerToken, 2)} ms a row)` : "–") },
         ]} />
         <p class="quiet small">Medians of ${count(Math.max(...rows.map(({ answers }) => answers)))} answers of about ${count(rows[0].tokens)} tokens to
-          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Slower: tokens/s against those that asked for nothing; within noise where
+          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Tokens/s are of the whole answer, the first one included. Slower: tokens/s against those that asked for nothing; within noise where
           the answers overlap. An engine that sends fingerprints to this sidecar captures them for every answer, whatever it was asked for. The engine's figure: its own clock around capture, as a share of the answer's time.</p>`}
       ${state === "stopped" && html`<p class="quiet">It was stopped.</p>`}
     </div>`}
