@@ -12,8 +12,8 @@ Exits 1 unless
 - at every frame the view had moved on, and afterwards all points are drawn again.
 
 Frames a second and milliseconds between frames are by the clock, and fall with other work on the
-machine; CPU milliseconds a frame, of all processes of the browser, do not. The peer is
-regl-scatterplot (`--painters webgl`), which the page uses where there is a graphics card.
+machine; CPU milliseconds a frame, of all processes of the browser, do not. The peer is the page's
+own WebGL (`--painters webgl`), which it uses where there is a graphics card.
 """
 
 from __future__ import annotations
