@@ -13,6 +13,7 @@ from typing import IO, Any
 import msgspec
 
 from capture_kernels.errors import AttnError
+from capture_kernels.fingerprint.vector import DIMENSIONS
 
 from .durable import write_atomically
 
@@ -27,7 +28,7 @@ _MAYBE_TEXT = (str, type(None))
 # Of each kind of line: the types of its fields, and those that it may lack.
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "header": {
-        "version": _TEXT, "trace_id": _TEXT, "model": _TEXT, "run_id": _MAYBE_TEXT,
+        "version": _TEXT, "trace_id": _TEXT, "model": _MAYBE_TEXT, "run_id": _MAYBE_TEXT,
         "response_id": _MAYBE_TEXT,
     },
     "message": {"id": _TEXT, "role": _TEXT, "content": _TEXT},
@@ -46,7 +47,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "metrics": {},
 }  # fmt: skip
 OPTIONAL = {
-    "header": {"run_id", "response_id"},
+    "header": {"model", "run_id", "response_id"},
     "token": {"segmentId", "id", "step", "role"},
     "step": {"attention", "fingerprint"},
     "segment": {"startIndex", "endIndex", "messageId", "base"},
@@ -189,7 +190,52 @@ def check_line(kind: str, line: Line) -> Line:
             raise TraceError(f"{name} must be {' or '.join(_WORDS[one] for one in types)}")
     if kind == "header" and line["version"].partition(".")[0] != VERSION.partition(".")[0]:
         raise TraceError(f"version {line['version'][:20]} is unknown: upgrade attn")
+    if kind == "step":
+        entries = line.get("attention")
+        for entry in [entries] if isinstance(entries, dict) else entries or []:
+            _check_entry(entry)
+        _check_fingerprint(line.get("fingerprint"))
     return line
+
+
+def _check_entry(entry: Any) -> None:
+    """TraceError if an entry of attention is not one of a response."""
+    if not isinstance(entry, dict):
+        raise TraceError("attention must be an entry of a response, or a list of them")
+    if (layers := entry.get("layer_sketches")) is not None:
+        for sketch in layers.values() if isinstance(layers, dict) else [None]:
+            hubs = sketch.get("top_hubs") if isinstance(sketch, dict) else None
+            if not isinstance(hubs, list) or not all(
+                _are_numbers(hub, 2) and _is_position(hub[0]) for hub in hubs
+            ):
+                raise TraceError("top_hubs of a layer must be pairs of a position and a share")
+        return
+    heads = entry.get("heads", {})
+    if not isinstance(heads, dict):
+        raise TraceError("heads must be an object")
+    for one in (entry, *heads.values()):
+        positions = one.get("token_positions") if isinstance(one, dict) else None
+        if not isinstance(positions, list) or not all(map(_is_position, positions)):
+            raise TraceError("token_positions must be whole numbers from 0")
+        if not _are_numbers(one.get("topk_logits"), len(positions)):
+            raise TraceError("topk_logits must be as many numbers as token_positions")
+        if not _are_numbers([one.get("logsumexp_candidates")], 1):
+            raise TraceError("logsumexp_candidates must be a number")
+
+
+def _check_fingerprint(given: Any) -> None:
+    vector = given.get("fingerprint") if isinstance(given, dict) else given
+    if given is not None and not _are_numbers(vector, DIMENSIONS):
+        raise TraceError(f"fingerprint must be {DIMENSIONS} numbers, or an entry that holds them")
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    is_list = isinstance(values, list) and len(values) == count
+    return is_list and all(isinstance(v, int | float) and type(v) is not bool for v in values)
+
+
+def _is_position(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _check_place(kind: str, line: Line, begun: bool, seen: set[int]) -> None:

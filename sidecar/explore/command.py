@@ -12,11 +12,11 @@ def explore(
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 9009,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of store, runs and logs. Default: attn/explore in the user's."),
+        typer.Option(help="Folder of store, runs and logs. Default: one in the user's own."),
     ] = None,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")
-    ] = True,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Only print the address of the page.")
+    ] = False,
     engine_url: Annotated[
         str | None, typer.Option(help="Engine to ask, in the place of the demo model.")
     ] = None,
@@ -31,4 +31,6 @@ def explore(
     """
     from .supervisor import ExploreOptions, run
 
-    raise typer.Exit(run(ExploreOptions(port, data_dir, browser, engine_url, engine_key_file)))
+    raise typer.Exit(
+        run(ExploreOptions(port, data_dir, not no_browser, engine_url, engine_key_file))
+    )

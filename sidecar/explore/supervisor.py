@@ -33,6 +33,8 @@ STREAM_PORT = 9001
 # Seconds that the sidecar may take to answer, and a process to end after a signal.
 READY_S, END_S = 60.0, 15.0
 POLL_S = 0.1
+# With one of these a program can open a window, or the user has chosen one to open addresses.
+SCREENS = frozenset(("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
 LAST_LINES = 5
 
 
@@ -161,7 +163,7 @@ class Explorer:
             if not own:
                 say(f"have the engine send its fingerprints to {stream} (--attention-sidecar-url)")
             say(f"open {self.url} (data in {self._folder}; Ctrl+C ends)")
-            if self._options.browser and not webbrowser.open(self.url):
+            if self._options.browser and not opened(self.url):
                 say("no browser was found: open that address in one")
             self._watch()
             return self.end()
@@ -276,6 +278,12 @@ class Explorer:
             say(f"the sidecar ended (exit code {code}):")
             say(self._sidecar.last_said() or f"  see {self._sidecar.log}")
         return code if code is not None and code >= 0 else 1
+
+
+def opened(url: str) -> bool:
+    """Whether a browser opens the page. One that would take over the terminal is none."""
+    has_screen = sys.platform != "linux" or not SCREENS.isdisjoint(os.environ)
+    return has_screen and webbrowser.open(url)
 
 
 def _bound(port: int) -> socket.socket:

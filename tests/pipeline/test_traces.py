@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from pipeline.traces import MOST_LINE_BYTES, Trace, TraceError, read_lines, read_trace, write_trace
 
 HEADER = {"record_type": "header", "version": "1.0", "trace_id": "trace-123", "model": "m"}
+RAW = {"token_positions": [0, 7], "topk_logits": [1.5, -2], "logsumexp_candidates": 2.25}
+SKETCH = {"mode": "sketch", "layer_sketches": {"3": {"top_hubs": [[4, 0.5]], "entropy": 0.1}}}
 # As the page exports them.
 LINES = [
     HEADER | {"run_id": None, "response_id": "chatcmpl-1"},
     {"record_type": "message", "id": "user-1", "role": "user", "content": "Hello"},
     {"record_type": "token", "index": 0, "text": "Hi", "segmentId": "assistant-1-main"},
-    {"record_type": "step", "tokenIndex": 0, "attention": {"token_positions": [0]},
+    {"record_type": "step", "tokenIndex": 0, "attention": RAW,
      "fingerprint": [0.5] * 20},
     {"record_type": "segment", "id": "assistant-1-think", "type": "assistant_think",
      "startIndex": 0, "endIndex": 0},
@@ -35,6 +37,22 @@ values = st.recursive(
 # Fields that nobody knows are kept.
 others = st.dictionaries(texts.map(lambda name: f"x{name}"), values, max_size=2)
 counts = st.integers(0, 10_000)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+vectors = st.lists(finite, min_size=20, max_size=20)
+raw = st.lists(st.tuples(counts, finite), max_size=4).map(
+    lambda found: {
+        "token_positions": [at for at, _ in found], "topk_logits": [one for _, one in found],
+        "logsumexp_candidates": 1,
+    }
+)  # fmt: skip
+hubs = st.lists(st.tuples(counts, finite).map(list), max_size=3)
+entries = (
+    raw
+    | st.builds(lambda one, heads: {**one, "heads": heads}, raw, st.dictionaries(texts, raw))
+    | st.dictionaries(texts, st.fixed_dictionaries({"top_hubs": hubs})).map(
+        lambda layers: {"layer_sketches": layers}
+    )
+)
 
 
 def lines(**fields: st.SearchStrategy) -> st.SearchStrategy[list[dict]]:
@@ -63,8 +81,8 @@ traces = st.builds(
             )
         ).map(list)
     ),
-    steps=lines(tokenIndex=counts, attention=st.none() | st.dictionaries(texts, values, max_size=2),
-                fingerprint=st.none() | st.lists(numbers, max_size=20)),
+    steps=lines(tokenIndex=counts, attention=entries | st.lists(entries, max_size=3) | st.none(),
+                fingerprint=st.none() | vectors | st.fixed_dictionaries({"fingerprint": vectors})),
     segments=lines(id=texts, type=texts),
     metrics=lines(),
 )  # fmt: skip
@@ -93,7 +111,7 @@ def test_a_trace_of_the_page_is_read(tmp_path):
     assert trace.header["response_id"] == "chatcmpl-1" and trace.header["run_id"] is None
     assert trace.messages == [{"id": "user-1", "role": "user", "content": "Hello"}]
     assert trace.tokens[0]["segmentId"] == "assistant-1-main"
-    assert trace.steps[0]["attention"] == {"token_positions": [0]}
+    assert trace.steps[0]["attention"] == RAW
     assert trace.segments[0]["type"] == "assistant_think"
     assert trace.metrics[0]["dominantZone"] == "semantic_bridge"
 
@@ -117,6 +135,16 @@ BAD = [
     {"record_type": "token", "index": 0, "text": "twice"},
     {"record_type": "message", "id": "a", "role": "user", "content": ["a"]},
     {"record_type": "step", "tokenIndex": 0, "attention": "all"},
+    {"record_type": "step", "tokenIndex": 0, "attention": [RAW, 1]},
+    {"record_type": "step", "tokenIndex": 0, "attention": {}},
+    {"record_type": "step", "tokenIndex": 0, "attention": RAW | {"token_positions": [0]}},
+    {"record_type": "step", "tokenIndex": 0, "attention": RAW | {"token_positions": [0, -1]}},
+    {"record_type": "step", "tokenIndex": 0, "attention": RAW | {"logsumexp_candidates": None}},
+    {"record_type": "step", "tokenIndex": 0, "attention": RAW | {"heads": {"0": {}}}},
+    {"record_type": "step", "tokenIndex": 0, "attention": {"layer_sketches": {"0": [1]}}},
+    {"record_type": "step", "tokenIndex": 0, "attention": {"layer_sketches": [1]}},
+    {"record_type": "step", "tokenIndex": 0, "fingerprint": [0.5] * 19},
+    {"record_type": "step", "tokenIndex": 0, "fingerprint": {"fingerprint": "x"}},
     {"record_type": "segment", "id": "a", "type": "b", "base": -3},
     HEADER,
     b'{"record_type": "metrics", "avgEntropy": NaN}',
@@ -165,7 +193,8 @@ def test_what_json_does_not_keep_is_not_written(tmp_path, line):
 
 def test_a_long_trace_is_read_in_little_memory(tmp_path):
     path = tmp_path / "long.jsonl"
-    step = {"tokenIndex": 0, "attention": {"token_positions": list(range(64))}}
+    raw = {"token_positions": list(range(64)), "topk_logits": [0.5] * 64, "logsumexp_candidates": 1}
+    step = {"tokenIndex": 0, "attention": raw}
 
     def lines():
         yield "header", {"version": "1.0", "trace_id": "t", "model": "m"}

@@ -23,6 +23,7 @@ class Explore:
 
     Args:
         folder: its --data-dir. options: further ones.
+        browser: whether it opens one.
         command: by default this checkout's. environment: further variables.
 
     Attributes:
@@ -31,14 +32,15 @@ class Explore:
 
     def __init__(
         self, folder: Path, *options: str, command: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None, browser: bool = False,
     ) -> None:  # fmt: skip
         words = command or (sys.executable, "-m", "cli")
         variables = {
             **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **(environment or {}),
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [*words, "explore", "--no-browser", "--port", "0", "--data-dir", str(folder), *options],
+            [*words, "explore", "--port", "0", "--data-dir", str(folder), *options,
+             *(() if browser else ("--no-browser",))],
             stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=variables,
         )  # fmt: skip
         self.said = ""

@@ -17,6 +17,7 @@ from running import Sidecar, post_rows, running
 from served_runs import CAPTURE_ID, MODEL, publish, publish_layered, rows_of, run_id_of
 from shared import START
 
+from sidecar.client import SidecarClient
 from sidecar.http.compare.figures import WEIGHTS, interval
 
 NEAR, FAR = np.eye(12)[0], np.eye(12)[6]
@@ -158,6 +159,10 @@ def test_rows_of_a_trace_are_compared_as_those_of_a_request(sidecar):
     assert found["similarity"]["total"] > 0.999
     assert found["a"]["kind"] == "trace" and found["a"]["comparable"]
     assert {row["phase"]: row["a"] for row in found["phases"]} == {"think": 0.4, "output": 0.6}
+    with SidecarClient(sidecar.url) as client:
+        assert client.compare(trace, "request:far-0000000") == found
+        by_name = client.compare("session:near", "session:far")
+        assert by_name == compared(sidecar, "session:near", "session:far")
     foreign = sidecar.client.post(
         "/compare", json={"a": {**trace, "capture_id": "f" * 12}, "b": "session:far"}
     ).json()

@@ -111,6 +111,17 @@ def test_kill_9_leaves_nothing_behind(tmp_path):
         assert explore.get("/health").status_code == 200
 
 
+def test_the_browser_is_opened_at_the_page(tmp_path):
+    browser = tmp_path / "browser"
+    browser.write_text(f"#!/bin/sh\nprintf '%s' \"$1\" > {tmp_path}/address\n")
+    browser.chmod(0o755)
+    data = prepared(tmp_path / "data")
+    with Explore(data, environment={"BROWSER": str(browser)}, browser=True) as explore:
+        until((tmp_path / "address").exists, "no browser was opened")
+        until(lambda: (tmp_path / "address").read_text() == explore.url, "another address")
+        assert explore.end() == 0
+
+
 def test_without_torch_the_page_opens_and_says_what_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     from shared import REPO
