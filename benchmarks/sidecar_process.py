@@ -31,7 +31,8 @@ class Sidecar:
         self.log = (folder / f"{store}.log").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cli", "sidecar", "--port", "0", "--zmq-bind",
-             "tcp://127.0.0.1:*", "--db", str(self.store), "--discovery-dir", str(output)],
+             "tcp://127.0.0.1:*", "--db", str(self.store), "--discovery-dir", str(output),
+             *options],
             cwd=REPO, stderr=self.log,
         )  # fmt: skip
         self.usage = psutil.Process(self.process.pid)

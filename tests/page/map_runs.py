@@ -15,7 +15,7 @@ from shared import REPO
 sys.path.insert(0, str(REPO / "tests" / "discovery" / "report"))
 
 from report_inputs import blobs, clusters_of
-from served_runs import publish
+from served_runs import publish, vectors_of
 
 from discovery.artifacts.write import write_parquet
 from discovery.runs.folder import move_latest
@@ -52,6 +52,7 @@ def publish_map(
     known = clusters_of(table).to_pylist()
     for cluster in known:
         cluster["born_in"] = run_id
+        cluster["centroid"] = vectors_of(1, seed=cluster["cluster_id"])[0].tolist()
         cluster["exemplars"] = [
             {"request_id": name, "position": 7, "layer": -1}
             for name in table["request_id"].slice(0, 1).to_pylist()
@@ -67,7 +68,8 @@ def publish_map(
         write_parquet(path, found)
         manifest["files"][path.name] = file_facts(path)
     manifest["counts"] |= {"rows": rows, "clusters": len(known), "rows_in_window": rows}
-    manifest["quality"]["noise_share"] = float(np.mean(table["cluster_id"].to_numpy() < 0))
+    noise = table["cluster_id"].to_numpy() < 0
+    manifest["quality"]["noise_share"] = float(noise.mean()) if rows else 0.0
     manifest["lineage"] = _lineage(run_id, known, parent, text)
     manifest["parent_run"] = parent.run_id if parent else None
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,6 +1,6 @@
 // Which cluster of a run its clusters come from, over some runs: a Sankey diagram, and the events in words.
 
-import { html, useMemo } from "../../vendor/preact.js";
+import { html, useEffect, useMemo, useRef, useState } from "../../vendor/preact.js";
 import { sankey, sankeyLinkHorizontal } from "../../vendor/d3-sankey.js";
 import { clusterColor } from "../ui/colors.js";
 import { Panel } from "../ui/panel.js";
@@ -11,7 +11,7 @@ import { ApiError } from "../api.js";
 import { loadClusters, loadLineage } from "./data.js";
 
 const MOST_RUNS = 6;
-const [COLUMN, NODE, ROW] = [190, 10, 20];
+const [LEAST_COLUMN, WORDS_WIDTH, NODE, ROW] = [170, 190, 10, 20];
 const LEAST_SHARE = 0.001;
 const WORDS = { merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed", kept: "kept" };
 
@@ -33,7 +33,8 @@ async function loadStory(lineage, signal) {
 
 const keyOf = (runId, id) => `${runId}:${id}`;
 
-function layoutOf(runs) {
+/** @param {number} wide pixels that there are */
+function layoutOf(runs, wide) {
   const nodes = [];
   const known = new Set();
   for (const [column, { runId, clusters }] of runs.entries()) {
@@ -43,22 +44,24 @@ function layoutOf(runs) {
     }
   }
   const links = [];
-  for (let column = 1; column < runs.length; column += 1) {
-    const { runId, story } = runs[column];
-    if (story.parent_run !== runs[column - 1].runId) continue;
+  for (let at = 1; at < runs.length; at += 1) {
+    const { runId, story } = runs[at];
+    if (story.parent_run !== runs[at - 1].runId) continue;
     for (const { parent, child, share } of story.links) {
       const [source, target] = [keyOf(story.parent_run, parent), keyOf(runId, child)];
       if (known.has(source) && known.has(target) && share > 0) links.push({ source, target, value: share, parent, child });
     }
   }
-  if (!nodes.length) return null;
+  // An unseen chain through all runs: without it a run that no link leads to would share a column.
+  const spine = runs.map((_, at) => ({ key: `spine:${at}`, column: at, fixedValue: 0, isSpine: true }));
+  for (let at = 1; at < runs.length; at += 1) links.push({ source: spine[at - 1].key, target: spine[at].key, value: 0, isSpine: true });
   const most = Math.max(...runs.map(({ clusters }) => clusters.length));
-  const [width, height] = [Math.max(1, runs.length) * COLUMN + 40, Math.max(140, most * ROW)];
+  const column = Math.max(LEAST_COLUMN, (wide - WORDS_WIDTH) / Math.max(1, runs.length - 1));
+  const [width, height] = [(runs.length - 1) * column + WORDS_WIDTH, Math.max(140, most * ROW)];
   const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(8, (0.4 * height) / Math.max(1, most)))
-    // One column for each run, whichever links there are; the largest on top.
-    .nodeAlign(({ column }) => column).nodeSort((a, b) => b.share - a.share || a.id - b.id)
-    .extent([[2, 26], [2 + (runs.length - 1) * COLUMN + NODE, height]])({ nodes, links });
-  return { ...made, width, height };
+    // One column for each run, whichever links there are.
+    .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes: [...nodes, ...spine], links });
+  return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column };
 }
 
 /**
@@ -68,24 +71,32 @@ function layoutOf(runs) {
 export function Lineage({ run, lineage, selected, onCluster }) {
   const { data } = lineage;
   const { data: runs, error, isLoading, reload } = useLoaded(data ? (signal) => loadStory(data, signal) : null, [data?.run_id, data?.runs.join()], { keep: true });
-  const drawn = useMemo(() => (runs?.length ? layoutOf(runs) : null), [runs]);
+  const hasClusters = runs?.some(({ clusters }) => clusters.length > 0);
   const failed = lineage.error ?? error;
   const isFirst = data && (!data.parent_run || data.runs.length < 2);
   return html`<${Panel} title="Lineage" says=${data?.says || null} data-lineage>
     ${failed ? html`<${Failure} error=${failed} onRetry=${lineage.error ? lineage.reload : reload} todo="The run may have been deleted." />`
       : isFirst ? html`<${Empty} title="No run before this one">The clusters of the next run will be compared with these.<//>`
-      : !drawn ? isLoading || !data ? html`<${Loading} what="the lineage" />` : html`<${Empty} title="Nothing to draw">None of these runs has a cluster.<//>`
-      : html`<div class="lineage"><${Sankey} drawn=${drawn} runs=${runs} shownRun=${run.map.runId} selected=${selected} onCluster=${onCluster} />
+      : !data || !hasClusters ? isLoading || !data ? html`<${Loading} what="the lineage" />` : html`<${Empty} title="Nothing to draw">None of these runs has a cluster.<//>`
+      : html`<div class="lineage-parts">${runs.length > 1 ? html`<${Sankey} runs=${runs} shownRun=${run.map.runId} selected=${selected} onCluster=${onCluster} />` : html`<p class="quiet">The runs before this one are no longer on disk: only what became of their clusters is known.</p>`}
         <${Events} run=${run} data=${data} onCluster=${onCluster} /></div>`}
   <//>`;
 }
 
-function Sankey({ drawn, runs, shownRun, selected, onCluster }) {
+function Sankey({ runs, shownRun, selected, onCluster }) {
+  const box = useRef(null);
+  const [wide, setWide] = useState(0);
+  const drawn = useMemo(() => layoutOf(runs, wide), [runs, wide]);
+  useEffect(() => {
+    const observer = new ResizeObserver(([{ contentRect }]) => setWide(Math.floor(contentRect.width)));
+    observer.observe(box.current);
+    return () => observer.disconnect();
+  }, []);
   const path = sankeyLinkHorizontal();
   const isOn = (id) => selected === null || id === selected;
-  return html`<div class="sankey-scroll" tabindex="0" role="region" aria-label="Diagram of the lineage"><svg class="sankey" width=${drawn.width} height=${drawn.height + 6}
+  return html`<div class="sankey-scroll" ref=${box} tabindex="0" role="region" aria-label="Diagram of the lineage"><svg class="sankey" width=${drawn.width} height=${drawn.height + 6}
     viewBox=${`0 0 ${drawn.width} ${drawn.height + 6}`} role="img" aria-label=${`Clusters of ${plural(runs.length, "run")}, and which come from which`}>
-    ${runs.map(({ runId }, column) => html`<text class=${`side ${runId === shownRun ? "now" : ""}`} x=${2 + column * COLUMN} y="12">${runName(runId)}</text>`)}
+    ${runs.map(({ runId }, column) => html`<text class=${`side ${runId === shownRun ? "now" : ""}`} x=${2 + column * drawn.column} y="12">${runName(runId)}</text>`)}
     ${drawn.links.map((link) => html`<path class=${`ribbon ${isOn(link.parent) || isOn(link.child) ? "" : "dim"}`} d=${path(link)}
       style=${{ "--ink": clusterColor(link.parent), strokeWidth: Math.max(1, link.width) }}>
       <title>${`${link.parent} to ${link.child}: ${percent(link.value)} of the rows`}</title></path>`)}
@@ -98,9 +109,9 @@ function Sankey({ drawn, runs, shownRun, selected, onCluster }) {
 }
 
 function Events({ run, data, onCluster }) {
-  const own = data.events.filter(({ run_id: id }) => id === run.map.runId);
+  const own = data.events.filter(({ run_id: id }) => id === data.run_id);
   const news = own.filter(({ event }) => event !== "kept");
-  const earlier = data.events.filter(({ run_id: id, event }) => id !== run.map.runId && event !== "kept").reverse();
+  const earlier = data.events.filter(({ run_id: id, event }) => id !== data.run_id && event !== "kept").reverse();
   const line = (event, withRun) => {
     const id = event.cluster_id;
     const isHere = run.byId.has(id);

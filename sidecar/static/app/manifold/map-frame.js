@@ -5,7 +5,6 @@ import { query } from "../routes.js";
 import { ZONES } from "../state.js";
 import { zoneColor } from "../ui/colors.js";
 import { Legend } from "../ui/marks.js";
-import { Loading } from "../ui/states.js";
 import { count, percent, plural, shown, spaced } from "../ui/text.js";
 import { createMap } from "./map.js";
 import { useFacts } from "./facts.js";
@@ -29,9 +28,7 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
   on.current = { onClick, onLasso, onEscape };
 
   useEffect(() => {
-    let made = null;
-    let isGone = false;
-    createMap(frame.current, {
+    const made = createMap(frame.current, {
       hover: (point, at) => setHovered((before) => (before.point === point && !at === !before.at ? before : { point, at })),
       click: (hit) => on.current.onClick(hit),
       lasso: (points) => {
@@ -42,15 +39,11 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
         setLassoing(false);
         on.current.onEscape();
       },
-    }, query.peek().painter ?? null).then((map) => {
-      if (isGone) return map.destroy();
-      made = map;
-      api.current = map;
-      return setMap(map);
-    });
+    }, query.peek().painter ?? null);
+    api.current = made;
+    setMap(made);
     return () => {
-      isGone = true;
-      made?.destroy();
+      made.destroy();
       api.current = null;
     };
   }, []);
@@ -70,7 +63,6 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
       <div class="map" ref=${frame} tabindex="0" role="application" aria-roledescription="map" data-map
         aria-label=${`Map of run ${run.map.runId}: ${plural(run.map.size, "point")} in ${plural(run.clusters.length, "cluster")}`}
         aria-describedby="map-help"></div>
-      ${!map && html`<div class="map-wait"><${Loading} what="the map" /></div>`}
       <div class="map-tools" role="group" aria-label="Map">
         ${tool("Zoom in", "Zoom in (+)", "+", () => map.keys["+"]())}
         ${tool("Zoom out", "Zoom out (−)", "−", () => map.keys["-"]())}

@@ -18,8 +18,8 @@ const REST_MS = 160; // after the last move all points are drawn again
  *   escape: () => void}} on point: an index into the run's map, -1 for none; marked: a row of the overlay
  * @param {string | null} wanted as for `choosePainter`
  */
-export async function createMap(frame, on, wanted) {
-  return new ManifoldMap(frame, on, await choosePainter(wanted));
+export function createMap(frame, on, wanted) {
+  return new ManifoldMap(frame, on, choosePainter(wanted));
 }
 
 class ManifoldMap {

@@ -2,6 +2,7 @@
 // without a graphics card is the faster of the two (docs/performance.md).
 
 import { PointImage } from "../../report/image.js";
+import { WebglPainter } from "./webgl.js";
 
 // Milliseconds that a frame may take here while the map moves: then only every k-th point is drawn.
 const FRAME_MS = 11;
@@ -22,12 +23,11 @@ function graphics() {
  * The painter for this machine.
  * @param {string | null} wanted "webgl" or "image", whatever the machine has; null: the faster one
  */
-export async function choosePainter(wanted = null) {
+export function choosePainter(wanted = null) {
   if (wanted === "image") return new ImagePainter();
   const name = graphics();
   const isFast = name !== null && !SOFTWARE.test(name);
   if (!(wanted === "webgl" ? name !== null : isFast)) return new ImagePainter();
-  const { WebglPainter } = await import("./webgl.js");
   return new WebglPainter();
 }
 

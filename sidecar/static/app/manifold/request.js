@@ -12,9 +12,13 @@ import { ApiError } from "../api.js";
 import { rowsOfRequests, storedRows } from "./data.js";
 import { requestHref } from "./rows.js";
 
+const MOST_ID_BYTES = 1024;
+
 /** The rows of a request on the map of a run: those of the map or, if it has none, those of the store. */
 export function useTrail(run, requestId) {
   return useLoaded(requestId && run ? async (signal) => {
+    // No record has a longer id.
+    if (new TextEncoder().encode(requestId).length > MOST_ID_BYTES) return { rows: [], from: "nowhere" };
     const onMap = await rowsOfRequests(run.map.runId, [requestId], signal);
     if (onMap.length) return { rows: onMap, from: "map" };
     try {

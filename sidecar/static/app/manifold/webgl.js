@@ -1,97 +1,120 @@
-// Points drawn by regl-scatterplot (WebGL).
+// Points drawn by a graphics card. Plain WebGL: the libraries for it make functions of strings, which
+// the page's Content-Security-Policy forbids.
 
-import createScatterplot, { createRenderer } from "../../vendor/regl-scatterplot.js";
 import { pointStyle } from "../../report/image.js";
-import { colorsOf } from "./arrange.js";
 
-/** A KDBush without a point. The map finds points itself, and the index of a million takes a second.
- * Its head is a magic number, version and type of numbers (float64), the size of a node, and how many
- * points there are (kdbush 4). */
-function emptyIndex() {
-  const buffer = new ArrayBuffer(8);
-  new Uint8Array(buffer).set([0xdb, (1 << 4) | 8]);
-  new Uint16Array(buffer, 2, 1)[0] = 16;
-  return buffer;
+const VERTEX = `
+  attribute vec2 place;
+  attribute vec4 color;
+  uniform vec2 middle;
+  uniform vec2 scale;
+  uniform float size;
+  varying vec4 ink;
+  void main() {
+    gl_Position = vec4((place - middle) * scale, 0.0, 1.0);
+    gl_PointSize = size + 1.0;
+    ink = color;
+  }`;
+const FRAGMENT = `
+  precision highp float;
+  uniform float size;
+  uniform float alpha;
+  varying vec4 ink;
+  void main() {
+    float apart = length(gl_PointCoord - 0.5) * (size + 1.0);
+    // One pixel of the edge is blended.
+    float cover = clamp(0.5 * size + 0.5 - apart, 0.0, 1.0);
+    gl_FragColor = vec4(ink.rgb, alpha * cover);
+  }`;
+
+function compiled(gl) {
+  const program = gl.createProgram();
+  for (const [kind, source] of [[gl.VERTEX_SHADER, VERTEX], [gl.FRAGMENT_SHADER, FRAGMENT]]) {
+    const shader = gl.createShader(kind);
+    gl.shaderSource(shader, source);
+    gl.compileShader(shader);
+    gl.attachShader(program, shader);
+  }
+  gl.linkProgram(program);
+  if (!gl.getProgramParameter(program, gl.LINK_STATUS) && !gl.isContextLost()) {
+    throw new Error(`WebGL: ${gl.getProgramInfoLog(program)}`);
+  }
+  return program;
 }
-
-const rgba = (hex, alpha) => [...hex.match(/../g).map((two) => parseInt(two, 16) / 255), alpha];
 
 export class WebglPainter {
   name = "webgl";
+  isLost = false;
 
   constructor() {
     this.canvas = document.createElement("canvas");
-    this.isLost = false;
-    this.size = [0, 0];
+    const gl = this.canvas.getContext("webgl", { alpha: false, antialias: false, depth: false, preserveDrawingBuffer: true });
+    this.gl = gl;
+    this.canvas.addEventListener("webglcontextlost", () => { this.isLost = true; });
+    // Numbers of points need 32 bits.
+    gl.getExtension("OES_element_index_uint");
+    const program = compiled(gl);
+    gl.useProgram(program);
+    this.uniforms = Object.fromEntries(["middle", "scale", "size", "alpha"].map((name) => [name, gl.getUniformLocation(program, name)]));
+    this.buffers = { place: gl.createBuffer(), color: gl.createBuffer(), order: gl.createBuffer() };
+    for (const [name, size, type, isShare] of [["place", 2, gl.FLOAT, false], ["color", 4, gl.UNSIGNED_BYTE, true]]) {
+      gl.bindBuffer(gl.ARRAY_BUFFER, this.buffers[name]);
+      const at = gl.getAttribLocation(program, name);
+      gl.enableVertexAttribArray(at);
+      gl.vertexAttribPointer(at, size, type, isShare, 0, 0);
+    }
+    gl.enable(gl.BLEND);
+    gl.blendFunc(gl.SRC_ALPHA, gl.ONE_MINUS_SRC_ALPHA);
   }
 
   resize(width, height) {
-    this.size = [width, height];
-    this.end();
-    this.map = null;
+    this.ratio = devicePixelRatio;
+    this.canvas.width = Math.round(width * this.ratio);
+    this.canvas.height = Math.round(height * this.ratio);
+    this.gl.viewport(0, 0, this.canvas.width, this.canvas.height);
   }
 
-  /** The renderer has the size with which it was made. */
-  begin() {
-    const [width, height] = this.size;
-    const own = document.createElement("canvas");
-    own.width = Math.round(width * devicePixelRatio);
-    own.height = Math.round(height * devicePixelRatio);
-    own.addEventListener("webglcontextlost", () => { this.isLost = true; });
-    this.renderer = createRenderer({ canvas: own });
-    this.canvas.width = own.width;
-    this.canvas.height = own.height;
-    this.plot = createScatterplot({
-      renderer: this.renderer, canvas: this.canvas, width, height, cameraIsFixed: true,
-      // Its own gestures are off: the map has the same ones whatever draws it.
-      actionKeyMap: {}, lassoOnLongPress: false, deselectOnDblClick: false, deselectOnEscape: false,
-      pointScaleMode: "constant", backgroundColor: [0, 0, 0, 0],
-    });
-  }
-
-  setPoints(map, drawn, look) {
-    if (!this.plot) this.begin();
+  setPoints(map, drawn) {
+    const { gl, buffers } = this;
     this.drawn = drawn;
-    const [x0, x1, y0, y1] = map.extent;
-    this.half = Math.max(x1 - x0, y1 - y0) / 2;
-    this.middle = [(x0 + x1) / 2, (y0 + y1) / 2];
-    const colors = colorsOf(map, look);
-    const codes = look.color === "zone" ? map.zone : map.cluster;
-    // A point's colour is one of those of its mode, or grey: the code after the last.
-    const grey = look.isDark ? "363c45" : "d3d7db";
-    const isBehind = new Uint8Array(map.size);
-    for (let n = 0; n < drawn.behind; n += 1) isBehind[drawn.order[n]] = 1;
-    const count = drawn.order.length;
-    const [x, y, z] = [new Float32Array(count), new Float32Array(count), new Float32Array(count)];
-    drawn.order.forEach((i, n) => {
-      x[n] = (map.x[i] - this.middle[0]) / this.half;
-      y[n] = (map.y[i] - this.middle[1]) / this.half;
-      z[n] = isBehind[i] && !(codes === map.cluster && codes[i] === map.noise) ? colors.length : codes[i];
-    });
-    this.plot.set({ colorBy: "valueZ", pointColor: [...colors, grey].map((hex) => rgba(hex, 1)) });
-    this.ready = this.plot.draw({ x, y, z }, { zDataType: "categorical", spatialIndex: emptyIndex() });
+    if (map !== this.map) {
+      this.map = map;
+      // From the middle of the map, where numbers of 32 bits are the finest.
+      const [x0, x1, y0, y1] = map.extent;
+      this.origin = [(x0 + x1) / 2, (y0 + y1) / 2];
+      const places = new Float32Array(2 * map.size);
+      for (let i = 0; i < map.size; i += 1) {
+        places[2 * i] = map.x[i] - this.origin[0];
+        places[2 * i + 1] = map.y[i] - this.origin[1];
+      }
+      gl.bindBuffer(gl.ARRAY_BUFFER, buffers.place);
+      gl.bufferData(gl.ARRAY_BUFFER, places, gl.STATIC_DRAW);
+    }
+    gl.bindBuffer(gl.ARRAY_BUFFER, buffers.color);
+    gl.bufferData(gl.ARRAY_BUFFER, new Uint8Array(drawn.pixel.buffer), gl.STATIC_DRAW);
+    gl.bindBuffer(gl.ELEMENT_ARRAY_BUFFER, buffers.order);
+    gl.bufferData(gl.ELEMENT_ARRAY_BUFFER, drawn.order, gl.STATIC_DRAW);
   }
 
-  draw(camera) {
-    const { radius, alpha } = pointStyle(camera, this.drawn.order.length);
-    this.plot.set({ pointSize: 2 * radius, opacity: alpha });
-    const unit = (2 * camera.scale) / camera.height;
-    const scale = this.half * unit;
-    this.plot.view(Float32Array.of(
-      scale, 0, 0, 0, 0, scale, 0, 0, 0, 0, 1, 0,
-      (this.middle[0] - camera.x) * unit, (this.middle[1] - camera.y) * unit, 0, 1,
-    ), { preventEvent: true });
+  draw(camera, ground) {
+    const { gl, uniforms, drawn } = this;
+    const { radius, alpha } = pointStyle(camera, drawn.order.length);
+    const [red, green, blue] = ground.match(/../g).map((two) => parseInt(two, 16) / 255);
+    gl.clearColor(red, green, blue, 1);
+    gl.clear(gl.COLOR_BUFFER_BIT);
+    gl.uniform2f(uniforms.middle, camera.x - this.origin[0], camera.y - this.origin[1]);
+    gl.uniform2f(uniforms.scale, (2 * camera.scale) / camera.width, (2 * camera.scale) / camera.height);
+    gl.uniform1f(uniforms.size, 2 * radius * this.ratio);
+    gl.uniform1f(uniforms.alpha, 0.6 * alpha);
+    if (drawn.behind) gl.drawElements(gl.POINTS, drawn.behind, gl.UNSIGNED_INT, 0);
+    gl.uniform1f(uniforms.alpha, alpha);
+    const front = drawn.order.length - drawn.behind;
+    if (front) gl.drawElements(gl.POINTS, front, gl.UNSIGNED_INT, 4 * drawn.behind);
     return 1;
   }
 
-  end() {
-    this.plot?.destroy();
-    this.renderer?.destroy();
-    this.plot = this.renderer = null;
-  }
-
   destroy() {
-    this.end();
+    this.gl.getExtension("WEBGL_lose_context")?.loseContext();
     this.canvas.remove();
   }
 }

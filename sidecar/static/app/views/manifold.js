@@ -68,7 +68,7 @@ function Shown({ query, run, wanted, loading, runs }) {
   const { map, clusters, manifest } = run;
   const api = useRef(null);
   const live = useArriving();
-  const lineage = useLoaded((signal) => loadLineage(map.runId, signal), [map.runId]);
+  const lineage = useLoaded((signal) => loadLineage(map.runId, signal), [map.runId], { keep: true });
   const [tab, setTab] = useState(query.request ? "request" : "clusters");
   const [search, setSearch] = useState("");
   const [taken, setTaken] = useState(null);
