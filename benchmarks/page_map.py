@@ -25,6 +25,8 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -136,16 +138,14 @@ def measured(page: Page, url: str, rows: int, way: str) -> dict[str, Any]:
     painter = WAYS[way][0]
     page.goto(f"{url}/manifold?painter={painter}")
     page.wait_for_selector("[data-map][data-frames]", timeout=PATIENCE_MS)
-    page.wait_for_function(f"({COLORED})() > 0", timeout=PATIENCE_MS)
+    until(page, lambda: page.evaluate(COLORED) > 0)
     found = {"rows": rows, "way": way}
     check(page, rows, painter)
     before = cpu_seconds()
     page.locator("[data-map]").focus()
     panned = page.evaluate(PAN, [SETTLE_MS, MEASURE_MS, PAN_PX])
     cpu = cpu_seconds() - before
-    page.wait_for_function(
-        "document.querySelector('[data-map]').dataset.share === '1.0000'", timeout=PATIENCE_MS
-    )
+    until(page, lambda: page.locator("[data-map]").get_attribute("data-share") == "1.0000")
     check(page, rows, painter)
     if panned["frames"] < 2:
         raise WrongAnswerError(f"{rows:,} points: only {panned['frames']} frames")
@@ -164,6 +164,15 @@ def measured(page: Page, url: str, rows: int, way: str) -> dict[str, Any]:
     }
 
 
+def until(page: Page, true: Callable[[], bool]) -> None:
+    """Wait. The page's policy forbids the browser's own way, which makes a function of a string."""
+    deadline = time.monotonic() + PATIENCE_MS / 1_000
+    while not true():
+        if time.monotonic() > deadline:
+            raise WrongAnswerError("the map was not drawn")
+        page.wait_for_timeout(100)
+
+
 def check(page: Page, rows: int, painter: str) -> None:
     """That the map shows what it must."""
     facts = page.locator("[data-map]").evaluate("node => ({...node.dataset})")
@@ -176,7 +185,7 @@ def check(page: Page, rows: int, painter: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[200_000, 500_000, 1_000_000])
+    parser.add_argument("--rows", type=int, nargs="+", default=[200_000, 1_000_000])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -195,7 +204,9 @@ def main() -> int:
 
     code = common.exit_code(work)
     if given.json and not code:
-        figures = common.about(("playwright",)) | {"maps": found, "viewport": [WIDE, TALL]}
+        figures = common.about(("playwright",)) | {
+            "command": "python benchmarks/page_map.py", "viewport": [WIDE, TALL], "maps": found,
+        }  # fmt: skip
         common.write_figures(given.json, figures)
     return code
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from map_runs import Night, lonely, publish_map
 from playwright.sync_api import Page, expect
-from running import Sidecar, post_rows, running
+from running import Sidecar, post_rows, running, until
 from served_runs import rows_of
 from stand_in import PageServer
 
@@ -369,7 +369,7 @@ PICTURE = """() => {
 def test_both_painters_draw_the_points_where_they_lie(manifold, nights, painter: str):
     page = manifold(f"?painter={painter}")
     assert state(page, "painter") == painter
-    page.wait_for_function(f"({PICTURE})() > 300")
+    until(lambda: page.evaluate(PICTURE) > 300, "no points are drawn")
     page.keyboard.press("m")
     page.keyboard.press("l")
     row = lonely(nights[1][-1], 1)[0]
