@@ -3,7 +3,7 @@
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../../vendor/preact.js";
 import { byId } from "../../report/dom.js";
 import { colorAt, NOISE_COLOR, zoneColor } from "../../report/colors.js";
-import { maskOf, ofCluster } from "../manifold/arrange.js";
+import { maskOf, ofCluster } from "../manifold/map/arrange.js";
 import { Arrivals } from "../manifold/arrivals.js";
 import { Cards, matches } from "../manifold/cards.js";
 import { loadClusters, loadLineage, loadMap, loadRuns } from "../manifold/data.js";

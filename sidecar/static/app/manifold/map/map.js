@@ -1,8 +1,8 @@
 // The map: points, labels, live points and trails over them, and what pointer and keys do.
 
-import { Labels } from "../../report/labels.js";
-import { Camera, control } from "../../report/view.js";
-import { el } from "../../report/dom.js";
+import { Labels } from "../../../report/labels.js";
+import { Camera, control } from "../../../report/view.js";
+import { el } from "../../../report/dom.js";
 import { arrange, inside, nearest } from "./arrange.js";
 import { Lasso } from "./lasso.js";
 import { Overlay } from "./overlay.js";
@@ -58,7 +58,7 @@ class ManifoldMap {
 
   /** Show a run. The camera stays where it is if there was a run before: maps of one lineage are laid
    * out alike.
-   * @param {import("./data.js").RunMap} map
+   * @param {import("../data.js").RunMap} map
    * @param {object[]} clusters rows of clusters.parquet
    * @param {import("./arrange.js").Look} look */
   show(map, clusters, look) {

@@ -22,7 +22,7 @@ export class Overlay {
     this.ratio = ratio;
   }
 
-  /** @param {import("../../report/view.js").Camera} camera @param {import("./arrange.js").Look} look */
+  /** @param {import("../../../report/view.js").Camera} camera @param {import("./arrange.js").Look} look */
   draw(camera, look) {
     const { points, trail, cursor } = this.marks;
     // A layer without anything is not even composed.
