@@ -103,7 +103,7 @@ def wait_for(url: str, started: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if started.poll() is not None:
-            raise WrongAnswerError(f"{started.args} ended with {started.returncode}")
+            raise WrongAnswerError(f"{started.args!r} ended with {started.returncode}")
         try:
             if httpx.get(url, timeout=5).status_code == 200:
                 return

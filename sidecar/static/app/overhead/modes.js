@@ -28,8 +28,9 @@ export function Modes({ width }) {
     ${config.value && !engine.value ? html`<${NoEngine} />` : html`<div class="stack">
       <form class="row wrap" onSubmit=${begin}>
         <input type="text" class="grow" aria-label="Question" value=${prompt} maxlength="2000" onInput=${(event) => setPrompt(event.target.value)} disabled=${isRunning} />
-        ${isRunning ? html`<button type="button" class="button" onClick=${stop}>Stop</button>`
-          : html`<button class="button primary" disabled=${!prompt.trim() || !engine.value}>Measure</button>`}
+        ${/* Two elements: one that became the other during a click would be sent with it. */ ""}
+        ${isRunning ? html`<button key="stop" type="button" class="button" onClick=${stop}>Stop</button>`
+          : html`<button key="measure" class="button primary" disabled=${!prompt.trim() || !engine.value}>Measure</button>`}
       </form>
       ${isRunning && html`<${Meter} value=${done / of} label="Progress" text=${`${done}/${of}`} />`}
       ${error && html`<${Failure} error=${error} title="The engine did not answer" todo="What was measured until then is kept." />`}
