@@ -33,13 +33,11 @@ function Opened({ request, position }) {
   }, [request]);
   useEffect(() => { if (chosen !== null) request.want(chosen, chosen + 1); }, [chosen]);
   const row = chosen === null ? null : request.row(chosen);
-  const choose = (number) => {
-    setChosen(number);
-    const at = request.row(number)?.position;
-    if (at !== undefined) setQuery({ position: at });
-  };
+  const at = row?.position;
+  // A row that was gone to may come a moment later.
+  useEffect(() => { if (at !== undefined && at !== position) setQuery({ position: at }); }, [at]);
   return html`<div class="inspect inspect-wide" data-version=${version} data-request=${request.id}>
-    <${Panel} title="Rows" flush=${true} class="panel list-panel"><${RowList} request=${request} chosen=${chosen} onChoose=${choose} /><//>
+    <${Panel} title="Rows" flush=${true} class="panel list-panel"><${RowList} request=${request} chosen=${chosen} onChoose=${setChosen} /><//>
     <div class="stack inspect-main">
       <${Panel} title="Request" says=${html`<${Given} text=${request.id} most=${90} />`} tools=${html`<a class="button" href=${`/compare?a=request:${encodeURIComponent(request.id)}`}>Compare</a>`}>
         <${Summary} summary=${summary} /><//>
