@@ -103,11 +103,13 @@ async def request_summary(
     offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     limit: Annotated[int, Query(ge=0, le=1_000)] = 100,
     vectors: Annotated[bool, Query(description="Give each row's vector.")] = False,
+    summary: Annotated[bool, Query(description="Without it: the rows alone, at once.")] = True,
 ) -> Response:
     """Zones are decided from the stored vectors by the rules of the served run, or else by the
     standard ones. Rows are in the order of position and layer."""
     service = request.app.state.service
-    return Json(await STORE(_request, service, request_id, offset, limit, vectors))
+    asked = _request if summary else _rows_alone
+    return Json(await STORE(asked, service, request_id, offset, limit, vectors))
 
 
 def _request(
@@ -117,18 +119,46 @@ def _request(
     try:
         table, count = _first_rows(store, request_id)
         if not count:
-            raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
+            raise _missing(request_id)
         rows = table.slice(offset, limit)
         if limit and rows.num_rows < min(limit, count - offset):
             rows = store.request(request_id, offset, limit).rows
     except StoreError as error:
         raise unreadable(error) from None
     return {
-        "request_id": request_id, "rows": count, **Read(table, run).summary(), "offset": offset,
+        "request_id": request_id, "rows": count, **Read(table, run).summary(),
+        **_page(rows, count, run, offset, limit, vectors),
+    }  # fmt: skip
+
+
+def _rows_alone(
+    service: Any, request_id: str, offset: int, limit: int, vectors: bool
+) -> dict[str, Any]:
+    """A page of rows without the summary, which takes all rows of the request to make."""
+    try:
+        count, rows = service.store.request(request_id, offset, max(limit, 1))
+    except StoreError as error:
+        raise unreadable(error) from None
+    if not count:
+        raise _missing(request_id)
+    page = _page(rows.slice(0, limit), count, service.serving.current, offset, limit, vectors)
+    return {"request_id": request_id, "rows": count, **page}
+
+
+def _page(
+    rows: pa.Table, count: int, run: Any, offset: int, limit: int, vectors: bool
+) -> dict[str, Any]:
+    return {
+        "offset": offset,
         "records": Read(rows, run).records(vectors),
         "next_offset": offset + limit if limit and offset + limit < count else None,
-        "run_id": run.run_id if run else None, "schema_version": ANSWER_VERSION,
-    }  # fmt: skip
+        "run_id": run.run_id if run else None,
+        "schema_version": ANSWER_VERSION,
+    }
+
+
+def _missing(request_id: str) -> HTTPException:
+    return HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
 
 
 def _first_rows(store: Any, request_id: str) -> tuple[pa.Table, int]:

@@ -57,7 +57,7 @@ class Engine:
         self.process = AttnProcess(*self._arguments)
         self._reader = threading.Thread(target=lambda: list(self.process.lines()), daemon=True)
         self._reader.start()
-        until(self._is_up, "the engine does not answer")
+        until(self._is_up, "the engine does not answer", timeout=3 * PATIENCE_S)
 
     def _is_up(self) -> bool:
         assert self.process.alive_after(0), self.process.said

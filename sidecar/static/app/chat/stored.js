@@ -42,10 +42,10 @@ async function isStored(requestId, session) {
 async function addRows(trace) {
   let offset = 0;
   while (offset !== null) {
-    const page = await get(`/requests/${encodeURIComponent(trace.responseId)}?vectors=true&limit=${PAGE}&offset=${offset}`);
+    const page = await get(`/requests/${encodeURIComponent(trace.responseId)}?summary=${offset === 0}&vectors=true&limit=${PAGE}&offset=${offset}`);
     for (const record of page.records) trace.addRecord(record);
     trace.runId ??= page.run_id;
-    trace.layout = page.layout;
+    trace.layout = page.layout ?? trace.layout;
     offset = page.next_offset;
   }
 }

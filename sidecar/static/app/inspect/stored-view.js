@@ -33,13 +33,11 @@ function Opened({ request, position }) {
   }, [request]);
   useEffect(() => { if (chosen !== null) request.want(chosen, chosen + 1); }, [chosen]);
   const row = chosen === null ? null : request.row(chosen);
-  const choose = (number) => {
-    setChosen(number);
-    const at = request.row(number)?.position;
-    if (at !== undefined) setQuery({ position: at });
-  };
+  const at = row?.position;
+  // A row that was gone to may come a moment later.
+  useEffect(() => { if (at !== undefined && at !== position) setQuery({ position: at }); }, [at]);
   return html`<div class="inspect inspect-wide" data-version=${version} data-request=${request.id}>
-    <${Panel} title="Rows" flush=${true} class="panel list-panel"><${RowList} request=${request} chosen=${chosen} onChoose=${choose} /><//>
+    <${Panel} title="Rows" flush=${true} class="panel list-panel"><${RowList} request=${request} chosen=${chosen} onChoose=${setChosen} /><//>
     <div class="stack inspect-main">
       <${Panel} title="Request" says=${html`<${Given} text=${request.id} most=${90} />`} tools=${html`<a class="button" href=${`/compare?a=request:${encodeURIComponent(request.id)}`}>Compare</a>`}>
         <${Summary} summary=${summary} /><//>
@@ -58,15 +56,43 @@ function StoredExperts({ row }) {
 
 function Summary({ summary }) {
   const { zones, phases, clusters } = summary;
-  const spans = summary.zone_path;
-  const total = spans.reduce((sum, { rows }) => sum + rows, 0);
+  const { parts, rows: covered } = zoneParts(summary.zone_path);
   return html`<div class="stack">
     <${Facts} plain=${true} facts=${[["model", html`<${Given} text=${summary.model} most=${60} />`], ["rows", count(summary.rows), summary.summarised_rows < summary.rows ? `first ${count(summary.summarised_rows)} summarised` : null],
       ["prompt", summary.prompt_len === null ? "–" : plural(summary.prompt_len, "token")], ["layers", summary.layers.map((one) => (one === -1 ? "mean" : one)).join(", ")],
       ["capture", html`<code>${summary.capture_id}</code>`], ["first row", moment(summary.first_at)], summary.session_id && ["session", html`<${Given} text=${summary.session_id} most=${40} />`]]} />
-    <div><h3>Zones over the steps</h3><${ShareBar} label="Zones over the steps" parts=${spans.slice(0, 1500).map(({ zone, rows, first_step: first }) => [`${spaced(zone)} from step ${first}`, rows / (total || 1), zoneColor(zone)])} />
-      <p class="small quiet">${Object.entries(zones).filter(([, share]) => share > 0).sort((a, b) => b[1] - a[1]).map(([zone, share]) => `${spaced(zone)} ${percent(share, 0)}`).join(", ")}; ${plural(summary.zone_spans, "span")}</p></div>
+    <div><h3>Zones over the steps</h3><${ShareBar} label="Zones over the steps" parts=${parts} />
+      <p class="small quiet">${Object.entries(zones).filter(([, share]) => share > 0).sort((a, b) => b[1] - a[1]).map(([zone, share]) => `${spaced(zone)} ${percent(share, 0)}`).join(", ")}; ${plural(summary.zone_spans, "span")}${summary.zone_spans > summary.zone_path.length ? `, of which the bar has the first ${count(covered)} rows` : ""}</p></div>
     <div class="row wrap small">${Object.entries(phases).map(([phase, { rows, mean_entropy: entropy }]) => html`<span key=${phase} class="row"><span class="swatch" style=${{ "--ink": phaseColor(phase) }}></span>${phase}: ${plural(rows, "row")}, entropy ${entropy.toFixed(2)}</span>`)}</div>
     ${clusters?.clusters.length > 0 && html`<ul class="few-clusters">${clusters.clusters.slice(0, 5).map(({ cluster_id: id, label, share }) => html`<li key=${id} class="row"><${Cluster} id=${id} label=${label} /><span class="quiet small">${percent(share, 0)}</span></li>`)}</ul>`}
   </div>`;
+}
+
+// Stripes that can still be told apart.
+const MOST_STRIPES = 240;
+
+/** Spans of zones as stripes of a bar: each is of the zone that most of its rows are in. */
+function zoneParts(spans) {
+  const rows = spans.reduce((sum, span) => sum + span.rows, 0);
+  const size = Math.max(1, Math.ceil(rows / MOST_STRIPES));
+  const parts = [];
+  let [counts, held] = [{}, 0];
+  const close = () => {
+    const [zone] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0];
+    const last = parts.at(-1);
+    if (last?.zone === zone) last[1] += held / rows;
+    else parts.push(Object.assign([spaced(zone), held / rows, zoneColor(zone)], { zone }));
+    [counts, held] = [{}, 0];
+  };
+  for (const span of spans) {
+    for (let left = span.rows; left > 0;) {
+      const taken = Math.min(left, size - held);
+      counts[span.zone] = (counts[span.zone] ?? 0) + taken;
+      held += taken;
+      left -= taken;
+      if (held === size) close();
+    }
+  }
+  if (held) close();
+  return { parts, rows };
 }

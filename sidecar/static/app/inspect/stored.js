@@ -53,7 +53,7 @@ export class StoredRequest {
     // The oldest is the one that was asked for longest ago.
     if (this.#pages.size > MOST_PAGES) this.#pages.delete(this.#pages.keys().next().value);
     try {
-      const found = await get(`/requests/${encodeURIComponent(this.id)}?vectors=true&limit=${PAGE_ROWS}&offset=${page * PAGE_ROWS}`);
+      const found = await get(`/requests/${encodeURIComponent(this.id)}?summary=false&vectors=true&limit=${PAGE_ROWS}&offset=${page * PAGE_ROWS}`);
       loading.rows = found.records;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
@@ -80,7 +80,7 @@ export class StoredRequest {
   }
 
   async #positionOf(row) {
-    const { records } = await get(`/requests/${encodeURIComponent(this.id)}?limit=1&offset=${row}`);
+    const { records } = await get(`/requests/${encodeURIComponent(this.id)}?summary=false&limit=1&offset=${row}`);
     return records[0]?.position ?? null;
   }
 }

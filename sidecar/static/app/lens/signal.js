@@ -34,16 +34,16 @@ export function Fingerprint({ vector, layout, record = null }) {
     <p>${inWords(vector, layout)}</p>
     <dl class="bars">${bands.map(([name, words], i) => html`<div key=${name}><dt title=${words}>${name}</dt>
         <dd><${Meter} value=${vector[i]} label=${`${name}: ${words}`} mark=${usual && isUsual ? usual[i] : null} /></dd></div>`)}
-      <div><dt title="0: on one token; 1: even over all">entropy</dt><dd><${Meter} value=${vector[3]} label="entropy" mark=${usual && isUsual ? usual[3] : null} text=${figure(vector[3], 2)} /></dd></div>
+      <div><dt title="0: on one token; 1: even over all">entropy</dt><dd><${Meter} value=${vector[3]} label="entropy" mark=${usual && isUsual ? usual[3] : null} text=${vector[3].toFixed(2)} /></dd></div>
       ${Number.isFinite(record?.sink_mass) && html`<div><dt title="Kept apart: no part of the fingerprint">sinks</dt><dd><${Meter} value=${record.sink_mass} label="mass on sink tokens" color="var(--zone-none)" /></dd></div>`}</dl>
     <div><h3>${layout === "layered" ? "Where in the context" : "Distance"}</h3>
       <${Histogram} values=${vector.slice(4, 4 + bins)} usual=${usual && isUsual ? usual.slice(4, 4 + bins) : null} layout=${layout} label="Attention by distance" />
       ${usual && isUsual ? html`<p class="small quiet">Lines, and marks above: the mean of all rows that the served run put into clusters.</p>`
         : html`<p class="small quiet">No run is served to compare it with.</p>`}</div>
-    <div><h3>Zone</h3><p><${Zone} zone=${top.zone} />: ${top.words} ${figure(top.value, 2)}, strong from ${figure(top.strong, 2)}.</p>
+    <div><h3>Zone</h3><p><${Zone} zone=${top.zone} />: ${top.words} ${top.value.toFixed(2)}, strong from ${top.strong.toFixed(2)}.</p>
       <dl class="bars wide">${evidence.map(({ zone, signal, value, evidence: size }) => html`<div key=${zone}><dt>${spaced(zone)}</dt>
-        <dd><${Meter} value=${size} label=${`evidence for ${spaced(zone)}`} color=${zoneColor(zone)} mark=${0.5} text=${figure(size, 2)} />
-          <span class="small quiet">${spaced(signal)} ${figure(value, 2)}</span></dd></div>`)}</dl></div>
+        <dd><${Meter} value=${size} label=${`evidence for ${spaced(zone)}`} color=${zoneColor(zone)} mark=${0.5} text=${size.toFixed(2)} />
+          <span class="small quiet">${spaced(signal)} ${value.toFixed(2)}</span></dd></div>`)}</dl></div>
     <${Classified} vector=${vector} layout=${layout} zone=${top.zone} />
   </div>`;
 }
