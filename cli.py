@@ -22,6 +22,7 @@ from pipeline.store.commands import db_app
 from pipeline.stream.commands import stream_app
 from pipeline.stream.send_command import send
 from sidecar.command import sidecar
+from sidecar.explore.command import explore
 from sidecar.watch.drift_command import command as drift
 
 # Typer shows only the child of the class that it raises for words it cannot parse.
@@ -77,6 +78,7 @@ app.command(context_settings=ANYTHING)(serve)
 app.command()(discover)
 app.command()(classify)
 app.command()(sidecar)
+app.command()(explore)
 app.command()(send)
 app.command("drift")(drift)
 app.add_typer(runs_app, name="runs")

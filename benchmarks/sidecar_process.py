@@ -27,18 +27,19 @@ class Sidecar:
     Args:
         folder: holds its store and its log.
         output: of the runs that it serves.
+        options: further ones of `attn sidecar`.
         stream: where it receives records; by default at any port that is free.
     """
 
     def __init__(
-        self, folder: Path, output: Path, *, store: str = "sidecar.db",
+        self, folder: Path, output: Path, *options: str, store: str = "sidecar.db",
         stream: str = "tcp://127.0.0.1:*",
     ) -> None:  # fmt: skip
         self.store = folder / store
         self.log = (folder / f"{store}.log").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cli", "sidecar", "--port", "0", "--zmq-bind", stream,
-             "--db", str(self.store), "--discovery-dir", str(output)],
+             "--db", str(self.store), "--discovery-dir", str(output), *options],
             cwd=REPO, stderr=self.log,
         )  # fmt: skip
         self.usage = psutil.Process(self.process.pid)

@@ -50,6 +50,15 @@ def read_keys(path: Path, option: str = "--api-key-file") -> ApiKeys:
     Raises:
         OptionError: it cannot be read, other users can read it, or a line cannot be a key.
     """
+    return ApiKeys(_keys_of(path, option))
+
+
+def first_key(path: Path, option: str) -> str:
+    """The first key of a file, for a client that sends it. Raises as `read_keys` does."""
+    return _keys_of(path, option)[0].decode("ascii")
+
+
+def _keys_of(path: Path, option: str) -> list[bytes]:
     try:
         # Without waiting, if somebody made a pipe of it.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -73,7 +82,7 @@ def read_keys(path: Path, option: str = "--api-key-file") -> ApiKeys:
         keys.append(key)
     if not keys:
         raise OptionError(f"{option} {path} holds no key: openssl rand -hex 32 makes one")
-    return ApiKeys(keys)
+    return keys
 
 
 def check_key(key: bytes, what: str) -> None:

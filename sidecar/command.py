@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from capture_kernels.errors import OptionError
+
 from .options import MAX_BATCH, QUEUE_ROWS, SidecarOptions
 
 NONE = "none"
@@ -66,6 +68,13 @@ def sidecar(
     drift_hours: Annotated[
         float, typer.Option(help="Hours of rows that are compared with the run.")
     ] = 1.0,
+    page: Annotated[bool, typer.Option("--page", help="Serve the web page at /.")] = False,
+    engine_url: Annotated[
+        str | None, typer.Option(help="Engine that the page asks through this service.")
+    ] = None,
+    engine_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that the engine wants.")
+    ] = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="OTLP/HTTP address that spans are sent to.")
@@ -83,5 +92,12 @@ def sidecar(
     given["cors_origins"] = tuple(cors_origins or ())
     given["zmq_bind"] = None if zmq_bind.lower() in ("", NONE) else zmq_bind
     options = SidecarOptions(**given)
+    if not page and (engine_url or engine_key_file):
+        raise OptionError("--engine-url and --engine-key-file are for the page: add --page")
     log_to_stderr(as_json=log_json)
-    serve(options)
+    if not page:
+        serve(options)
+        return
+    from .page.config import PageOptions
+
+    serve(options, PageOptions(engine_url, engine_key_file))

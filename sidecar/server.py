@@ -10,18 +10,21 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from capture_kernels.errors import AttnError, OptionError
 
-from .http.app import create_app
+from .http.app import Additions, create_app
 from .http.keys import KeyFile
 from .http.limits import bounded_protocol
 from .http.live import Broadcast
 from .options import SidecarOptions
 from .service import DRAIN_S, Service
+
+if TYPE_CHECKING:
+    from .page.config import PageOptions
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -41,8 +44,15 @@ class RowsLeftError(AttnError):
     exit_code = 3
 
 
-def serve(options: SidecarOptions) -> None:
+def serve(
+    options: SidecarOptions, page: PageOptions | None = None,
+    listening: socket.socket | None = None,
+) -> None:  # fmt: skip
     """Serve until SIGINT or SIGTERM, then drain.
+
+    Args:
+        page: what the web page is served with; None for no page.
+        listening: a socket that takes connections already, in the place of host and port.
 
     Raises:
         AttnError: an option, the store or an address cannot be used.
@@ -53,20 +63,25 @@ def serve(options: SidecarOptions) -> None:
     signals = Signals()
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
     most_connections = room_for_connections()
-    with bound(options) as listening:
+    with listening or bound(options) as ready:
+        additions = None
+        if page is not None:
+            from .page.config import page_additions
+
+            additions = page_additions(page)
         service = Service(options)
-        serve_with(service, listening, keys, most_connections, signals)
+        serve_with(service, ready, keys, most_connections, signals, additions)
 
 
 def serve_with(
     service: Service, listening: socket.socket, keys: KeyFile | None, most_connections: int,
-    signals: Signals,
+    signals: Signals, additions: Additions | None = None,
 ) -> None:  # fmt: skip
     """Answer requests until a signal, then drain. RowsLeftError: as of `serve`."""
     try:
         broadcast = Broadcast()
         config = uvicorn.Config(
-            create_app(service, broadcast, keys),
+            create_app(service, broadcast, keys, additions),
             http=bounded_protocol(most_connections, on_refusal=service.metrics.connection_refused),
             log_config=None, access_log=False, lifespan="off", server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
@@ -79,7 +94,7 @@ def serve_with(
         # for 40 ms, and a large body of JSON begins one.
         gc.collect()
         gc.freeze()
-        announce(service, listening)
+        announce(service, listening, has_page=additions is not None)
         server.run(sockets=[listening])
     finally:
         drained = service.drain(DRAIN_S)
@@ -153,11 +168,12 @@ def room_for_connections() -> int:
     return max(allowed - OTHER_FILES, allowed // 2)
 
 
-def announce(service: Service, listening: socket.socket) -> None:
+def announce(service: Service, listening: socket.socket, *, has_page: bool) -> None:
     """Say where the service is, and what is missing."""
     options = service.options
     host, port = listening.getsockname()[:2]
-    say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port} (docs at /docs)")
+    page = "page at /, " if has_page else ""
+    say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port} ({page}docs at /docs)")
     if service.receiver:
         say(f"receiving fingerprints at {service.receiver.address}")
     if service.hints:

@@ -1,18 +1,22 @@
 // Small pictures: where a cluster looks, shares as bars, the mix over time, a value on its scale.
 
+import { ZONE_ORDER, zoneColor } from "./colors.js";
+import { el, given, percent, plural, spaced, svg } from "./dom.js";
+
 const DISTANCES = Array.from({ length: 16 }, (_, bin) =>
   bin === 0 ? "0–1" : bin === 15 ? "32768 and more" : `${2 ** bin}–${2 ** (bin + 1) - 1}`);
 const TICKS = { 0: "0", 3: "8", 5: "32", 8: "256", 11: "2k", 15: "32k" };
 const POSITIONS = ["the oldest eighth", "2nd", "3rd", "4th", "5th", "6th", "7th", "the newest eighth"];
-const isLayered = data.layout === "layered";
 
-/** The mean fingerprint of all rows in clusters, which each cluster is compared with. */
-const inClusters = data.clusters.reduce((sum, { size }) => sum + size, 0) || 1;
-const usual = Array.from({ length: 20 }, (_, i) =>
-  data.clusters.reduce((sum, { centroid, size }) => sum + centroid[i] * size, 0) / inClusters);
+/** The mean fingerprint of all rows in clusters, which each cluster is compared with: 20 numbers. */
+export function usualOf(clusters) {
+  const rows = clusters.reduce((sum, { size }) => sum + size, 0) || 1;
+  return Array.from({ length: 20 }, (_, i) =>
+    clusters.reduce((sum, { centroid, size }) => sum + centroid[i] * size, 0) / rows);
+}
 
 /** The histogram of a fingerprint, 50 units tall, with the usual values as lines. */
-function bars(values, color, width, bins, words) {
+function bars(values, usual, color, width, bins, words) {
   const means = usual.slice(4, 4 + values.length);
   const top = Math.max(0.25, ...values, ...means);
   const step = width / values.length;
@@ -28,24 +32,25 @@ function bars(values, color, width, bins, words) {
     .concat(svg("path", { class: "base", d: `M0 50.5h${width}` }));
 }
 
-/** Where a cluster looks: distances (log16), or relative positions and depths (layered). */
-function fingerprintPicture(cluster) {
-  const color = clusterColor(cluster.cluster_id);
-  const vector = cluster.centroid;
+/** Where a fingerprint looks: distances (log16), or relative positions and depths (layered).
+ * @param {number[]} vector 20 numbers
+ * @param {{layout: string, usual: number[], color: import("./colors.js").Color}} given usual: the
+ *   fingerprint that it is compared with */
+export function fingerprintPicture(vector, { layout, usual, color }) {
   const text = (x, words, anchor = "middle") =>
     svg("text", { x, y: 63, "text-anchor": anchor, text: words });
   const picture = (says, ...parts) => svg("svg",
     { class: "fingerprint", viewBox: "0 0 320 66", role: "img", "aria-label": says }, ...parts);
-  if (!isLayered) {
+  if (layout !== "layered") {
     return picture(`Share of attention by distance; entropy ${vector[3].toFixed(2)}`,
-      bars(vector.slice(4), color, 320, DISTANCES, "tokens back"),
+      bars(vector.slice(4), usual, color, 320, DISTANCES, "tokens back"),
       Object.entries(TICKS).map(([bin, words]) => text(20 * bin + 10, words)));
   }
   const depths = vector.slice(12);
   const spots = depths.map((value, i) =>
     [184 + (i * 130) / 7, 50 - 50 * Math.max(0, Math.min(1, value))]);
   return picture("Share of attention by position in the context, and entropy by depth of the model",
-    bars(vector.slice(4, 12), color, 150, POSITIONS, "of the keys"),
+    bars(vector.slice(4, 12), usual, color, 150, POSITIONS, "of the keys"),
     text(0, "oldest", "start"), text(150, "newest key", "end"),
     svg("polyline", { class: "depths", ink: color, points: spots.join(" ") }),
     spots.map(([cx, cy], i) => svg("circle", { class: "bar", ink: color, cx, cy, r: 2.5 },
@@ -55,7 +60,7 @@ function fingerprintPicture(cluster) {
 }
 
 /** One bar cut into shares: [[name, share, color], ..]. */
-function shareBar(parts) {
+export function shareBar(parts) {
   return el("div", { class: "share-bar", role: "img",
     "aria-label": parts.map(([name, share]) => `${name} ${percent(share)}`).join(", ") },
   parts.filter(([, share]) => share > 0).map(([name, share, color]) =>
@@ -63,14 +68,14 @@ function shareBar(parts) {
 }
 
 /** A plain bar of a share, against the largest one. */
-function bar(share, top, color) {
+export function bar(share, top, color) {
   const width = `${(100 * Math.min(share, top)) / (top || 1)}%`;
   return el("span", { class: "bar-line", "aria-hidden": "true" },
     el("span", { ink: color, style: { width } }));
 }
 
 /** A value with its interval and its limit on one scale. */
-function scalePicture({ value, limit, low, high }) {
+export function scalePicture({ value, limit, low, high }) {
   if (!given(value) || !given(limit)) return "";
   const numbers = [value, limit, low, high].filter(given);
   const least = Math.min(0, ...numbers);
@@ -85,11 +90,11 @@ function scalePicture({ value, limit, low, high }) {
 }
 
 /** The names of an object by zone, in the usual order; unknown ones last. */
-const zonesOf = (object) =>
+export const zonesOf = (object) =>
   [...new Set([...ZONE_ORDER.filter((zone) => zone in object), ...Object.keys(object)])];
 
 /** The zone mix over time: stacked shares, and under them how many rows each step has. */
-function mixOverTime({ start, step_seconds: step, counts }) {
+export function mixOverTime({ start, step_seconds: step, counts }) {
   const names = zonesOf(counts);
   const steps = Math.max(0, ...names.map((zone) => counts[zone].length));
   const from = Date.parse(start);

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -16,8 +17,13 @@ import pyarrow as pa
 
 from .points import map_points
 
-# In the order in which the page runs them: each may use those before it.
-SCRIPTS = "page points map pointer legend charts clusters lineage quality report".split()
+# ES modules that the sidecar's page uses as well, at /static/report/NAME.js.
+SHARED = "colors dom view image charts labels cards".split()
+# In the order in which the report runs them: each may use those before it. What a shared module
+# exports is in scope of all after it.
+SCRIPTS = [*SHARED, *"page points map legend clusters lineage quality report".split()]
+# The first one is the sidecar's page's as well, at /static/report/cards.css.
+STYLES = ("cards.css", "report.css")
 # Without what may differ in a run that was resumed elsewhere (stage_seconds, versions, created_at),
 # so that the page is the same byte for byte.
 SHOWN = (
@@ -41,8 +47,8 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
         "clusters": clusters.to_pylist(),
         "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
     }
-    style = _own_file("report.css")
-    script = "\n".join(_own_file(f"{name}.js") for name in SCRIPTS)
+    style = "".join(map(_own_file, STYLES))
+    script = "\n".join(['"use strict";', *(plain_script(_own_file(f"{n}.js")) for n in SCRIPTS)])
     page = Template(_own_file("template.html")).substitute(
         policy=(
             f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
@@ -54,6 +60,26 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
         script=script,
     )
     return page.encode()
+
+
+def plain_script(module: str) -> str:
+    """A module without its imports and exports, as part of one script that is inline in the page: a
+    module cannot be, as it is loaded from a URL.
+
+    Raises:
+        ValueError: it imports or exports in another way than `import { a, b } from "./c.js";` and
+            `export` before a declaration.
+    """
+    script = _IMPORT.sub("", module)
+    script = _EXPORT.sub("", script)
+    if found := _OTHER.search(script):
+        raise ValueError(f"a module of the report may not {found[0].strip()!r}: see plain_script")
+    return script
+
+
+_IMPORT = re.compile(r'^import \{[\w\s,]+\} from "\./\w+\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|class|function) )", re.MULTILINE)
+_OTHER = re.compile(r"^\s*(?:import|export)\b.*", re.MULTILINE)
 
 
 def _own_file(name: str) -> str:

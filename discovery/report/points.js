@@ -52,16 +52,13 @@ for (const [name, mode] of Object.entries(modes)) {
 
 const noiseCode = data.points.clusters.indexOf(NOISE);
 
-/** How each point is drawn now: its colour as a canvas pixel, and which lie behind. */
+/** How each point is drawn now (`Drawn` of image.js). */
 const drawn = {
+  x: points.x,
+  y: points.y,
   pixel: new Uint32Array(points.size),
   order: [], // the points that are drawn, those that lie behind first
   behind: 0, // how many of them lie behind
-};
-
-const toPixel = (hex) => {
-  const rgb = parseInt(hex, 16);
-  return (0xff000000 | ((rgb & 0xff) << 16) | (rgb & 0xff00) | (rgb >> 16)) >>> 0;
 };
 
 /** Compute `drawn` from `state`. */

@@ -205,6 +205,13 @@ class Endpoints:
         return get(path, OBJECT, offset=offset, limit=limit, vectors=shown)
 
     @endpoint
+    def compare(self, a: str | dict[str, Any], b: str | dict[str, Any]) -> Call[dict[str, Any]]:
+        """How two sides differ: each KIND:ID, or the rows of a trace (docs/http.md)."""
+        if isinstance(a, str) and isinstance(b, str):
+            return get("/compare", OBJECT, a=a, b=b)
+        return post("/compare", OBJECT, {"a": a, "b": b}, safe=True)
+
+    @endpoint
     def discovery_status(self) -> Call[dict[str, Any]]:
         """The served run, the last reload, and the job that is running."""
         return get("/discovery/status", OBJECT)

@@ -68,13 +68,15 @@ class BodyRefused(HTTPException):
 def protected(
     app: App, limits: Limits, keys: ApiKeys | None = None,
     on_refusal: Callable[[int], None] = lambda status: None,
+    keyless: Callable[[Scope], bool] = lambda scope: False,
 ) -> App:  # fmt: skip
     """`app` behind its limits, with CORS for the given origins only.
 
     Args:
         on_refusal: called with the status of each request that was not let through.
+        keyless: whether a request needs no key; `OPEN` needs none in any case.
     """
-    guarded: App = Guard(app, limits, keys, on_refusal)
+    guarded: App = Guard(app, limits, keys, on_refusal, keyless)
     if limits.origins:
         # Outside, as a browser asks for permission without a key and must read a refusal.
         guarded = CORSMiddleware(
@@ -95,9 +97,11 @@ class Guard:
     """The limits around an ASGI app. Arguments: see `protected`."""
 
     def __init__(
-        self, app: App, limits: Limits, keys: ApiKeys | None, on_refusal: Callable[[int], None]
-    ) -> None:
+        self, app: App, limits: Limits, keys: ApiKeys | None,
+        on_refusal: Callable[[int], None], keyless: Callable[[Scope], bool],
+    ) -> None:  # fmt: skip
         self._app, self._limits, self._keys = app, limits, keys
+        self._keyless = keyless
         self._on_refusal = on_refusal
         self._any_origin = "*" in limits.origins
         self._origins = {origin.encode() for origin in limits.origins}
@@ -127,7 +131,7 @@ class Guard:
             elif name == b"transfer-encoding":
                 chunked = True
         is_open = scope["path"] == OPEN
-        refusal = self._refusal(scope["method"], host, origin, key, length, is_open)
+        refusal = self._refusal(scope, host, origin, key, length, is_open)
         if refusal:
             self._on_refusal(refusal[0])
             await self._refuse(send, receive, *refusal)
@@ -150,17 +154,18 @@ class Guard:
                 self._on_refusal(body.refused)
 
     def _refusal(
-        self, method: str, host: bytes | None, origin: bytes | None, key: bytes | None,
+        self, scope: Scope, host: bytes | None, origin: bytes | None, key: bytes | None,
         length: bytes | None, is_open: bool,
     ) -> tuple[int, str, Headers] | None:  # fmt: skip
         """Status, message and headers if the request is not let through."""
-        limits = self._limits
+        limits, method = self._limits, scope["method"]
         if limits.hosts is not None and (host is None or name_of(host) not in limits.hosts):
             shown = "without a Host header" if host is None else f"for host {_shown(host)}"
             return 421, f"a request {shown}: use http://127.0.0.1", []
         if origin is not None and method not in SAFE_METHODS and not self._may(origin, host):
             return 403, f"pages of {_shown(origin)} may not send this: see --cors-origins", []
-        if self._keys is not None and not is_open and (key is None or key not in self._keys):
+        has_key = self._keys is None or (key is not None and key in self._keys)
+        if not (has_key or is_open or self._keyless(scope)):
             reason = "needs an API key: send Authorization: Bearer KEY, or X-API-Key: KEY"
             if key is not None:
                 reason = "that API key is not valid: see the file of --api-key-file"

@@ -187,8 +187,11 @@ def shown_record(processed: Processed, row: int) -> dict[str, Any]:
     shown |= {"run_id": processed.run_id, "cluster_id": -1, "cluster_label": None,
               "probability": 0.0, "x": None, "y": None}  # fmt: skip
     run, found = processed.run, processed.classified
+    layout = Layout(one.column("layout")[0].as_py())
+    rules = ZoneRules() if run is None else run.classifier.rules
+    evidence = rules.evidence(processed.vectors[row], layout)[0].astype(np.float64)
+    shown["evidence"] = dict(zip(ZONES, np.round(evidence, 6).tolist(), strict=True))
     if found is None:
-        layout = Layout(one.column("layout")[0].as_py())
         zoned = ZoneRules().classify(processed.vectors[row], layout)
         zone, confidence = zoned.zone[0], zoned.confidence[0]
     else:
@@ -216,7 +219,8 @@ event: record
 data: {"request_id":"r-1","session_id":null,"position":41,"layer":-1,"captured_at":\
 "2026-01-10T04:02:11Z","model":"m","phase":"output","token_id":5,"step":12,\
 "comparable":true,"run_id":"2026-01-10T04-02-11","cluster_id":3,"cluster_label":"induction",\
-"probability":0.98,"x":1.5,"y":-0.25,"zone":"semantic_bridge","confidence":0.61}
+"probability":0.98,"x":1.5,"y":-0.25,"zone":"semantic_bridge","confidence":0.61,"evidence":{"syntax_floor":0.11,\
+"semantic_bridge":0.72,"long_range":0.05,"structure_ripple":0.1,"diffuse":0.2}}
 
 event: zones
 data: {"at":"2026-01-10T04:02:12.000000Z","seconds":1.0,"rows":8192,"comparable":8192,\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from datetime import datetime
+from functools import partial
 from threading import Lock
 from typing import Annotated, Any, NamedTuple
 
@@ -107,14 +108,13 @@ async def request_summary(
     offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     limit: Annotated[int, Query(ge=0, le=1_000)] = 100,
     vectors: Annotated[bool, Query(description="Give each row's vector.")] = False,
+    summary: Annotated[bool, Query(description="Without it: the rows alone, at once.")] = True,
 ) -> Response:
     """Zones are decided from the stored vectors by the rules of the served run, or else by the
     standard ones. Rows are in the order of position and layer."""
-    state = request.app.state
-    found = await STORE(
-        _request, state.service, state.summaries, request_id, offset, limit, vectors
-    )  # fmt: skip
-    return Json(found)
+    service, summaries = request.app.state.service, request.app.state.summaries
+    asked = partial(_request, summaries) if summary else _rows_alone
+    return Json(await STORE(asked, service, request_id, offset, limit, vectors))
 
 
 class Summary(NamedTuple):
@@ -147,7 +147,7 @@ class Summaries:
 
 
 def _request(
-    service: Any, summaries: Summaries, request_id: str, offset: int, limit: int, vectors: bool
+    summaries: Summaries, service: Any, request_id: str, offset: int, limit: int, vectors: bool
 ) -> dict[str, Any]:
     store, run = service.store, service.serving.current
     run_id = run.run_id if run else None
@@ -159,7 +159,7 @@ def _request(
         if summary is None or (count, run_id) != summary[:2]:
             table, count = _first_rows(store, request_id)
             if not count:
-                raise HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
+                raise _missing(request_id)
             summary = Summary(count, run_id, Read(table, run).summary())
             summaries.put(request_id, summary)
             rows = table.slice(offset, limit)
@@ -168,11 +168,39 @@ def _request(
     except StoreError as error:
         raise unreadable(error) from None
     return {
-        "request_id": request_id, "rows": count, **summary.fields, "offset": offset,
+        "request_id": request_id, "rows": count, **summary.fields,
+        **_page(rows, count, run, offset, limit, vectors),
+    }  # fmt: skip
+
+
+def _rows_alone(
+    service: Any, request_id: str, offset: int, limit: int, vectors: bool
+) -> dict[str, Any]:
+    """A page of rows without the summary, which takes all rows of the request to make."""
+    try:
+        count, rows = service.store.request(request_id, offset, max(limit, 1))
+    except StoreError as error:
+        raise unreadable(error) from None
+    if not count:
+        raise _missing(request_id)
+    page = _page(rows.slice(0, limit), count, service.serving.current, offset, limit, vectors)
+    return {"request_id": request_id, "rows": count, **page}
+
+
+def _page(
+    rows: pa.Table, count: int, run: Any, offset: int, limit: int, vectors: bool
+) -> dict[str, Any]:
+    return {
+        "offset": offset,
         "records": Read(rows, run).records(vectors),
         "next_offset": offset + limit if limit and offset + limit < count else None,
-        "run_id": run_id, "schema_version": ANSWER_VERSION,
-    }  # fmt: skip
+        "run_id": run.run_id if run else None,
+        "schema_version": ANSWER_VERSION,
+    }
+
+
+def _missing(request_id: str) -> HTTPException:
+    return HTTPException(404, f"there is no request {request_id[:80]!r} in the store")
 
 
 def _first_rows(store: Any, request_id: str) -> tuple[pa.Table, int]:
@@ -205,6 +233,7 @@ class Read:
         self._cluster = np.full(table.num_rows, NOISE, np.int32)
         self._probability = np.zeros(table.num_rows, np.float32)
         self._comparable = np.zeros(table.num_rows, bool)
+        self._coordinates = np.zeros((table.num_rows, 2), np.float32)
         if run is not None and table.num_rows:
             self._classify()
 
@@ -216,6 +245,7 @@ class Read:
         )  # fmt: skip
         found = classifier.classify(self._vectors[same])
         self._cluster[same], self._probability[same] = found.cluster_id, found.probability
+        self._coordinates[same] = found.coordinates
 
     def _matching(self, **values: Any) -> Mask:
         batches = self._table.to_batches()  # one, as its chunks are combined
@@ -299,7 +329,7 @@ class Read:
         }  # fmt: skip
 
     def records(self, vectors: bool) -> list[dict[str, Any]]:
-        """Each row as JSON values, with its step, zone and cluster."""
+        """Each row as JSON values, with its step, zone, cluster and point on the run's map."""
         hidden = {"request_id"} if vectors else {"request_id", "vector"}
         found = self._table.drop_columns(sorted(hidden)).to_pylist()
         for row, one in enumerate(found):
@@ -309,6 +339,8 @@ class Read:
             one["probability"] = (
                 round(float(self._probability[row]), 6) if self._comparable[row] else None
             )
+            point = self._coordinates[row].tolist() if self._comparable[row] else (None, None)
+            one["x"], one["y"] = point
         return found
 
 

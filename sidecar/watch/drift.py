@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +99,15 @@ def _baseline(artifacts: Artifacts) -> Baseline:
         int(manifest["parameters"].get("max_per_request", 0)),
         {kind: float(rules.get(f"{kind[:-1]}_drift", LIMIT)) for kind in KINDS},
     )
+
+
+def spread_over(shares: Shares, ids: NDArray[np.int32], union: NDArray[np.int32]) -> Shares:
+    """Shares of the clusters `ids`, and of noise last, as shares of more clusters."""
+    at: Ints = np.append(np.searchsorted(union, ids), len(union))
+    wide = np.zeros(len(union) + 1)
+    covariance = np.zeros((len(wide), len(wide)))
+    wide[at], covariance[np.ix_(at, at)] = shares.shares, shares.covariance
+    return replace(shares, shares=wide, covariance=covariance)
 
 
 def past_limit(found: dict[str, Any], limits: dict[str, float]) -> list[str]:

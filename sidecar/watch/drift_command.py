@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from capture_kernels.arrays import Ints
 from capture_kernels.errors import ArtifactError, OptionError
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
@@ -26,7 +25,7 @@ from pipeline.record import impossible_rows, vectors
 from pipeline.store.base import Selection
 from pipeline.store.open import open_store
 
-from .drift import KINDS, Baseline, past_limit, read_baseline
+from .drift import KINDS, Baseline, past_limit, read_baseline, spread_over
 
 # Exit code if drift is past --fail-above.
 PAST_LIMIT = 3
@@ -160,15 +159,6 @@ def by_ids(before: Baseline, after: Baseline, seed: int) -> dict[str, Any] | Non
     union = np.union1d(before.ids, after.ids).astype(np.int32)
     sides = [spread_over(side.clusters, side.ids, union) for side in (before, after)]
     return drift(sides[0], sides[1], [str(i) for i in (*union.tolist(), NOISE)], seed)
-
-
-def spread_over(shares: Shares, ids: np.ndarray, union: np.ndarray) -> Shares:
-    """Shares of the clusters `ids`, and of noise last, as shares of more clusters."""
-    at: Ints = np.append(np.searchsorted(union, ids), len(union))
-    wide = np.zeros(len(union) + 1)
-    covariance = np.zeros((len(wide), len(wide)))
-    wide[at], covariance[np.ix_(at, at)] = shares.shares, shares.covariance
-    return replace(shares, shares=wide, covariance=covariance)
 
 
 def of_store(

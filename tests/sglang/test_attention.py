@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from asking import CHAT, COMPLETIONS, GENERATE, MODES, ask
@@ -80,6 +81,35 @@ def test_every_number_of_every_mode(server, tokenizer, known, route, stream, mod
     assert found.attention["rows"] == len(rows)
     assert found.attention["bytes"] > 20 * len(rows)
     assert found.attention["overhead_ms"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_an_answer_names_its_visible_tokens(server, tokenizer, known, route, stream):
+    prompt = fresh_prompt()
+    tokens, length, _ = known(prompt)
+    asked = {"prompt": prompt} if route == "completions" else {
+        "messages": [{"role": "user", "content": prompt}]}  # fmt: skip
+    asked |= {
+        "model": "demo", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True,
+        "stream": stream, "return_attention_tokens": True, "return_prompt_tokens": True,
+        "attention_mask_prefix": 4,
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/{route}", json=asked, timeout=240)
+    assert answer.status_code == 200, answer.text
+    bodies = [answer.json()] if not stream else [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines() if line.startswith("data: {")
+    ]  # fmt: skip
+    named = bodies[0]["prompt_tokens"]
+    assert sum("prompt_tokens" in body for body in bodies) == 1
+    assert [one["id"] for one in named] == tokens[4:length]
+    assert "".join(one["text"] for one in named) == tokenizer.decode(tokens[4:length])
+    output = [one for body in bodies for one in body.get("output_tokens", [])]
+    assert [one["id"] for one in output] == tokens[length:]
+    assert [one["step"] for one in output] == list(range(1, TOKENS + 1))
+    roles = {one.get("role") for one in named}
+    assert roles == ({None} if route == "completions" else {"user"})
 
 
 @pytest.mark.parametrize(

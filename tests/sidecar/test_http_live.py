@@ -157,6 +157,7 @@ def test_the_zones_of_each_second_are_those_of_all_rows(run):
 def test_without_a_run_records_have_the_standard_zones_and_no_cluster():
     broadcast = Broadcast()
     standard = ZoneRules().classify(VECTORS, Layout.LOG16).zone
+    evidence = ZoneRules().evidence(VECTORS, Layout.LOG16)
     with (
         serving(app_of(broadcast)) as server,
         Feed(broadcast, processed(None, 500)),
@@ -173,6 +174,8 @@ def test_without_a_run_records_have_the_standard_zones_and_no_cluster():
         row = int(one["request_id"].rsplit("-", 1)[1]) * 100 + one["position"]
         assert (one["zone"], one["cluster_id"]) == (ZONES[standard[row]], -1)
         assert one["run_id"] is one["cluster_label"] is one["x"] is None
+        assert list(one["evidence"].values()) == pytest.approx(evidence[row].tolist(), abs=1e-6)
+        assert max(one["evidence"], key=one["evidence"].get) == one["zone"]
 
 
 def test_a_sample_is_of_all_rows_that_came_and_not_of_the_first_ones(run):

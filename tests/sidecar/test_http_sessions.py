@@ -191,6 +191,18 @@ def test_rows_come_page_by_page_with_their_vectors_if_asked(store):
             error_of(client.get("/requests/r", params=wrong), 422)
 
 
+def test_rows_alone_are_those_of_the_page_with_its_summary(store):
+    store.append(request_rows("r", VECTORS))
+    with client_of(store, served()) as client:
+        for params in ({"limit": 70}, {"offset": 290, "limit": 70, "vectors": True}, {"limit": 0},
+                       {"offset": 300}):  # fmt: skip
+            whole = client.get("/requests/r", params=params).json()
+            alone = client.get("/requests/r", params={**params, "summary": False}).json()
+            assert "zone_path" not in alone
+            assert alone == {name: whole[name] for name in alone}
+        error_of(client.get("/requests/nobody", params={"summary": False}), 404)
+
+
 def test_a_request_with_records_of_each_layer_has_the_path_of_one(store):
     rng = np.random.default_rng(0)
     vectors = possible_vectors(np.ones(40, np.int64), rng)

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.engines.serving.token_names import Named, NamedOutput
+
 from .model import ServedModel
 from .protocol import ChatRequest, CompletionRequest
 from .sequence import End, Step, Work
@@ -20,16 +22,23 @@ class Answer:
     Args:
         chat: whether it is a chat.
         work: what is generated; its `id` is the response's.
+        prompt: its tokens as the answer names them; None if it does not.
     """
 
     model: ServedModel
     request: ChatRequest | CompletionRequest
     work: Work
+    prompt: list[Named] | None = None
 
     def __post_init__(self) -> None:
         self.chat = isinstance(self.request, ChatRequest)
         self._created = int(time.time())
         self._steps: list[Step] = []
+        self._named_prompt, self._output = self.prompt, None
+        if self.prompt is not None and self.work.capture is not None:
+            hidden = self.work.capture.mask_prefix
+            self._output = NamedOutput(self.model.tokenizer, len(self.work.tokens), hidden)
+        self._waiting: list[Named] = []  # generated tokens that no chunk has named
         self._offset = 0  # characters before the next token, for logprobs of completions
 
     # -- in chunks
@@ -41,8 +50,11 @@ class Answer:
     def chunk(self, step: Step) -> Body | None:
         """What one step says; None for one that says nothing."""
         self._steps.append(step)
+        if self._output is not None:
+            self._waiting += self._output.push([step.chosen.token])
         logprobs = self._logprobs([step])
-        if not (step.text or step.entries or logprobs or step.finish_reason):
+        says = step.text or step.entries or logprobs or step.finish_reason or self._waiting
+        if not says:
             return None
         delta: Body = {"content": step.text} if step.text or not step.finish_reason else {}
         if step.entries:
@@ -71,7 +83,12 @@ class Answer:
             choice["text"] = delta.pop("content", "")
             choice |= delta
         choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head(chunk=True), "choices": [choice]}
+        chunk = {**self._head(chunk=True), "choices": [choice]}
+        if self._named_prompt is not None:
+            chunk["prompt_tokens"], self._named_prompt = self._named_prompt, None
+        if self._waiting:
+            chunk["output_tokens"], self._waiting = self._waiting, []
+        return chunk
 
     # -- whole
 
@@ -97,6 +114,9 @@ class Answer:
                 choice["message"]["attention_tokens"] = entries
         end = self._end
         body = {**self._head(), "choices": [choice], "usage": self._usage(end)}
+        if self._output is not None:
+            tokens = [step.chosen.token for step in self._steps]
+            body |= {"prompt_tokens": self.prompt, "output_tokens": self._output.push(tokens)}
         if end.scores is not None:
             prompt, fed = len(self.work.tokens), len(self.work.tokens) + len(self._steps) - 1
             body["attn_capture_data"] = end.scores.entries(fed, prompt)

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving.request import CaptureRequest, RequestError
 from pipeline.engines.serving.sinks import RecordSink
+from pipeline.engines.serving.token_names import Named, named_prompt
 
 from .answers import Answer, Body
 from .errors import BodyTooLargeError, ClientGoneError, FailedError, error_body, error_response
@@ -83,9 +84,9 @@ class _Server:
         try:
             body = await self._body(http)
             # Prompts take a tokenizer's time: not in the event loop.
-            request, work = await asyncio.to_thread(self._read, body, kind)
+            request, work, named = await asyncio.to_thread(self._read, body, kind)
             running = Running(self._loop, work)
-            answer = Answer(self._model, request, work)
+            answer = Answer(self._model, request, work, named)
             if request.stream:
                 # The first step comes before the status, so that what fails has one.
                 first = await running.unless_gone(http, running.next())
@@ -106,7 +107,7 @@ class _Server:
                 )
         return bytes(body)
 
-    def _read(self, body: bytes, kind: type[R]) -> tuple[R, Work]:
+    def _read(self, body: bytes, kind: type[R]) -> tuple[R, Work, list[Named] | None]:
         request, model = parse(body, kind), self._model
         secret = model.options.secret
         capture = CaptureRequest.from_custom_params(request.custom_params, secret)
@@ -135,7 +136,13 @@ class _Server:
             alternatives=request.alternatives,
             capture=capture,
         )
-        return request, work
+        named = None
+        if capture is not None and capture.name_tokens:
+            roles = None
+            if isinstance(request, ChatRequest):
+                roles = model.roles(request.messages, tokens, request.chat_template_kwargs or {})
+            named = named_prompt(model.tokenizer, tokens, capture.mask_prefix, roles)
+        return request, work, named
 
     async def _whole(self, http: Request, running: Running, answer: Answer) -> Response:
         async def collect() -> Body:

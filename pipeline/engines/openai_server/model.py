@@ -18,6 +18,7 @@ from pipeline.engines.serving.phases import PhaseTracker, starts_inside, think_t
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
 from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.system_prompt import Message, count_system_tokens
+from pipeline.engines.serving.token_names import roles_of
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.record import capture_id
 
@@ -159,6 +160,16 @@ class ServedModel:
     ) -> int:
         """How many of a conversation's tokens are its system prompt: `count_system_tokens`."""
         return count_system_tokens(
+            [_plain(message) for message in messages],
+            tokens,
+            lambda some: self._template(some, template_arguments, False),
+        )
+
+    def roles(
+        self, messages: list[Message], tokens: list[int], template_arguments: dict[str, Any]
+    ) -> list[str | None]:
+        """The role of each of a conversation's tokens, as far as it is known: `roles_of`."""
+        return roles_of(
             [_plain(message) for message in messages],
             tokens,
             lambda some: self._template(some, template_arguments, False),

@@ -36,6 +36,7 @@ def serve(
     reasoning_parser: str | None = None,
     device: str = "auto",
     served_name: str | None = None,
+    listening: socket.socket | None = None,
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; records that wait are then handed on.
 
@@ -43,6 +44,7 @@ def serve(
         name: folder or hub name of the model.
         port: 0 for any that is free; the line on stderr says which.
         reasoning_parser, device, served_name: as of `ServedModel`.
+        listening: a socket that takes connections already, in the place of host and port.
 
     Raises:
         OptionError: an option, the model or the address cannot be used.
@@ -51,7 +53,7 @@ def serve(
     """
     with ExitStack() as stack:
         options.check_files()
-        listening = stack.enter_context(_bound(host, port))
+        ready = stack.enter_context(listening or _bound(host, port))
         model = ServedModel(
             name,
             options,
@@ -78,10 +80,10 @@ def serve(
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         server = _Server(config, loop)
-        place = listening.getsockname()
+        place = ready.getsockname()
         captured = ", ".join(map(str, model.layers)) if options.is_on else "none"
         _say(f"serving {model.name} on http://{host}:{place[1]}; captured layers: {captured}")
-        server.run(sockets=[listening])
+        server.run(sockets=[ready])
 
 
 def _say_counts(counts: Counts) -> None:

@@ -11,6 +11,7 @@ FIELDS = (
     "attention_fingerprint_mode", "attention_capture_layers", "attention_capture_head_ids",
     "attention_mask_prefix", "include_prompt_attention", "attention_hubs",
     "attention_moe_routing", "attention_logit_lens", "attn_capture", "attn_capture_layers",
+    "return_prompt_tokens",
 )  # fmt: skip
 # Fields that ask; the others say how.
 ASKING = ("return_attention_tokens", "attn_capture")

@@ -8,7 +8,7 @@ from .options import MOST_TOP_K, ServeOptions
 from .request import ModelFacts
 
 # Features that a request asks for by a field, and whether a server may have them at all.
-FEATURES = ("include_prompt_attention", "head_filtering", "attention_hubs")
+FEATURES = ("include_prompt_attention", "head_filtering", "attention_hubs", "prompt_tokens")
 
 
 def capabilities(options: ServeOptions, facts: ModelFacts) -> dict[str, Any]:

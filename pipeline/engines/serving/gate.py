@@ -50,8 +50,8 @@ ROUTES = {
 THREAD_BYTES = 256 << 10
 # Smaller answers are sent as they are. A higher level gained 2% and took up to twice as long.
 GZIP_LEAST_BYTES, GZIP_LEVEL = 500, 5
-# All our fields hold one of the first two; the third may spell them.
-_MARKS = (b"attention", b"attn", b"\\u")
+# All our fields hold one of the first three; the last may spell them.
+_MARKS = (b"attention", b"attn", b"return_prompt_tokens", b"\\u")
 
 
 class CaptureGate:
@@ -153,6 +153,11 @@ class CaptureGate:
             self._check_client(scope, next(iter(fields)))
             request = parse_request(body, _texts(scope), self._options, self._facts())
             assert request is not None, "it asks"
+            if path == GENERATE and request.name_tokens:
+                raise RequestError(
+                    f"{GENERATE} does not name tokens: use /v1/completions",
+                    "return_prompt_tokens",
+                )
             return Prepared(self._body(path, body, request), is_asked=True)
         if not sampled or not isinstance(body, dict):
             return None

@@ -59,6 +59,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         session_id: at most 1 KiB of UTF-8.
         stream_entries: whether the response has entries; False if only records or scores are
             wanted.
+        name_tokens: whether the response names the visible tokens.
     """
 
     mode: Mode = "raw"
@@ -79,6 +80,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     traceparent: str | None = None
     session_id: str | None = None
     stream_entries: bool = True
+    name_tokens: bool = False
 
     def with_mask(self, tokens: int) -> CaptureRequest:
         """This request once it is known how many tokens are hidden."""
@@ -115,8 +117,8 @@ class ModelFacts:
         layers: captured by the server, ascending.
         heads: query heads of a layer.
         reasons: feature -> why it is not available: a mode, `include_prompt_attention`,
-            `head_filtering`, `attention_hubs`, `attn_capture`, `moe_routing`, `logit_lens`, or
-            `capture` for all.
+            `head_filtering`, `attention_hubs`, `prompt_tokens`, `attn_capture`, `moe_routing`,
+            `logit_lens`, or `capture` for all.
         score_layers: layers of attn_capture, ascending.
         capture_id: of the records.
     """
@@ -202,6 +204,7 @@ class _Reader:
             lens=self.lens(),
             scores=self.scores(body) if scores else None,
             stream_entries=entries,
+            name_tokens=self.names(),
             **_common(body, headers, self.options, mode)
             | {"mask_prefix": max(self.mask_prefix(), self.options.mask_prefix)},
         )
@@ -318,6 +321,12 @@ class _Reader:
         if tokens:
             self.available("logit_lens", name)
         return tokens
+
+    def names(self) -> bool:
+        wanted = self.flag("return_prompt_tokens")
+        if wanted:
+            self.available("prompt_tokens", "return_prompt_tokens")
+        return wanted
 
     def scores(self, body: dict[str, Any]) -> list[int]:
         if not self.options.enable_attention_instrumentation:

@@ -28,18 +28,25 @@ from pipeline.engines.serving.http.asgi import error_content
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
+from pipeline.engines.serving.token_names import Named, NamedOutput, named_prompt, roles_of
 
 from .facts_file import LiveFacts
 from .recorder_keys import ENTRIES, SCORES, USAGE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DATA, DONE = b"data: ", b"[DONE]"
+# Of a chat's `GenerateReqInput` whose tokens are to be named: their roles.
+ROLES = "_attn_roles"
 
 
 @dataclass
 class Heard:
-    """What is known of one HTTP request's attention. entries: not sent yet; scores: all of its
-    `attn_capture_data`; refused: why SGLang answers with an error."""
+    """What is known of one HTTP request's attention. entries, names: not sent yet; scores: all of
+    its `attn_capture_data`; refused: why SGLang answers with an error.
+
+    Args:
+        secret: that requests are signed with.
+    """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -47,10 +54,18 @@ class Heard:
     refused: RequestError | None = None
     wants_entries: bool = True
     taken: int = 0  # entries of the list that SGLang adds to
+    secret: str = ""
+    names: dict[str, list[Named]] = field(default_factory=dict)
+    output: NamedOutput | None = None
 
     @property
     def is_any(self) -> bool:
-        return bool(self.taken) or self.usage is not None or self.scores is not None
+        said = (self.usage, self.scores, self.output)
+        return bool(self.taken) or any(each is not None for each in said)
+
+    def take_names(self) -> dict[str, list[Named]]:
+        taken, self.names = self.names, {}
+        return taken
 
     def take(self) -> list[dict[str, Any]]:
         taken, self.entries = self.entries, []
@@ -69,6 +84,8 @@ async def heard(
         obj.cache_salt = salted(obj.cache_salt)
     if wanted is not None and current is not None:
         current.wants_entries = wanted.stream_entries
+    if current is not None:
+        await name_prompt(current, obj, self)
     try:
         async with aclosing(original(self, obj, *given, **named)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
@@ -79,6 +96,7 @@ async def heard(
                     if current is not None:
                         meta_info = one.get("meta_info") or {}
                         note(current, meta_info, self.incremental_streaming_output)
+                        name_output(current, one, self.incremental_streaming_output)
                     drop_empty(one)
                 yield output
     except ValueError as error:  # SGLang answers 400
@@ -156,15 +174,48 @@ def note(current: Heard, meta_info: dict[str, Any], incremental: bool) -> None:
         current.usage = usage[-1]
 
 
+async def name_prompt(current: Heard, obj: Any, manager: Any) -> None:
+    """Name the visible tokens of a request's prompt, if it asked for that.
+
+    Args:
+        obj: SGLang's `GenerateReqInput`, with text or tokens; manager: its `TokenizerManager`.
+    """
+    params = getattr(obj, "sampling_params", None)
+    params = params.get("custom_params") if isinstance(params, dict) else None
+    wanted = CaptureRequest.from_custom_params(params, current.secret)
+    if wanted is None or not wanted.name_tokens:
+        return
+    tokenizer, hidden = manager.tokenizer, wanted.mask_prefix
+    tokens = obj.input_ids or tokenizer.encode(obj.text)
+    if isinstance(tokens[0], list):
+        tokens = tokens[0]
+    # Long prompts take a while: not in the event loop.
+    roles = getattr(obj, ROLES, None)
+    named = await asyncio.to_thread(named_prompt, tokenizer, tokens, hidden, roles)
+    current.names = {"prompt_tokens": named, "output_tokens": []}
+    current.output = NamedOutput(tokenizer, len(tokens), hidden)
+
+
+def name_output(current: Heard, output: dict[str, Any], incremental: bool) -> None:
+    """Name what an output generated that is new, as `note` takes what is new of entries."""
+    if current.output is not None:
+        tokens = output.get("output_ids") or []
+        new = tokens if incremental else tokens[current.output.steps :]
+        current.names.setdefault("output_tokens", []).extend(current.output.push(new))
+
+
 class AnswerWriter:
     """An ASGI app around SGLang's: adds attention to the answers of the OpenAI routes.
 
     Args:
+        secret: that requests are signed with.
         at_end: awaited when the server has answered its last request.
     """
 
-    def __init__(self, app: App, at_end: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._app, self._at_end = app, at_end
+    def __init__(
+        self, app: App, at_end: Callable[[], Awaitable[None]] | None = None, secret: str = ""
+    ) -> None:
+        self._app, self._at_end, self._secret = app, at_end, secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" and self._at_end is not None:
@@ -173,7 +224,7 @@ class AnswerWriter:
         if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
             await self._app(scope, receive, send)
             return
-        current = Heard()
+        current = Heard(secret=self._secret)
         token = CURRENT.set(current)
         try:
             await self._app(scope, receive, Writing(current, scope["path"] == CHAT, send))
@@ -254,7 +305,7 @@ class Writing:
         self._add_usage(answer)
         if self._current.scores is not None:
             answer[SCORES] = self._current.scores
-        return _json(answer)
+        return _json({**answer, **self._current.take_names()})
 
     def _events(self, body: bytes) -> bytes:
         """The events of a chunk, which SGLang sends whole, with what is new of attention."""
@@ -266,7 +317,8 @@ class Writing:
         content = line[len(DATA) :].strip()
         if content == DONE:
             # What came after the last text.
-            rest = self._chunk(dict(self._last)) if self._current.entries else b""
+            left = self._current.entries or any(self._current.names.values())
+            rest = self._chunk(dict(self._last)) if left else b""
             return rest + line
         try:
             event = json.loads(content)
@@ -279,6 +331,7 @@ class Writing:
             self._last = {key: event[key] for key in event if key not in ("choices", "usage")}
             if self._current.entries:
                 self._put(event["choices"][0])
+            event |= self._current.take_names()
         self._add_usage(event)
         return DATA + _json(event) + end
 
@@ -286,8 +339,10 @@ class Writing:
         choice: dict[str, Any] = {"index": 0, "finish_reason": None}
         if not self._chat:
             choice["text"] = ""
-        self._put(choice)
-        return DATA + _json({**event, "choices": [choice]}) + b"\n\n"
+        if self._current.entries:
+            self._put(choice)
+        event |= {"choices": [choice], **self._current.take_names()}
+        return DATA + _json(event) + b"\n\n"
 
     def _put(self, choice: dict[str, Any]) -> None:
         place = choice.setdefault("delta", {}) if self._chat else choice
@@ -306,14 +361,15 @@ def hide_system_prompt(
     result: tuple[Any, Any], self: Any, request: Any, *_: Any, secret: str
 ) -> None:
     """After `OpenAIServingChat._convert_to_internal_request`: where the system prompt is to be
-    hidden, how many tokens it has, which only the chat template says.
+    hidden, how many tokens it has, and where tokens are to be named, whose each is: only the chat
+    template says it.
 
     Raises:
         ValueError: it is not known; SGLang answers 400.
     """
     params = result[0].sampling_params.get("custom_params")
     wanted = CaptureRequest.from_custom_params(params, secret)
-    if wanted is None or not wanted.mask_system:
+    if wanted is None or not (wanted.mask_system or wanted.name_tokens):
         return
     tokenizer = self.tokenizer_manager.tokenizer
     tokens = result[0].input_ids
@@ -321,14 +377,24 @@ def hide_system_prompt(
         tokens = tokenizer.encode(result[0].text)
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     arguments = request.chat_template_kwargs or {}
-    try:
-        count = count_system_tokens(
-            messages,
-            tokens,
-            lambda some: tokenizer.apply_chat_template(
+
+    def tokenize(some: list[dict[str, Any]]) -> list[int]:
+        try:
+            found: list[int] = tokenizer.apply_chat_template(
                 some, tokenize=True, add_generation_prompt=False, return_dict=False, **arguments
-            ),
-        )
+            )
+        # Templates are programs of their own, and raise what they like.
+        except Exception as error:
+            raise RequestError(f"the chat template refuses messages: {error}", None) from error
+        return found
+
+    if wanted.name_tokens:
+        # SGLang may run this in a thread, which does not have the context of the request.
+        setattr(result[0], ROLES, roles_of(messages, tokens, tokenize))
+    if not wanted.mask_system:
+        return
+    try:
+        count = count_system_tokens(messages, tokens, tokenize)
     except RequestError as error:
         raise ValueError(str(error)) from None
     hidden = max(wanted.mask_prefix, count)

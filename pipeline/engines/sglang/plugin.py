@@ -248,7 +248,9 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
         sys.stderr.flush()
         end_server()
     # The gate is the outermost of the two: what it refuses never reaches the writer.
-    app.add_middleware(AnswerWriter, at_end=partial(end_model, tokenizer_manager, facts))
+    app.add_middleware(
+        AnswerWriter, at_end=partial(end_model, tokenizer_manager, facts), secret=options.secret
+    )
     app.add_middleware(CaptureGate, options=options, facts=facts)
     say_what_is_captured(options, facts())
 

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_inputs import HOSTILE, RUN, first_run, hostile, later_run
 
+from discovery import report
+from discovery.report.page import SCRIPTS, SHARED, plain_script
 from discovery.report.points import MOST_POINTS, even_rows
 
 
@@ -108,3 +110,34 @@ def test_what_is_no_number_in_json_is_null(tmp_path: Path):
     data = data_of(inputs.html())
     assert data["quality"]["trustworthiness"] is None
     assert data["run_id"] == RUN
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'import * as all from "./dom.js";',
+        'import "./dom.js";',
+        'import { el } from "../dom.js";',
+        "export default el;",
+        "export { el };",
+        "export async function load() {}",
+    ],
+)
+def test_a_module_that_cannot_be_inline_is_refused(line: str):
+    with pytest.raises(ValueError, match="a module of the report may not"):
+        plain_script(f"const a = 1;\n{line}\n")
+
+
+def test_a_shared_module_uses_nothing_but_what_it_imports_of_modules_before_it():
+    folder = Path(report.__file__).parent
+    for place, name in enumerate(SHARED):
+        module = (folder / f"{name}.js").read_text()
+        imported = re.findall(r'^import \{([^}]+)\} from "\./(\w+)\.js";', module, re.M)
+        for names, other in imported:
+            assert other in SHARED[:place], f"{name} imports {other}, which comes later"
+            source = (folder / f"{other}.js").read_text()
+            exported = re.findall(r"^export (?:const|class|function) (\w+)", source, re.M)
+            assert set(re.findall(r"\w+", names)) <= set(exported)
+        # What is inline only: the data of the report and its elements.
+        assert not re.search(r"(?<![\w.])(data|state|\$)[.(\[]", plain_script(module)), name
+    assert set(SHARED) <= set(SCRIPTS)

@@ -314,3 +314,51 @@ def test_a_prompt_in_a_list_of_one_is_heard_as_well():
 
     answer = json.loads(asked(app, "/v1/completions")[1][0]["body"])
     assert answer["choices"][0]["attention_tokens"] == [FIRST]
+
+
+class Spelling:
+    """A tokenizer without a fast one behind it: token i is the i-th letter."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_once_and_none_that_is_hidden(stream, incremental):
+    wanted = CaptureRequest(layers=[0], mask_prefix=2, name_tokens=True)
+
+    async def said(*outputs: list[int]) -> None:
+        async def generate_request(self: Any, obj: Any) -> Any:
+            for output in outputs:
+                yield {"text": "", "meta_info": {}, "output_ids": output}
+
+        manager = SimpleNamespace(incremental_streaming_output=incremental, tokenizer=Spelling())
+        params = {"custom_params": {"attn": wanted.signed("")}}
+        obj = SimpleNamespace(sampling_params=params, input_ids=None, text="abcd")
+        async for _ in heard(generate_request, manager, obj):
+            pass
+
+    async def app(scope, receive, send):
+        await said([4], [5] if incremental else [4, 5])
+        await send(starting(EVENTS if stream else JSON))
+        if stream:
+            await send(body(event({"choices": [{"delta": {}}]}), more=True))
+            await send(body(event({"choices": [{"delta": {}}]}), more=True))
+            await send(body(b"data: [DONE]\n\n"))
+        else:
+            await send(body(b'{"choices": [{}]}'))
+
+    _, bodies = asked(app)
+    if stream:
+        first, second, done = events_of(bodies)
+        assert "prompt_tokens" not in second and done == "DONE"
+    else:
+        first = json.loads(bodies[0]["body"])
+    assert first["prompt_tokens"] == [{"id": 2, "text": "c"}, {"id": 3, "text": "d"}]
+    assert first["output_tokens"] == [
+        {"id": 4, "text": "e", "step": 1}, {"id": 5, "text": "f", "step": 2}
+    ]  # fmt: skip

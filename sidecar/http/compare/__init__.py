@@ -1,0 +1,1 @@
+"""GET and POST /compare: how two sets of fingerprints differ."""

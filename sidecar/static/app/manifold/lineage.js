@@ -1,0 +1,128 @@
+// Which cluster of a run its clusters come from, over some runs: a Sankey diagram, and the events in words.
+
+import { html, useEffect, useMemo, useRef, useState } from "../../vendor/preact.js";
+import { sankey, sankeyLinkHorizontal } from "../../vendor/d3-sankey.js";
+import { clusterColor } from "../ui/colors.js";
+import { Panel } from "../ui/panel.js";
+import { Empty, Failure, Loading } from "../ui/states.js";
+import { percent, plural, runName, shown } from "../ui/text.js";
+import { useLoaded } from "../ui/load.js";
+import { ApiError } from "../api.js";
+import { loadClusters, loadLineage } from "./data.js";
+
+const MOST_RUNS = 6;
+const [LEAST_COLUMN, WORDS_WIDTH, NODE, ROW] = [170, 190, 10, 20];
+const LEAST_SHARE = 0.001;
+const WORDS = { merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed", kept: "kept" };
+
+/** Lineage and clusters of the runs up to one, oldest first; those that are gone are left out. */
+async function loadStory(lineage, signal) {
+  const ids = lineage.runs.filter((id) => !lineage.gone.includes(id)).slice(-MOST_RUNS);
+  const found = await Promise.all(ids.map(async (id) => {
+    try {
+      const [story, { clusters }] = await Promise.all([loadLineage(id, signal), loadClusters(id, signal)]);
+      return { runId: id, story, clusters };
+    } catch (error) {
+      // Deleted between the two answers.
+      if (error instanceof ApiError && [404, 409, 410].includes(error.status)) return null;
+      throw error;
+    }
+  }));
+  return found.filter(Boolean);
+}
+
+const keyOf = (runId, id) => `${runId}:${id}`;
+
+/** @param {number} wide pixels that there are */
+function layoutOf(runs, wide) {
+  const nodes = [];
+  const known = new Set();
+  for (const [column, { runId, clusters }] of runs.entries()) {
+    for (const { cluster_id: id, label, share } of clusters) {
+      known.add(keyOf(runId, id));
+      nodes.push({ key: keyOf(runId, id), runId, id, label, share, column, fixedValue: Math.max(LEAST_SHARE, share) });
+    }
+  }
+  const links = [];
+  for (let at = 1; at < runs.length; at += 1) {
+    const { runId, story } = runs[at];
+    if (story.parent_run !== runs[at - 1].runId) continue;
+    for (const { parent, child, share } of story.links) {
+      const [source, target] = [keyOf(story.parent_run, parent), keyOf(runId, child)];
+      if (known.has(source) && known.has(target) && share > 0) links.push({ source, target, value: share, parent, child });
+    }
+  }
+  // An unseen chain through all runs: without it a run that no link leads to would share a column.
+  const spine = runs.map((_, at) => ({ key: `spine:${at}`, column: at, fixedValue: 0, isSpine: true }));
+  for (let at = 1; at < runs.length; at += 1) links.push({ source: spine[at - 1].key, target: spine[at].key, value: 0, isSpine: true });
+  const most = Math.max(...runs.map(({ clusters }) => clusters.length));
+  const column = Math.max(LEAST_COLUMN, (wide - WORDS_WIDTH) / Math.max(1, runs.length - 1));
+  const [width, height] = [(runs.length - 1) * column + WORDS_WIDTH, Math.max(140, most * ROW)];
+  const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(13, (0.65 * height) / Math.max(1, most)))
+    // One column for each run, whichever links there are.
+    .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes: [...nodes, ...spine], links });
+  return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column };
+}
+
+/**
+ * @param {{run: object, lineage: {data: object | null, error: Error | null, reload: () => void}, selected: number | null,
+ *   onCluster: (runId: string, id: number) => void}} given
+ */
+export function Lineage({ run, lineage, selected, onCluster }) {
+  const { data } = lineage;
+  const { data: runs, error, isLoading, reload } = useLoaded(data ? (signal) => loadStory(data, signal) : null, [data?.run_id, data?.runs.join()], { keep: true });
+  const hasClusters = runs?.some(({ clusters }) => clusters.length > 0);
+  const failed = lineage.error ?? error;
+  const isFirst = data && (!data.parent_run || data.runs.length < 2);
+  return html`<${Panel} title="Lineage" says=${data?.says || null} data-lineage>
+    ${failed ? html`<${Failure} error=${failed} onRetry=${lineage.error ? lineage.reload : reload} todo="The run may have been deleted." />`
+      : isFirst ? html`<${Empty} title="No run before this one">The clusters of the next run will be compared with these.<//>`
+      : !data || !hasClusters ? isLoading || !data ? html`<${Loading} what="the lineage" />` : html`<${Empty} title="Nothing to draw">None of these runs has a cluster.<//>`
+      : html`<div class="lineage-parts">${runs.length > 1 ? html`<${Sankey} runs=${runs} shownRun=${run.map.runId} selected=${selected} onCluster=${onCluster} />` : html`<p class="quiet">The runs before this one are no longer on disk: only what became of their clusters is known.</p>`}
+        <${Events} run=${run} data=${data} onCluster=${onCluster} /></div>`}
+  <//>`;
+}
+
+function Sankey({ runs, shownRun, selected, onCluster }) {
+  const box = useRef(null);
+  const [wide, setWide] = useState(0);
+  const drawn = useMemo(() => layoutOf(runs, wide), [runs, wide]);
+  useEffect(() => {
+    const observer = new ResizeObserver(([{ contentRect }]) => setWide(Math.floor(contentRect.width)));
+    observer.observe(box.current);
+    return () => observer.disconnect();
+  }, []);
+  const path = sankeyLinkHorizontal();
+  const isOn = (id) => selected === null || id === selected;
+  return html`<div class="sankey-scroll" ref=${box} tabindex="0" role="region" aria-label="Diagram of the lineage"><svg class="sankey" width=${drawn.width} height=${drawn.height + 6}
+    viewBox=${`0 0 ${drawn.width} ${drawn.height + 6}`} role="img" aria-label=${`Clusters of ${plural(runs.length, "run")}, and which come from which`}>
+    ${runs.map(({ runId }, column) => html`<text class=${`side ${runId === shownRun ? "now" : ""}`} x=${2 + column * drawn.column} y="12">${runName(runId)}</text>`)}
+    ${drawn.links.map((link) => html`<path class=${`ribbon ${isOn(link.parent) || isOn(link.child) ? "" : "dim"}`} d=${path(link)}
+      style=${{ "--ink": clusterColor(link.parent), strokeWidth: Math.max(1, link.width) }}>
+      <title>${`${link.parent} to ${link.child}: ${percent(link.value)} of the rows`}</title></path>`)}
+    ${drawn.nodes.map((node) => html`<g key=${node.key} class=${`node ${isOn(node.id) ? "" : "dim"}`} data-node=${node.key}
+      onClick=${() => onCluster(node.runId, node.id)}>
+      <title>${`${node.id} ${shown(node.label, 120)}: ${percent(node.share)}`}</title>
+      <rect x=${node.x0} y=${node.y0} width=${NODE} height=${Math.max(2, node.y1 - node.y0)} rx="2" style=${{ "--ink": clusterColor(node.id) }} />
+      <text x=${node.x1 + 5} y=${(node.y0 + node.y1) / 2 + 4}><tspan class="id">${node.id}</tspan>  ${shown(node.label, 22)}</text></g>`)}
+  </svg></div>`;
+}
+
+function Events({ run, data, onCluster }) {
+  const own = data.events.filter(({ run_id: id }) => id === data.run_id);
+  const news = own.filter(({ event }) => event !== "kept");
+  const earlier = data.events.filter(({ run_id: id, event }) => id !== data.run_id && event !== "kept").reverse();
+  const line = (event, withRun) => {
+    const id = event.cluster_id;
+    const isHere = run.byId.has(id);
+    return html`<li>${withRun && html`<code class="quiet">${runName(event.run_id)}</code>`}
+      <span class="mark-word">${WORDS[event.event] ?? event.event}</span>
+      <button type="button" class="id-button" disabled=${!isHere} onClick=${() => onCluster(run.map.runId, id)}
+        aria-label=${`Cluster ${id}`}><span class="id-mark" style=${{ "--ink": clusterColor(id) }}>${id}</span></button>
+      <bdi class="grow">${shown(event.says || event.label || "", 240)}</bdi></li>`;
+  };
+  return html`<div class="events"><h3>What changed in this run</h3>
+    ${news.length ? html`<ul>${news.map((event) => line(event, false))}</ul>` : html`<p class="quiet">Nothing: each cluster is one of the run before.</p>`}
+    ${earlier.length > 0 && html`<details><summary>Earlier: ${plural(earlier.length, "event")}</summary><ul>${earlier.slice(0, 200).map((event) => line(event, true))}</ul></details>`}
+  </div>`;
+}

@@ -1,0 +1,172 @@
+"""The page of a running sidecar in Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from shared import REPO
+
+# Runs to serve and sidecars that run are those of the sidecar's own tests.
+sys.path.insert(0, str(REPO / "tests" / "sidecar"))
+
+from asking import Engine, free_port
+from running import Sidecar, post_rows, running
+from served_runs import publish, rows_of
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+# SwiftShader draws WebGL without a GPU.
+ARGUMENTS = (
+    "--no-sandbox --use-angle=swiftshader --enable-unsafe-swiftshader --disable-quic "
+    "--disable-background-networking --disable-component-update --disable-sync --no-first-run"
+).split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(str(item.fspath)).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(180))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if not found:
+        says = "no Chromium: install one (apt-get install chromium) to test the page"
+        # A machine that checks every change must not leave this out unseen.
+        pytest.fail(says) if os.environ.get("CI") else pytest.skip(says)
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=found, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder of one published run."""
+    output = tmp_path_factory.mktemp("runs")
+    publish(output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def sidecar(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar that serves that run and holds 500 rows of 50 requests."""
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=runs) as found:
+        assert post_rows(found, rows_of(500, "stored")).status_code == 200
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(sidecar: Sidecar) -> str:
+    """The address of that sidecar's page."""
+    return sidecar.url
+
+
+@pytest.fixture(scope="module")
+def with_engine(
+    runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Sidecar, Engine]]:
+    """A sidecar that serves the page, and the engine that it relays to and gets records from."""
+    port, folder = free_port(), tmp_path_factory.mktemp("asked")
+    engine_url = f"http://127.0.0.1:{port}"
+    with running(folder, "--page", "--engine-url", engine_url, runs=runs) as sidecar:
+        engine = Engine(port, sidecar.stream)
+        try:
+            yield sidecar, engine
+        finally:
+            engine.stop()
+
+
+class Watched:
+    """Opens pages, and keeps what went wrong in them.
+
+    Attributes:
+        allowed: parts of console messages that this test brings about, as of a sidecar that ended.
+    """
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._contexts: list[Any] = []
+        self.wrong: list[str] = []
+        self.allowed: list[str] = []
+
+    def open(self, url: str, **options: Any) -> Page:
+        """A page in a context of its own, its view mounted."""
+        usual = {"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce"}
+        context = self._browser.new_context(**{**usual, **options})
+        self._contexts.append(context)
+        page = context.new_page()
+        origin = "/".join(url.split("/")[:3]) + "/"
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
+        page.on("request", lambda asked: self._request(asked.url, origin))
+        page.goto(url)
+        page.wait_for_selector("main[data-view]")
+        return page
+
+    def _console(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(f"console: {message.type} {message.text}")
+
+    def _request(self, url: str, origin: str) -> None:
+        if not url.startswith((origin, "data:", f"blob:{origin}")):
+            self.wrong.append(f"foreign request: {url}")
+
+    def leave(self) -> None:
+        """Close the pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
+    @contextmanager
+    def beside(self, folder: Path, *options: str | Path, **more: Any) -> Iterator[Sidecar]:
+        """A sidecar with the page, as of `running`; pages are closed before it ends."""
+        with running(folder, "--page", *options, **more) as sidecar:
+            try:
+                yield sidecar
+            finally:
+                self.leave()
+
+    def close(self) -> None:
+        self.leave()
+        wrong = [one for one in self.wrong if not any(part in one for part in self.allowed)]
+        assert wrong == []
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    """Opens pages; at the end of the test none may have had an error or a foreign request."""
+    found = Watched(browser)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def show(watched: Watched, site: str) -> Callable[..., Page]:
+    """Open a view of the page by its path and query."""
+
+    def opened(path: str = "/", **options: Any) -> Page:
+        return watched.open(f"{site}{path}", **options)
+
+    return opened
+
+
+@pytest.fixture
+def chat(watched: Watched, with_engine: tuple[Sidecar, Engine]) -> Callable[..., Page]:
+    """Open a view of the page that has an engine, once the page knows of it."""
+
+    def opened(path: str = "/chat", **options: Any) -> Page:
+        page = watched.open(f"{with_engine[0].url}{path}", **options)
+        page.wait_for_selector("[data-connection=open]")
+        if path.startswith("/chat"):
+            page.wait_for_selector(".view-head .says bdi")
+        return page
+
+    return opened
