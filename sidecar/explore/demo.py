@@ -10,32 +10,33 @@ from typing import Any
 from pipeline.examples.prompts import CODENAME, NEEDLE
 
 NEEDED = ("torch", "transformers")
-# The demo model knows these tasks and nothing else: it goes on with a text.
+# The demo model knows such tasks and nothing else: it goes on with a text. What is said of each was
+# seen in its raw entries.
 PROMPTS: tuple[dict[str, Any], ...] = (
     {
         "name": "a number by its key", "prompt": NEEDLE.prompt, "style": "plain",
-        "says": f"the answer is read from the line {NEEDLE.line!r}",
+        "says": f"layer 2 reads the answer from the line {NEEDLE.line!r}, a digit ahead",
     },
     {
         "name": "a codename in a log", "prompt": CODENAME.prompt, "style": "plain",
-        "says": "the answer is read from the entry of the same agent",
+        "says": "layer 2 reads the answer from the entry of the same agent",
     },
     {
         "name": "a table", "style": "plain",
         "prompt": "|   # | name    | value |\n|   1 | droucai |     6 |\n"
         "|   2 | key_o   |     8 |\n|   3 | droucai |    10 |\n|   4 | key_o   |    12 |",
-        "says": "each cell looks one row back, and two where names alternate",
+        "says": "layer 2 looks at the rows above with the same name in this cell",
     },
     {
         "name": "thinking", "style": "plain",
         "prompt": "Feafise: 42\nThegeas: 437\nQuestion: which is larger, Feafise or Thegeas?\n"
         "Answer:",
-        "says": "between <think> and </think> both numbers are read; the answer reads the thought",
+        "says": "in the thought, layer 2 reads names and numbers from the first lines",
     },
     {
         "name": "brackets", "style": "plain",
         "prompt": "Close: ( [ ] ) ( [ [ ] ( ) ] ( ) { } ) ( ( ) ) { { [ { ( ) [ ] [ ]",
-        "says": "each closing bracket looks back at the one that it closes",
+        "says": "layer 2 rests on the first token, layer 3 looks among the brackets",
     },
 )  # fmt: skip
 

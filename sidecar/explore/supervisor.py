@@ -33,6 +33,8 @@ STREAM_PORT = 9001
 # Seconds that the sidecar may take to answer, and a process to end after a signal.
 READY_S, END_S = 60.0, 15.0
 POLL_S = 0.1
+# Bytes of a socket's path, less than any system allows, with ipc://.
+MOST_OF_SOCKET = 100
 # With one of these a program can open a window, or the user has chosen one to open addresses.
 SCREENS = frozenset(("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
 LAST_LINES = 5
@@ -154,7 +156,9 @@ class Explorer:
     def run(self) -> int:
         with tempfile.TemporaryDirectory(prefix="attn-explore-") as folder:
             own = self._options.engine_url is None
-            stream = f"ipc://{folder}/stream" if own else _free_stream()
+            stream = f"ipc://{folder}/stream"
+            if not own or len(stream) > MOST_OF_SOCKET:
+                stream = _free_stream()
             engine = self._start_engine(stream) if own else self._options.engine_url
             self._start_sidecar(stream, engine)
             if not self._ready():

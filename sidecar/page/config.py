@@ -35,21 +35,22 @@ class Prompt:
     says: str
 
 
+# Of a model that nobody has looked at yet: what to look for.
 PROMPTS = (
     Prompt(
         "a fact from the prompt",
         "Nora's badge says Lantern. Felix's says Walnut. Ingrid's says Comet. What does Felix's "
         "badge say?",
         "chat",
-        "the answer's token looks back at the name in the prompt",
+        "which words of the prompt do the tokens of the answer look at?",
     ),
     Prompt(
         "a table", "Write a table of the planets with their moons and their days.", "chat",
-        "columns come back at a distance of one row",
+        "does a cell look one row up, at its own column?",
     ),
     Prompt(
         "a story", "Tell a short story of a lighthouse keeper who finds a letter.", "chat",
-        "prose looks near, and back where a name comes again",
+        "how far back does prose look, and where, when a name comes again?",
     ),
 )  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_an_installed_wheel_serves_the_page_and_the_demo_model(installed, tmp_pa
     with Explore(tmp_path / "data", command=command, environment=environment) as explore:
         index = explore.get("/", accept="text/html")
         assert index.status_code == 200
-        named = re.findall(r'(?:src|href)="(/[^"]+)"', index.text)
+        named = re.findall(r'(?:src|href)="(/static/[^"]+)"', index.text)
         assert named and all(explore.get(name).status_code == 200 for name in named)
         assert explore.get("/static/report/map.js").status_code == 200
         # All files of the checkout's page, and not only those that index.html names.

@@ -139,7 +139,7 @@ def test_what_is_no_browser_gets_the_api_at_the_same_path(page):
 
 def test_everything_that_the_page_names_is_served(page):
     index = page.client.get("/", headers=HTML).text
-    named = re.findall(r'(?:src|href)="(/[^"]+)"', index)
+    named = re.findall(r'(?:src|href)="(/static/[^"]+)"', index)
     assert any(name.endswith(".js") for name in named)
     kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     for name in named:
