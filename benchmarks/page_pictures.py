@@ -11,31 +11,38 @@ VIEW-dark.png, each under 200 KB.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import Browser, Page
+from PIL import Image
+from playwright.sync_api import Browser, Page, ViewportSize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPO, WrongAnswerError, exit_code
 from benchmarks.page_system import System, Traffic, chromium, system
 
-SIZE = {"width": 1440, "height": 900}
+SIZE: ViewportSize = {"width": 1440, "height": 900}
 MOST_BYTES = 200_000
 # Rows a second, and seconds of them until the charts show something.
 RATE, FILL_S = 120.0, 100.0
-QUESTION = (
-    "Nora's badge says Lantern. Felix's says Walnut. Ingrid's says Comet. What does Felix's badge "
-    "say?"
-)
-# A token of the answer, counted from the end.
-ANSWER = -3
+# Seconds until a page of 70,000 points has taken another theme, on a busy machine.
+SETTLE_S = 6.0
+# The model goes on with the number of the first line.
+QUESTION = "alpha: 1729\nbeta: 2048\ngamma: 3141\ndelta: 4096\nalpha:"
+SETTINGS: dict[str, str | int] = {
+    "style": "plain",
+    "temperature": 0,
+    "max_tokens": 6,
+    "prompt_rows": 16,
+}
 TIMEOUT_MS = 120_000
 
 
@@ -46,15 +53,14 @@ def live(page: Page, _: System) -> None:
 
 
 def chat(page: Page, _: System) -> None:
-    ask(page)
-    page.locator("[data-i]").nth(ANSWER).click()
+    page.locator(f"[data-i='{ask(page)}']").click()
 
 
 def inspect(page: Page, _: System) -> None:
-    ask(page)
+    page.locator(f"[data-i='{ask(page)}']").click()
     page.get_by_role("link", name="Inspect", exact=True).click()
-    page.wait_for_selector("main[data-view=inspect] [data-i]")
-    page.locator("[data-i]").nth(ANSWER).click()
+    page.get_by_role("button", name="Measure the same tokens again").click()
+    page.locator("[data-mode=exact] canvas").wait_for()
 
 
 def manifold(page: Page, _: System) -> None:
@@ -118,6 +124,9 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
     context = browser.new_context(viewport=SIZE, color_scheme="light", reduced_motion="reduce")
     context.set_default_timeout(TIMEOUT_MS)
     page = context.new_page()
+    page.add_init_script(
+        f"localStorage.setItem('attn.settings', {json.dumps(json.dumps(SETTINGS))})"
+    )
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     path, show = VIEWS[view]
@@ -126,9 +135,9 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
     show(page, running)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        time.sleep(1.5)
+        time.sleep(SETTLE_S)
         target = images / f"{view}-{scheme}.png"
-        page.screenshot(path=target)
+        write(page.screenshot(), target)
         if target.stat().st_size > MOST_BYTES:
             raise WrongAnswerError(f"{target} has {target.stat().st_size:,} bytes")
         print(f"{target.name}: {target.stat().st_size:,} bytes", flush=True)
@@ -137,11 +146,22 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
         raise WrongAnswerError(f"{view}: {wrong[:3]}")
 
 
-def ask(page: Page) -> None:
-    """Ask the demo model for a name in the prompt, and wait for its answer."""
+def write(shot: bytes, target: Path) -> None:
+    """A picture with 256 colours, a third of its size."""
+    with Image.open(BytesIO(shot)) as image:
+        few = image.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        few.save(target, optimize=True)
+
+
+def ask(page: Page) -> int:
+    """Ask the demo model for a number in the prompt, and wait for its answer: the index of the
+    answer's first token."""
     page.get_by_label("Question").fill(QUESTION)
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector("[data-turn-state=done]")
+    time.sleep(4)  # until the store has its rows
+    tokens = int(page.locator(".flow").get_attribute("data-tokens") or 0)
+    return tokens - int(SETTINGS["max_tokens"])
 
 
 if __name__ == "__main__":

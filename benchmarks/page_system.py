@@ -33,8 +33,8 @@ ARGUMENTS = (
     "--no-sandbox --use-angle=swiftshader --enable-unsafe-swiftshader --disable-quic "
     "--disable-background-networking --disable-component-update --disable-sync --no-first-run"
 ).split()
-# Rows of a message, and sessions that traffic is of.
-BATCH_ROWS, SESSIONS = 250, 6
+# Rows of a message at most, messages a second if the rate is low, and sessions of the traffic.
+BATCH_ROWS, MESSAGES_PER_S, SESSIONS = 250, 10, 6
 START_S = 120.0
 
 
@@ -103,7 +103,7 @@ def wait_for(url: str, started: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if started.poll() is not None:
-            raise WrongAnswerError(f"{started.args} ended with {started.returncode}")
+            raise WrongAnswerError(f"{started.args!r} ended with {started.returncode}")
         try:
             if httpx.get(url, timeout=5).status_code == 200:
                 return
@@ -159,14 +159,15 @@ def _send(stream: str, rate: float, stop: Event, sent: Any) -> None:
     table = sample().combine_chunks()
     random = np.random.default_rng(0)
     names = np.array(table.column("request_id").to_pylist())
+    size = int(min(BATCH_ROWS, max(1, rate / MESSAGES_PER_S)))
     began, number = time.monotonic(), 0
     with Sender(stream, sender_id="page-traffic") as sender:
         while not stop.wait(0.005):
             while sent.value < rate * (time.monotonic() - began) and not stop.is_set():
                 number += 1
-                rows = np.sort(random.integers(0, table.num_rows, BATCH_ROWS))
+                rows = np.sort(random.choice(table.num_rows, size, replace=False))
                 sender.send(_renamed(table.take(rows), names[rows], number))
-                sent.value += BATCH_ROWS
+                sent.value += size
 
 
 def _renamed(table: pa.Table, names: np.ndarray[Any, Any], number: int) -> pa.RecordBatch:

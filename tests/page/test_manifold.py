@@ -12,9 +12,8 @@ import pyarrow as pa
 import pytest
 from map_runs import Night, lonely, publish_map
 from playwright.sync_api import Page, expect
-from running import Sidecar, post_rows, running
+from running import Sidecar, post_rows, running, until
 from served_runs import rows_of
-from stand_in import PageServer
 
 HOSTILE = "<img src=x onerror=hacked=1>\u202e\u0000" + "long " * 2_000
 
@@ -34,11 +33,8 @@ def nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Night]]
 def lineage_site(
     nights: tuple[Path, list[Night]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Sidecar]]:
-    with (
-        running(tmp_path_factory.mktemp("sidecar"), runs=nights[0]) as sidecar,
-        PageServer(sidecar.host_port) as server,
-    ):
-        yield server.url, sidecar
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=nights[0]) as sidecar:
+        yield sidecar.url, sidecar
 
 
 @pytest.fixture
@@ -231,7 +227,7 @@ def test_requests_appear_as_they_arrive_and_leave_a_trail(
     page = watched.open(f"{site}/manifold")
     page.wait_for_selector("[data-map][data-frames]")
     page.get_by_role("tab", name="Live").click()
-    expect(page.locator(".side")).to_contain_text("Nothing has arrived")
+    expect(page.locator(".map-side")).to_contain_text("Nothing has arrived")
     arriving = rows_of(40, "arriving")
     assert post_rows(sidecar, arriving).status_code == 200
     expect(page.locator(".arrivals .row-line").first).to_contain_text("arriving")
@@ -265,11 +261,8 @@ def test_the_scope_shows_the_requests_of_a_session(watched, site, sidecar: Sidec
 @pytest.mark.parametrize("rows", [0, 1, 2, 997])
 def test_maps_of_hardly_any_points_are_shown(watched, tmp_path: Path, rows: int):
     publish_map(tmp_path / "runs", rows=rows, count=0 if rows < 3 else 3)
-    with (
-        running(tmp_path, runs=tmp_path / "runs") as sidecar,
-        PageServer(sidecar.host_port) as server,
-    ):
-        page = watched.open(f"{server.url}/manifold")
+    with running(tmp_path, "--page", runs=tmp_path / "runs") as sidecar:
+        page = watched.open(f"{sidecar.url}/manifold")
         page.wait_for_selector("[data-map][data-frames]")
         assert int(state(page, "drawn")) == rows
         page.get_by_role("button", name="Take the rows in view").click()
@@ -285,11 +278,8 @@ def test_maps_of_hardly_any_points_are_shown(watched, tmp_path: Path, rows: int)
 def test_texts_of_others_stay_texts(watched, tmp_path: Path):
     night = publish_map(tmp_path / "runs", text=HOSTILE[:1_000])
     publish_map(tmp_path / "runs", 1, text=HOSTILE[:1_000], parent=night)
-    with (
-        running(tmp_path, runs=tmp_path / "runs") as sidecar,
-        PageServer(sidecar.host_port) as server,
-    ):
-        page = watched.open(f"{server.url}/manifold?cluster=%3Cimg%3E&session={HOSTILE[:28]}")
+    with running(tmp_path, "--page", runs=tmp_path / "runs") as sidecar:
+        page = watched.open(f"{sidecar.url}/manifold?cluster=%3Cimg%3E&session={HOSTILE[:28]}")
         page.wait_for_selector("[data-map][data-frames]")
         page.mouse.move(*pixel_of(page, lonely(night, 1)[0]))
         page.locator(".card .exemplars button").first.click()
@@ -308,12 +298,9 @@ def test_a_run_that_is_swapped_in_is_shown_without_a_refresh_and_a_deleted_one_s
 ):
     runs = tmp_path / "runs"
     first = publish_map(runs, 0)
-    with (
-        running(tmp_path, "--auto-reload-interval", "1", runs=runs) as sidecar,
-        PageServer(sidecar.host_port) as server,
-    ):
-        followed = watched.open(f"{server.url}/manifold")
-        pinned = watched.open(f"{server.url}/manifold?run={first.run_id}")
+    with running(tmp_path, "--auto-reload-interval", "1", "--page", runs=runs) as sidecar:
+        followed = watched.open(f"{sidecar.url}/manifold")
+        pinned = watched.open(f"{sidecar.url}/manifold?run={first.run_id}")
         for page in (followed, pinned):
             page.wait_for_selector(f"[data-map][data-run='{first.run_id}'][data-frames]")
         second = publish_map(runs, 1, rows=997, parent=first, seed=1)
@@ -340,11 +327,8 @@ def test_a_run_that_does_not_exist_says_what_to_do(watched, lineage_site):
 
 
 def test_without_a_run_the_view_says_how_one_is_made(watched, tmp_path: Path):
-    with (
-        running(tmp_path, runs=tmp_path / "none") as sidecar,
-        PageServer(sidecar.host_port) as server,
-    ):
-        page = watched.open(f"{server.url}/manifold")
+    with running(tmp_path, "--page", runs=tmp_path / "none") as sidecar:
+        page = watched.open(f"{sidecar.url}/manifold")
         expect(page.locator("[data-state=empty]")).to_contain_text("attn discover")
         page.close()
 
@@ -369,7 +353,7 @@ PICTURE = """() => {
 def test_both_painters_draw_the_points_where_they_lie(manifold, nights, painter: str):
     page = manifold(f"?painter={painter}")
     assert state(page, "painter") == painter
-    page.wait_for_function(f"({PICTURE})() > 300")
+    until(lambda: page.evaluate(PICTURE) > 300, "no points are drawn")
     page.keyboard.press("m")
     page.keyboard.press("l")
     row = lonely(nights[1][-1], 1)[0]

@@ -1,6 +1,6 @@
 // The frame of every view: navigation, connection, served run, theme, keys, and what went wrong.
 
-import { Component, html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { Component, html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 import { needsKey, setKey } from "./api.js";
 import { location, navigate, query, route, ROUTES } from "./routes.js";
 import { config, connection, refresh, served, swapped } from "./state.js";
@@ -12,7 +12,7 @@ import { Given, runName } from "./ui/text.js";
 
 export function Shell() {
   const [help, setHelp] = useState(false);
-  useEffect(listenToKeys, []);
+  useLayoutEffect(listenToKeys, []);
   useKeys("Everywhere", {
     "?": ["this help", () => setHelp(true)],
     t: ["light, dark, or as the system", cycleTheme],

@@ -15,7 +15,7 @@ export function Picker({ side, text, known, onChoose }) {
     setKind(event.target.value);
     onChoose(event.target.value === "run" ? "run:latest" : event.target.value === "window" ? windowOf(1) : null);
   };
-  return html`<fieldset class="side" data-side=${side}>
+  return html`<fieldset class="compare-side" data-side=${side}>
     <legend><span class=${`side-mark side-${side}`}>${side.toUpperCase()}</span></legend>
     <select aria-label=${`Kind of side ${side.toUpperCase()}`} value=${shownKind} onChange=${change}>
       ${Object.entries(KINDS).map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}</select>

@@ -137,14 +137,19 @@ export function series(span, steps = 150) {
   const lasted = new Array(size).fill(0);
   const counts = ZONES.map(() => new Array(size).fill(0));
   for (const one of seconds) {
-    const i = Math.floor((one.at - from) / step);
-    if (i < 0 || i >= size || !one.counts) continue;
-    rows[i] += one.rows;
-    lasted[i] += one.seconds;
-    one.counts.forEach((n, z) => { counts[z][i] += n; });
+    if (!one.counts || one.at < from) continue;
+    // Its rows came over the time since the one before it, which may be that of two steps.
+    const began = Math.max(one.at - Math.max(one.seconds, 0.001), from);
+    for (let i = Math.floor((began - from) / step); i < size && from + i * step < one.at; i += 1) {
+      const inside = Math.min(one.at, from + (i + 1) * step) - Math.max(began, from + i * step);
+      const share = inside / (one.at - began);
+      rows[i] += share * one.rows;
+      lasted[i] += inside;
+      one.counts.forEach((n, z) => { counts[z][i] += share * n; });
+    }
   }
-  // The step that is not over yet would always look like a fall.
-  const whole = step > 1.5 ? size - 1 : size;
+  // The step that is not over yet has few rows.
+  const whole = size - 1;
   const at = Array.from({ length: whole }, (_, i) => from + (i + 0.5) * step);
   return {
     at,

@@ -96,7 +96,8 @@ function Card({ cluster, facts, news, isChosen, onPick, onRows, onRequest }) {
       // Only the pane scrolls: the page stays where the map is.
       const pane = host.current.closest(".cards");
       const top = host.current.offsetTop;
-      if (top < pane.scrollTop || top > pane.scrollTop + pane.clientHeight - 80) pane.scrollTop = top - 1;
+      const isCut = top + Math.min(node.offsetHeight, pane.clientHeight) > pane.scrollTop + pane.clientHeight;
+      if (top < pane.scrollTop || isCut) pane.scrollTop = top - 1;
     }
   }, [isChosen, cluster, facts, news]);
   return html`<div class="card-host"><div ref=${host}></div>

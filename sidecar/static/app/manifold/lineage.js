@@ -58,7 +58,7 @@ function layoutOf(runs, wide) {
   const most = Math.max(...runs.map(({ clusters }) => clusters.length));
   const column = Math.max(LEAST_COLUMN, (wide - WORDS_WIDTH) / Math.max(1, runs.length - 1));
   const [width, height] = [(runs.length - 1) * column + WORDS_WIDTH, Math.max(140, most * ROW)];
-  const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(8, (0.4 * height) / Math.max(1, most)))
+  const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(13, (0.65 * height) / Math.max(1, most)))
     // One column for each run, whichever links there are.
     .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes: [...nodes, ...spine], links });
   return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column };

@@ -6,14 +6,14 @@ import { ZONES } from "../state.js";
 import { zoneColor } from "../ui/colors.js";
 import { Legend } from "../ui/marks.js";
 import { count, percent, plural, shown, spaced } from "../ui/text.js";
-import { createMap } from "./map.js";
+import { createMap } from "./map/map.js";
 import { useFacts } from "./facts.js";
 
 const HELP = "Drag to move; click the map, or hold Ctrl, and scroll to zoom; Shift and drag for a lasso. "
   + "Keys: arrows, +, −, 0, L, Esc.";
 
 /**
- * @param {{run: {map: object, clusters: object[]}, look: import("./arrange.js").Look, marks: import("./overlay.js").Marks,
+ * @param {{run: {map: object, clusters: object[]}, look: import("./map/arrange.js").Look, marks: import("./map/overlay.js").Marks,
  *   hiddenZones: Set<string>, onZone: (zone: string) => void, onClick: (hit: object) => void,
  *   onLasso: (points: Uint32Array, words: string) => void, onEscape: () => void, api: {current: any}, says: any}} given
  */

@@ -6,7 +6,7 @@ import { clusterColor, zoneColor } from "../ui/colors.js";
 import { ShareBar } from "../ui/marks.js";
 import { count, percent, plural, shown, spaced } from "../ui/text.js";
 import { VirtualList } from "../ui/virtual-list.js";
-import { countCodes } from "./arrange.js";
+import { countCodes } from "./map/arrange.js";
 import { factsOf, fetchFacts } from "./facts.js";
 
 const MOST_LINES = 6;

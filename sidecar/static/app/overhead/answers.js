@@ -8,7 +8,7 @@ import { Facts, Panel, Table } from "../ui/panel.js";
 import { Empty } from "../ui/states.js";
 import { byteSize, count, duration, figure, percent, shown } from "../ui/text.js";
 
-/** Figures of a turn of the conversation; tokens/s are those from the first token to the last. */
+/** Figures of a turn of the conversation; tokens/s are those of the whole answer. */
 export function figuresOf(turn) {
   const { startedAt, firstAt, endedAt, bytes, attentionBytes, mode } = turn.stats.value;
   void turn.trace.version.value;
@@ -17,7 +17,7 @@ export function figuresOf(turn) {
   const seconds = firstAt === null ? null : (endedAt - firstAt) / 1000;
   const attention = usage?.attention ?? null;
   return {
-    tokens, seconds, bytes, mode, perSecond: seconds > 0 && tokens > 1 ? (tokens - 1) / seconds : null,
+    tokens, seconds, bytes, mode, perSecond: firstAt !== null && tokens ? (1000 * tokens) / (endedAt - startedAt) : null,
     firstSeconds: firstAt === null ? null : (firstAt - startedAt) / 1000,
     attentionBytes: Math.max(attentionBytes, attention?.bytes ?? 0), rows: attention?.rows ?? null,
     overheadMs: attention?.overhead_ms ?? null, whole: firstAt === null ? null : (endedAt - startedAt) / 1000,

@@ -28,8 +28,9 @@ export function Modes({ width }) {
     ${config.value && !engine.value ? html`<${NoEngine} />` : html`<div class="stack">
       <form class="row wrap" onSubmit=${begin}>
         <input type="text" class="grow" aria-label="Question" value=${prompt} maxlength="2000" onInput=${(event) => setPrompt(event.target.value)} disabled=${isRunning} />
-        ${isRunning ? html`<button type="button" class="button" onClick=${stop}>Stop</button>`
-          : html`<button class="button primary" disabled=${!prompt.trim() || !engine.value}>Measure</button>`}
+        ${/* Two elements: one that became the other during a click would be sent with it. */ ""}
+        ${isRunning ? html`<button key="stop" type="button" class="button" onClick=${stop}>Stop</button>`
+          : html`<button key="measure" class="button primary" disabled=${!prompt.trim() || !engine.value}>Measure</button>`}
       </form>
       ${isRunning && html`<${Meter} value=${done / of} label="Progress" text=${`${done}/${of}`} />`}
       ${error && html`<${Failure} error=${error} title="The engine did not answer" todo="What was measured until then is kept." />`}
@@ -47,7 +48,7 @@ export function Modes({ width }) {
             ? `${percent(engineShare)} (${figure(overheadPerToken, 2)} ms a row)` : "–") },
         ]} />
         <p class="quiet small">Medians of ${count(Math.max(...rows.map(({ answers }) => answers)))} answers of about ${count(rows[0].tokens)} tokens to
-          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Slower: tokens/s against those that asked for nothing; within noise where
+          “${shown(asked.prompt, 80)}”, temperature 0, one request at a time. Tokens/s are of the whole answer, the first one included. Slower: tokens/s against those that asked for nothing; within noise where
           the answers overlap. An engine that sends fingerprints to this sidecar captures them for every answer, whatever it was asked for. The engine's figure: its own clock around capture, as a share of the answer's time.</p>`}
       ${state === "stopped" && html`<p class="quiet">It was stopped.</p>`}
     </div>`}

@@ -26,7 +26,7 @@ function optionsOf({ names, colors, isStacked, range, valueText, height, width }
   const axis = { stroke: quiet, font: FONT, grid: { stroke: line, width: 1 }, ticks: { show: false } };
   const many = names.length;
   return {
-    width, height, legend: { show: false }, padding: [6, 2, 0, 0],
+    width, height, legend: { show: false }, padding: [6, 26, 0, 0],
     cursor: { y: false, points: { show: !isStacked, size: 6 }, drag: { x: false, y: false } },
     scales: { x: { time: true }, y: { range: range ?? ((_, low, high) => [Math.min(0, low ?? 0), high > 0 ? 1.08 * high : 1]) } },
     axes: [

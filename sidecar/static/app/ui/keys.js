@@ -1,6 +1,6 @@
 // Keyboard shortcuts: each view says which it has, and the help shows them all.
 
-import { effect, signal, useEffect } from "../../vendor/preact.js";
+import { effect, signal, useLayoutEffect } from "../../vendor/preact.js";
 
 const KEY = "attn.keys";
 /** [[group, {key: [what it does, function]}]] of all that is mounted. */
@@ -19,7 +19,7 @@ effect(() => {
  * @param {Record<string, [string, (event: KeyboardEvent) => void]>} keys by `event.key`
  */
 export function useKeys(group, keys, inputs = []) {
-  useEffect(() => {
+  useLayoutEffect(() => {
     const entry = [group, keys];
     shortcuts.value = [...shortcuts.peek(), entry];
     return () => { shortcuts.value = shortcuts.peek().filter((one) => one !== entry); };

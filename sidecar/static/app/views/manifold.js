@@ -3,7 +3,7 @@
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../../vendor/preact.js";
 import { byId } from "../../report/dom.js";
 import { colorAt, NOISE_COLOR, zoneColor } from "../../report/colors.js";
-import { maskOf, ofCluster } from "../manifold/arrange.js";
+import { maskOf, ofCluster } from "../manifold/map/arrange.js";
 import { Arrivals } from "../manifold/arrivals.js";
 import { Cards, matches } from "../manifold/cards.js";
 import { loadClusters, loadLineage, loadMap, loadRuns } from "../manifold/data.js";
@@ -202,7 +202,7 @@ function Shown({ query, run, wanted, loading, runs }) {
     <div class="atlas">
       <${MapFrame} run=${run} look=${look} marks=${marks} hiddenZones=${hiddenZones} api=${api} says=${says} onClick=${click} onLasso=${take} onEscape=${escape}
         onZone=${(zone) => setHiddenZones((before) => { const next = new Set(before); if (!next.delete(zone)) next.add(zone); return next; })} />
-      <div class="side"><${Tabs} label="What is shown beside the map" tabs=${tabs} chosen=${tab} onChoose=${setTab}>
+      <div class="map-side"><${Tabs} label="What is shown beside the map" tabs=${tabs} chosen=${tab} onChoose=${setTab}>
         ${tab === "clusters" ? html`<${Cards} run=${run} found=${found} selected=${selected} newsOf=${newsOf} onPick=${pick}
             onRows=${(id) => take(ofCluster(map, api.current.drawn, id), `of cluster ${id}`)} onRequest=${(row) => openRequest(row.request_id)} />`
           : tab === "rows" ? html`<${Rows} key=${taken?.key} run=${run} taken=${taken} onPoint=${showPoint} onClear=${() => setTaken(null)} />`

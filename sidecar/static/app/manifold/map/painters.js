@@ -1,7 +1,7 @@
 // What draws the points: WebGL where a graphics card does it, or else an image made in memory, which
 // without a graphics card is the faster of the two (docs/performance.md).
 
-import { PointImage } from "../../report/image.js";
+import { PointImage } from "../../../report/image.js";
 import { WebglPainter } from "./webgl.js";
 
 // Milliseconds that a frame may take here while the map moves: then only every k-th point is drawn.

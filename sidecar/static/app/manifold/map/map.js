@@ -1,8 +1,8 @@
 // The map: points, labels, live points and trails over them, and what pointer and keys do.
 
-import { Labels } from "../../report/labels.js";
-import { Camera, control } from "../../report/view.js";
-import { el } from "../../report/dom.js";
+import { Labels } from "../../../report/labels.js";
+import { Camera, control } from "../../../report/view.js";
+import { el } from "../../../report/dom.js";
 import { arrange, inside, nearest } from "./arrange.js";
 import { Lasso } from "./lasso.js";
 import { Overlay } from "./overlay.js";
@@ -58,7 +58,7 @@ class ManifoldMap {
 
   /** Show a run. The camera stays where it is if there was a run before: maps of one lineage are laid
    * out alike.
-   * @param {import("./data.js").RunMap} map
+   * @param {import("../data.js").RunMap} map
    * @param {object[]} clusters rows of clusters.parquet
    * @param {import("./arrange.js").Look} look */
   show(map, clusters, look) {
@@ -123,10 +123,7 @@ class ManifoldMap {
     }
     const { camera, look, frame } = this;
     const share = this.painter.draw(camera, look.isDark ? "15181d" : "ffffff", this.isMoving);
-    this.labels.place(camera, {
-      selected: look.selected ?? null,
-      shows: (id) => this.showLabels && !look.isGround && (!look.lit || look.lit.has(id)),
-    });
+    this.placeLabels();
     this.overlay.draw(camera, look);
     // The state of the map, for scripts and tests.
     const [x0, y0] = camera.onMap(0, camera.height);
@@ -134,6 +131,23 @@ class ManifoldMap {
     Object.assign(frame.dataset, {
       drawn: this.drawn.order.length, lit: this.drawn.order.length - this.drawn.behind, share: share.toFixed(4),
       zoom: camera.zoom.toFixed(3), view: [x0, y0, x1, y1].join(" "), frames: Number(frame.dataset.frames || 0) + 1,
+    });
+  }
+
+  /** While the map is panned the labels move as one, and are placed anew when it rests: to draw their
+   * text at every frame takes longer than the points do. */
+  placeLabels() {
+    const { camera, look, labelHost: { style } } = this;
+    if (this.isMoving && this.placed?.scale === camera.scale) {
+      const [dx, dy] = camera.onScreen(this.placed.x, this.placed.y);
+      style.transform = `translate(${dx - camera.width / 2}px, ${dy - camera.height / 2}px)`;
+      return;
+    }
+    style.transform = "none";
+    this.placed = { x: camera.x, y: camera.y, scale: camera.scale };
+    this.labels.place(camera, {
+      selected: look.selected ?? null,
+      shows: (id) => this.showLabels && !look.isGround && (!look.lit || look.lit.has(id)),
     });
   }
 

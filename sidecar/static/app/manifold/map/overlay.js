@@ -22,15 +22,18 @@ export class Overlay {
     this.ratio = ratio;
   }
 
-  /** @param {import("../../report/view.js").Camera} camera @param {import("./arrange.js").Look} look */
+  /** @param {import("../../../report/view.js").Camera} camera @param {import("./arrange.js").Look} look */
   draw(camera, look) {
+    const { points, trail, cursor } = this.marks;
+    // A layer without anything is not even composed.
+    this.canvas.hidden = !points.length && !trail.length && !cursor;
+    if (this.canvas.hidden) return;
     const pen = this.canvas.getContext("2d");
     pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     pen.clearRect(0, 0, camera.width, camera.height);
     const theme = look.isDark ? "dark" : "light";
     const [ink, ground] = look.isDark ? ["#e6e8eb", "#15181d"] : ["#1b1f24", "#ffffff"];
     const color = (row) => `#${(look.color === "zone" ? look.zoneColor(row.zone) : look.clusterColor(row.cluster_id))[theme]}`;
-    const { points, trail, cursor } = this.marks;
     const dot = (row, radius) => {
       const [px, py] = camera.onScreen(row.x, row.y);
       pen.beginPath();

@@ -1,6 +1,6 @@
 // The lasso: drawn with Shift held, or with the tool switched on.
 
-import { svg } from "../../report/dom.js";
+import { svg } from "../../../report/dom.js";
 
 const LEAST_PX = 4; // between two corners
 

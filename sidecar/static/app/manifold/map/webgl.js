@@ -1,7 +1,7 @@
 // Points drawn by a graphics card. Plain WebGL: the libraries for it make functions of strings, which
 // the page's Content-Security-Policy forbids.
 
-import { pointStyle } from "../../report/image.js";
+import { pointStyle } from "../../../report/image.js";
 
 const VERTEX = `
   attribute vec2 place;

@@ -1,6 +1,6 @@
 // Which points are drawn, in which colour, which of them lie behind; and finding points.
 
-import { DIMMED, NOISE_COLOR, toPixel, zoneColor } from "../../report/colors.js";
+import { DIMMED, NOISE_COLOR, toPixel, zoneColor } from "../../../report/colors.js";
 
 /**
  * How a map is to look.
@@ -20,7 +20,7 @@ export function colorsOf(map, look) {
 
 /**
  * Order and colour of the points (`Drawn` of report/image.js): those behind first, then the others.
- * @param {import("./data.js").RunMap} map
+ * @param {import("../data.js").RunMap} map
  * @param {Look} look
  */
 export function arrange(map, look) {

@@ -1,2 +1,0 @@
-export * from "regl-scatterplot";
-export { default } from "regl-scatterplot";
