@@ -126,6 +126,11 @@ def test_everything_can_be_done_with_the_keyboard_alone(chat: Chat):
     expect(page.locator("[aria-selected=true][data-i]")).to_have_count(0)
     page.keyboard.press("Home")
     expect(lens(page)).to_have_attribute("data-token", "0")
+    settings = page.get_by_role("button", name="Settings")
+    settings.focus()
+    page.keyboard.press("Enter")
+    expect(settings).to_have_attribute("aria-expanded", "true")
+    flow.focus()
     for _ in range(40):
         if page.evaluate("document.activeElement.getAttribute('role')") == "tab":
             break
@@ -296,10 +301,13 @@ def test_it_fits_its_window(chat: Chat, width: int, scheme: str):
     ask(page, NEEDLE, **GREEDY)
     token(page, tokens(page) - 1).click()
     expect(lens(page)).to_be_visible()
-    page.wait_for_timeout(200)
-    box = token(page, tokens(page) - 1).bounding_box()
-    top = lens(page).bounding_box()
-    assert width >= 1_000 or box["y"] + box["height"] <= top["y"]  # not under the lens
+    last = tokens(page) - 1
+
+    def is_clear() -> bool:
+        box, over = token(page, last).bounding_box(), lens(page).bounding_box()
+        return width >= 1_000 or box["y"] + box["height"] <= over["y"]
+
+    until(is_clear, "the lens hides the pinned token")
     assert_legible(page)
 
 

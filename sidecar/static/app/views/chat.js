@@ -21,11 +21,13 @@ export default function View() {
   const state = imported ? "done" : turn?.state.value ?? null;
   const hasTokens = shownTrace !== null && (shownTrace.version.value, shownTrace.length > 0);
   useEffect(() => { requestAnimationFrame(() => requestAnimationFrame(bringIntoSight)); }, [pinned.value]);
-  useKeys("Chat and Inspect, in the text", {
+  // The text itself takes these, where it has the focus: here they are for the help, under names that
+  // are no key's, so that Enter still presses buttons.
+  useKeys("Chat, in the text", {
     "← →": ["the token before, the next one", () => {}],
     "↑ ↓": ["the line above, below", () => {}],
-    "Enter": ["pin the token in the lens", () => {}],
-    "Esc": ["unpin it", () => { pinned.value = null; }],
+    "↵": ["pin the token in the lens", () => {}],
+    "esc": ["unpin it", () => {}],
   });
   return html`<div class="view-head"><h1>Chat</h1>
       <span class="says">${imported ? html`imported trace <${Given} text=${imported.id} most=${60} />${imported.model ? html` of <${Given} text=${imported.model} most=${80} />` : ""}`
