@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(180))
 
 
-@pytest.fixture(scope="session")
+# Of a file, as that of the report's tests is: one process may only have one Playwright at a time.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if not found:

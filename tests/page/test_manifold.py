@@ -165,6 +165,14 @@ def test_the_keyboard_alone_selects_lists_and_follows(manifold, nights):
     expect(page.locator(f".manifold[data-run='{nights[1][1].run_id}']")).to_be_visible()
 
 
+def test_the_card_of_a_chosen_cluster_is_scrolled_into_sight(manifold, nights):
+    last = min(nights[1][-1].clusters, key=lambda one: one["share"])["cluster_id"]
+    page = manifold(f"?cluster={last}")
+    expect(page.locator(f"#cluster-{last}.chosen")).to_be_visible()
+    pane, card = (page.locator(one).bounding_box() for one in ("[data-cards]", f"#cluster-{last}"))
+    assert pane["y"] - 2 <= card["y"] < pane["y"] + pane["height"] - 100
+
+
 def test_words_that_are_no_clusters_are_looked_for_as_a_request(manifold, watched):
     watched.allowed.append("404")
     page = manifold()

@@ -95,9 +95,8 @@ function Card({ cluster, facts, news, isChosen, onPick, onRows, onRequest }) {
     if (isChosen) {
       // Only the pane scrolls: the page stays where the map is.
       const pane = host.current.closest(".cards");
-      const top = host.current.offsetTop;
-      const isCut = top + Math.min(node.offsetHeight, pane.clientHeight) > pane.scrollTop + pane.clientHeight;
-      if (top < pane.scrollTop || isCut) pane.scrollTop = top - 1;
+      const [seen, own] = [pane.getBoundingClientRect(), node.getBoundingClientRect()];
+      if (own.top < seen.top || own.top + Math.min(own.height, seen.height) > seen.bottom) pane.scrollTop += own.top - seen.top - 1;
     }
   }, [isChosen, cluster, facts, news]);
   return html`<div class="card-host"><div ref=${host}></div>
