@@ -336,6 +336,22 @@ def of_sidecar_under_engine(found: dict[str, Any]) -> Iterator[Figure]:
         )
 
 
+def of_page(found: dict[str, Any]) -> Iterator[Figure]:
+    for view, times in found["first_paint"].items():
+        paint, ready = times["paint_ms"], times["ready_ms"]
+        yield (
+            f"{view}: first paint, ready, median (worst)",
+            f"{paint['median']:.0f} ({paint['worst']:.0f}) ms, "
+            f"{ready['median']:.0f} ({ready['worst']:.0f}) ms",
+        )
+    live = found["live"]
+    yield (
+        f"Live at {live['rows_per_s']:,} rows/s: browser, its main thread, sidecar",
+        f"{live['browser_core_share']:.0%}, {live['page_main_thread_share']:.0%}, "
+        f"{live['sidecar_core_share']:.0%} of a core",
+    )
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar": of_sidecar,
     "store": of_store,
@@ -362,6 +378,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "answer_bytes": of_answer_bytes,
     "capture_memory": of_capture_memory,
     "sidecar_under_engine": of_sidecar_under_engine,
+    "page": of_page,
 }
 
 

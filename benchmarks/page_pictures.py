@@ -149,7 +149,8 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
 def write(shot: bytes, target: Path) -> None:
     """A picture with 256 colours, a third of its size."""
     with Image.open(BytesIO(shot)) as image:
-        few = image.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        how = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
+        few = image.convert("RGB").quantize(256, **how)
         few.save(target, optimize=True)
 
 

@@ -47,14 +47,14 @@ def test_the_help_lists_the_keys_and_escape_closes_it(show: Callable[..., Page])
 
 def test_a_chosen_theme_stays(show: Callable[..., Page]):
     page = show("/live", color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
+    body = page.locator("body")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.keyboard.press("t")
     page.keyboard.press("t")
-    assert page.evaluate(ground) != light
+    expect(body).not_to_have_css("background-color", light)
     page.reload()
     page.wait_for_selector("main[data-view]")
-    assert page.evaluate(ground) != light
+    expect(body).not_to_have_css("background-color", light)
 
 
 def test_an_address_that_is_no_view_says_so(show: Callable[..., Page]):
