@@ -149,8 +149,9 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
 def write(shot: bytes, target: Path) -> None:
     """A picture with 256 colours, a third of its size."""
     with Image.open(BytesIO(shot)) as image:
-        how = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
-        few = image.convert("RGB").quantize(256, **how)
+        few = image.convert("RGB").quantize(
+            256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
         few.save(target, optimize=True)
 
 
