@@ -5,7 +5,7 @@ import { looked, pin, pinned } from "../tokens/selection.js";
 import { named } from "../tokens/text.js";
 import { Tabs } from "../ui/choices.js";
 import { Mark } from "../ui/marks.js";
-import { count, percent, shown } from "../ui/text.js";
+import { count, percent } from "../ui/text.js";
 import { setQuery, query } from "../routes.js";
 import { Experts } from "./experts.js";
 import { LinksTab } from "./links.js";
@@ -38,15 +38,15 @@ function Subject({ trace, index }) {
   return html`<div class="lens-subject">
     <div class="row wrap"><bdi class="given tk-name">${named(trace.text(index), index)}</bdi>
       <${Mark}>${phase === "prompt" ? "prompt" : phase === "think" ? "thinking" : "answer"}<//>
-      <span class="quiet small">token ${count(index)}${phase === "prompt" ? "" : ` · step ${count(trace.stepOf(index))}`}</span>
+      <span class="quiet small">token ${count(index)}${phase === "prompt" ? "" : ` · number ${count(trace.stepOf(index) + 1)} of the answer`}</span>
       <button type="button" class="button small-button" aria-pressed=${isPinned ? "true" : "false"} onClick=${() => pin(index)}>${isPinned ? "Unpin" : "Pin"}</button></div>
     ${chance && Number.isFinite(chance.logprob) && html`<p class="small quiet">Chosen with ${percent(Math.exp(chance.logprob))}${alternatives(trace, index, chance)}</p>`}
-    ${before !== null && html`<p class="small quiet">It was read off the row of the token before it, <bdi class="given tk-name">${before}</bdi>.</p>`}
+    ${before !== null && html`<p class="small quiet">It was read off the row of the token before it, <bdi class="given tk-name">${before}</bdi>${phase === "prompt" ? "" : html` (step ${count(trace.stepOf(index))})`}.</p>`}
   </div>`;
 }
 
 function alternatives(trace, index, { top }) {
   const others = top.filter(([text]) => text !== trace.text(index)).slice(0, 2);
   if (!others.length) return ".";
-  return html`; next ${others.map(([text, logprob], i) => html`${i ? ", " : ""}<bdi class="given tk-name">${named(shown(text, 24), 0)}</bdi> ${percent(Math.exp(logprob))}`)}.`;
+  return html`; next ${others.map(([text, logprob], i) => html`${i ? ", " : ""}<bdi class="given tk-name">${named(text, 0)}</bdi> ${percent(Math.exp(logprob))}`)}.`;
 }
