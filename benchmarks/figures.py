@@ -328,10 +328,9 @@ def of_sidecar_under_engine(found: dict[str, Any]) -> Iterator[Figure]:
         f"{rows['lost_with_the_killed']:,} lost with the killed; {found['failed']} answers failed",
     )
     for name, window in found["windows"].items():
+        what = "sidecar" if name == "without" else "that"
         yield (
-            f"{name} sidecar: ms of a token, of the model and of all CPUs"
-            if name == "without"
-            else f"{name} that: ms of a token, of the model and of all CPUs",
+            f"{name} {what}: ms of a token, of the model and of all CPUs",
             f"{window['model_ms_per_token']:.2f}, {window['server_cpu_ms_per_token']:.2f}",
         )
 
