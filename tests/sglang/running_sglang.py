@@ -80,7 +80,9 @@ class SGLangServer:
             # Otherwise the cache takes most of the machine's memory; this one is 128 MiB.
             "--max-total-tokens", "32768", "--max-running-requests", "64",
             # A request of its own at the start, which /health makes up for.
-            "--skip-server-warmup", *options,
+            "--skip-server-warmup",
+            # It would keep a core busy while it waits for requests.
+            "--sleep-on-idle", *options,
         ]  # fmt: skip
         began = time.monotonic()
         with self.log.open("wb") as log:
