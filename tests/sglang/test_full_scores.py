@@ -283,10 +283,12 @@ def test_what_a_client_that_goes_away_had_gathered_is_freed(server, check):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=8)
         wait_until_idle(server)
 
-    leave(3)
-    before = resident_bytes(server)
-    for first in (4, 5, 6):
+    sizes = []
+    for first in range(3, 9):
         leave(first)
-    assert resident_bytes(server) - before < 120 << 20
+        sizes.append(resident_bytes(server))
+    # Requests that come further in that time may need more than those before; kept, each would add
+    # 80 MB.
+    assert np.median(np.diff(sizes)) < 40 << 20
     prompt = fresh_prompt()
     check(complete(server, prompt, attn_capture=1), prompt)

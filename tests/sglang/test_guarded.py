@@ -148,7 +148,7 @@ def test_who_may_not_ask_is_refused_and_others_are_served(server):
         ({"top_k_attention": 65}, "top_k_attention"),
         ({"attention_sketch_mode": True, "attention_fingerprint_mode": True},
          "attention_sketch_mode"),
-        ({"attention_capture_head_ids": [0]}, "attention_capture_head_ids"),
+        ({"attention_capture_head_ids": [9]}, "attention_capture_head_ids"),
         ({"attn_capture": 1}, "attn_capture"),
         ({"n": 2}, "n"),
     ],

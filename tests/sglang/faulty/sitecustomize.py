@@ -32,10 +32,10 @@ class BreakingFinder:
 def breaking(results):
     steps, last = count(), int(os.environ["ATTN_TEST_FAULT_AT"])
 
-    def broken(self, rows):
+    def broken(self, rows, **asked):
         if next(steps) == last:
             raise RuntimeError("a fault for the test")
-        return results(self, rows)
+        return results(self, rows, **asked)
 
     return broken
 
