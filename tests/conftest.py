@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,17 @@ settings.register_profile("fast", deadline=None, max_examples=15, derandomize=Tr
 settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("fast")
+
+EACH_FOLDERS = {"conftest.py"}
+
+
+def pytest_configure() -> None:
+    """Refuse two modules of one name, even in a run of one of them: the other would not import."""
+    # Modules of tests are imported by their names alone, whichever folder they are in.
+    names = Counter(path.name for path in (REPO / "tests").rglob("*.py"))
+    twice = sorted(name for name, times in names.items() if times > 1 and name not in EACH_FOLDERS)
+    if twice:
+        raise pytest.UsageError(f"rename, as another file below tests/ has its name: {twice}")
 
 
 @pytest.fixture(scope="session")

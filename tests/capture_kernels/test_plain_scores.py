@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 from paged import DEVICE, as_float64, assert_close  # noqa: E402
-from scored import EXACT, assert_all_written, poisoned, prompt, truth  # noqa: E402
+from scored import EXACT, FEW, assert_all_written, poisoned, prompt, truth  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.scores import plain  # noqa: E402
@@ -38,9 +38,10 @@ def check(case, bounds, sinks=None, **options):
         plan.run(query, case.keys, case.table, start, out, descale=case.descale, sinks=sinks)
         assert_all_written(out, whole)
         expected = truth(case, range(start, end), scale=head_dim**-0.5, sinks=sinks, **options)
-        assert_close(as_float64(out)[:, :, :end], expected[:, :, :end], **EXACT)
+        found, expected = as_float64(out)[:, :, :end], expected[:, :, :end]
+        assert_close(found, expected, **(EXACT if expected.size > 100 else FEW))
         assert not out[:, :, end:].any()
-        assert not as_float64(out)[:, :, :end][expected[:, :, :end] == 0].any()
+        assert not found[expected == 0].any()
 
 
 @given(

@@ -17,7 +17,7 @@ from shared import REPO
 # Runs to serve and sidecars that run are those of the sidecar's own tests.
 sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
-from asking import Engine, free_port
+from page_engine import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
 

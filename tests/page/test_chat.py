@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from asking import HOSTILE, NEEDLE, Engine, ask, hacked, overflow, texts, token, tokens, use
 from looks import assert_legible
+from page_engine import HOSTILE, NEEDLE, Engine, ask, hacked, overflow, texts, token, tokens, use
 from playwright.sync_api import Page, expect
 from running import Sidecar, until
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from asking import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
 from looks import assert_legible
+from page_engine import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
 from playwright.sync_api import Page, expect
 from running import post_rows
 from served_runs import rows_of

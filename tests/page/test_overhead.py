@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from asking import ask
 from looks import assert_legible
+from page_engine import ask
 from playwright.sync_api import Page, expect
 
 SECOND = 1_000

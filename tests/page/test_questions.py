@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from asking import ask
+from page_engine import ask
 from playwright.sync_api import Page, expect
 from running import Sidecar
 from served_runs import publish

@@ -50,6 +50,8 @@ SAFE: dict[str, tuple[Callable[[Any], Any], str, Reply]] = {
     "sessions": (lambda c: c.sessions(), "/sessions", Reply(200, {"sessions": []})),
     "session": (lambda c: c.session("a"), "/sessions/a", Reply(200, {"session_id": "a"})),
     "request": (lambda c: c.request("a"), "/requests/a", Reply(200, {"request_id": "a"})),
+    "compare": (lambda c: c.compare("run:x", "run:y"), "/compare", Reply(200, {"differences": []})),
+    "compare with rows": (lambda c: c.compare({"rows": []}, "run:y"), "/compare", Reply(200, {})),
     "discovery_status": (lambda c: c.discovery_status(), "/discovery/status", Reply(200, {})),
     "runs": (lambda c: c.runs(), "/discovery/runs", Reply(200, {"runs": []})),
     "run": (lambda c: c.run("latest"), "/discovery/runs/latest", Reply(200, {})),
@@ -111,7 +113,7 @@ def call(request: pytest.FixtureRequest, server: FailingServer) -> Callable[...,
 
 def test_every_endpoint_is_called_in_these_tests() -> None:
     methods = {n for n, v in vars(api.clients.Endpoints).items() if not n.startswith("_")}
-    assert methods == {*SAFE, *UNSAFE}
+    assert methods == {name.split()[0] for name in (*SAFE, *UNSAFE)}
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
+from page_engine import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
 from playwright.sync_api import Page, expect
 from shared import possible_vectors
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from asking import HOSTILE, free_port
 from looks import assert_legible, hacked
+from page_engine import HOSTILE, free_port
 from planted import planted, planted_batch
 from playwright.sync_api import Page, expect
 from processes import AttnProcess
