@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from planted import planted, planted_batch
 from running import Sidecar, post_rows, running
-from served_runs import CAPTURE_ID, MODEL, publish, publish_layered, rows_of, run_id_of
+from served_runs import CAPTURE_ID, GOLDEN, MODEL, publish, publish_layered, rows_of, run_id_of
 from shared import START
 
 from sidecar.client import SidecarClient
+from sidecar.http.compare.axes import NO_SHIFT, NOT_KNOWN
 from sidecar.http.compare.figures import WEIGHTS, interval
 
 NEAR, FAR = np.eye(12)[0], np.eye(12)[6]
+# Sessions of three requests.
+FEW = 8
 ZONES = {"syntax_floor", "semantic_bridge", "long_range", "structure_ripple", "diffuse"}
 
 
 def session_rows(session: str, rows: int, **others: Any) -> pa.RecordBatch:
     """Fingerprints of a session; ten of each request, of the planted behaviours `shares`."""
-    given = {"rows_per_request": 10, "model": MODEL, "capture_id": CAPTURE_ID} | others
-    shares = given.pop("shares", None)
+    shares = others.pop("shares", None)
     vectors, _ = planted(rows, 5, 0.0, **({} if shares is None else {"shares": shares}))
-    batch = planted_batch(vectors, START, session, **given)
+    return in_session(session, vectors, START, **others)
+
+
+def in_session(
+    session: str, vectors: NDArray[np.float32], start: datetime, **others: Any
+) -> pa.RecordBatch:
+    given = {"rows_per_request": 10, "model": MODEL, "capture_id": CAPTURE_ID} | others
+    batch = planted_batch(vectors, start, session, **given)
     at = batch.schema.get_field_index("session_id")
-    return batch.set_column(at, batch.schema.field(at), pa.array([session] * rows))
+    return batch.set_column(at, batch.schema.field(at), pa.array([session] * len(vectors)))
+
+
+def sessions_of_the_run() -> list[pa.RecordBatch]:
+    """Sessions of rows that the golden run kept: three requests each of any of its rows, and one
+    of 40 requests that are all of its largest cluster."""
+    kept = pq.read_table(GOLDEN / "run_v1" / "references.parquet")
+    vectors = np.stack(kept.column("vector").to_pylist()).astype(np.float32)
+    cluster = kept.column("cluster_id").to_numpy()
+    clusters = pq.read_table(GOLDEN / "run_v1" / "clusters.parquet")
+    ids, sizes = (clusters.column(name).to_numpy() for name in ("cluster_id", "size"))
+    weight = np.array([sizes[ids == one][0] / (cluster == one).sum() for one in cluster])
+    rng = np.random.default_rng(3)
+    rows = [rng.choice(len(vectors), 30, p=weight / weight.sum()) for _ in range(FEW)]
+    rows.append(rng.choice(np.flatnonzero(cluster == ids[sizes.argmax()]), 400))
+    names = [*(f"few-{i}" for i in range(FEW)), "one behaviour"]
+    start = START - timedelta(days=10)  # outside of the windows that are compared
+    return [in_session(name, vectors[i], start) for name, i in zip(names, rows, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +75,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
             session_rows("far", 400, shares=FAR), session_rows("one", 10, shares=FAR),
             session_rows("other", 200, capture_id="other0000000"),
             session_rows("quantised", 300, model="m-int8", capture_id="quant0000000"),
+            *sessions_of_the_run(),
         ):  # fmt: skip
             assert post_rows(found, batch).status_code == 200
         found.flush()
@@ -115,6 +144,52 @@ def test_of_one_request_no_interval_is_claimed(sidecar):
     assert found["drift"] == {"zones": None, "clusters": None}
     assert any("one request" in note for note in found["notes"])
     assert found["b"]["kind"] == "request" and found["b"]["rows"] == 10
+
+
+def test_axes_claim_no_shift_where_the_words_find_no_difference(sidecar):
+    """Three requests of a run's own rows lie somewhere on every axis, by chance."""
+    apart, silent = 0, 0
+    for session in (f"few-{i}" for i in range(FEW)):
+        found = compared(sidecar, "run:latest", f"session:{session}")
+        if not found["words"][0].startswith("No difference beyond chance"):
+            continue
+        silent += 1
+        apart += any(abs(axis["b"]) > 0.04 for axis in found["axes"])
+        assert {axis["differs"] for axis in found["axes"]} == {False}
+        assert {axis["words"] for axis in found["axes"]} == {NO_SHIFT}
+    # Somewhere: a fifth of the first axis's spread, which Cohen calls a slight difference.
+    assert silent >= FEW // 2 and apart >= FEW // 2
+
+
+def test_axes_have_intervals_by_request_and_name_what_lies_apart(sidecar):
+    for a, b in (
+        ("run:latest", "session:one behaviour"), ("session:one behaviour", "run:latest"),
+        ("session:near", "session:far"),
+    ):  # fmt: skip
+        found = compared(sidecar, a, b)
+        assert any(axis["differs"] for axis in found["axes"])
+        for axis in found["axes"]:
+            assert axis["words"].startswith("B lies ") is axis["differs"]
+            for side in ("a", "b"):
+                assert axis[f"{side}_low"] <= axis[side] <= axis[f"{side}_high"]
+    same = compared(sidecar, "session:far", "session:far")
+    assert {axis["differs"] for axis in same["axes"]} == {False}
+
+
+def test_contexts_that_a_run_has_not_seen_are_no_shift(sidecar):
+    """Coordinates are centred by context octave; the planted ones are longer than all of the run's,
+    so that how they should be centred is not known."""
+    found = compared(sidecar, "run:latest", "session:far")
+    assert {axis["differs"] for axis in found["axes"]} == {False}
+
+
+def test_of_one_request_no_axis_claims_a_shift(sidecar):
+    for a, b in (("run:latest", "session:one"), ("session:one", "session:near")):
+        found = compared(sidecar, a, b)
+        assert {axis["differs"] for axis in found["axes"]} == {None}
+        assert {axis["words"] for axis in found["axes"]} == {NOT_KNOWN}
+        side = "b" if b == "session:one" else "a"
+        assert {axis[f"{side}_low"] for axis in found["axes"]} == {None}
 
 
 def test_a_run_is_compared_with_rows_that_it_classifies(sidecar):

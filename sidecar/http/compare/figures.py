@@ -14,21 +14,17 @@ from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.shares import Shares
 from discovery.artifacts.schema import NOISE
-from discovery.describe.axes import axes_in_words
 from pipeline.record import PHASES
 from sidecar.watch.drift import spread_over
 
-from .sides import Run, Side
+from .means import CONFIDENCE, DIGITS
+from .sides import Side
 
 # Of `similarity`; without clusters the others are divided by what is left.
 WEIGHTS = {"shape": 0.4, "zones": 0.2, "clusters": 0.2, "entropy": 0.2}
-CONFIDENCE = 0.95
 # Half of what chance alone leaves outside of an interval, on both of its ends.
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 BANDS = ("local", "mid", "long")
-DIGITS = 6
-# Differences of means in standard deviations of the rows (Cohen 1988), and what they are called.
-SIZES = ((0.8, "strongly"), (0.5, "clearly"), (0.2, "slightly"))
 # Draws of the simulation behind an interval of drift.
 SEED = 0
 
@@ -161,39 +157,6 @@ def phases(a: Side, b: Side) -> list[dict[str, Any]]:
     rows = zip(PHASES, *columns.values(), strict=True)
     found = [{"phase": phase, **dict(zip(columns, values, strict=True))} for phase, *values in rows]
     return [row for row in found if row["a"] or row["b"]]
-
-
-def axes(a: Side, b: Side, run: Run | None) -> list[dict[str, Any]] | None:
-    """Mean coordinates on the run's axes, in words; None if a side is not in them."""
-    if run is None or a.axes is None or b.axes is None:
-        return None
-    others = [
-        s for s in (a, b) if s.about["kind"] == "run" and s.about["id"] != run.artifacts.run_id
-    ]
-    if others:  # each run has axes of its own
-        return None
-    projection = run.classifier.codebook.projection
-    told = axes_in_words(projection.components, projection.explained, run.classifier.layout)
-    found = []
-    for i, axis in enumerate(told):
-        one, other = float(a.axes[0][i]), float(b.axes[0][i])
-        known = [side[1][i] for side in (a.axes, b.axes) if np.isfinite(side[1][i])]
-        spread = float(np.sqrt(np.mean(np.square(known)))) if known else 0.0
-        found.append({
-            "axis": axis["name"], "explained": round(float(axis["explained"]), DIGITS),
-            "a": round(one, DIGITS), "b": round(other, DIGITS),
-            "low": axis["low"], "high": axis["high"],
-            "words": leaning(other - one, spread, axis["low"], axis["high"]),
-        })  # fmt: skip
-    return found
-
-
-def leaning(distance: float, spread: float, low: str, high: str) -> str:
-    """Where b lies from a on an axis, on which rows have the standard deviation `spread`."""
-    how = next((word for least, word in SIZES if abs(distance) >= least * spread), None)
-    if how is None or not distance:
-        return "alike"
-    return f"B lies {how} further to: {high if distance > 0 else low}"
 
 
 def by_size(rows: Sequence[dict[str, Any]]) -> Ints:

@@ -18,6 +18,8 @@ from sidecar.http.reads import Reads
 from sidecar.http.sessions import unreadable
 
 from . import figures, words
+from .axes import axes, largest
+from .means import DIGITS
 from .names import Name
 from .sides import Run, Side, opened_run, side_of_rows, side_of_run, side_of_vectors
 from .stored import rows_of_store
@@ -166,13 +168,14 @@ def _given(one: Given, known: Run | None) -> Side:
 
 def _answer(a: Side, b: Side, run: Run | None) -> dict[str, Any]:
     zones, clusters = figures.zones(a, b), figures.clusters(a, b)
+    found_axes = axes(a, b, run)
     for side in (a, b):
-        side.about["entropy"] = round(float(side.entropy.shares[0]), figures.DIGITS)
+        side.about["entropy"] = round(float(side.entropy.shares[0]), DIGITS)
     return {
         "a": a.about, "b": b.about, "run_id": run.classifier.run_id if run else None,
         "similarity": figures.similarity(a, b), "zones": zones, "clusters": clusters,
         "histogram": figures.histogram(a, b), "bands": figures.bands(a, b),
-        "axes": figures.axes(a, b, run), "phases": figures.phases(a, b),
-        "drift": figures.drifts(a, b), "words": words.differences(a, b, zones, clusters),
+        "axes": found_axes, "phases": figures.phases(a, b), "drift": figures.drifts(a, b),
+        "words": words.differences(a, b, zones, clusters, largest(found_axes, words.MOST_OF_KIND)),
         "notes": words.notes(a, b),
     }  # fmt: skip

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 
 from capture_kernels.arrays import Doubles, Floats
-from capture_kernels.fingerprint.vector import HIST_BINS, Layout
+from capture_kernels.errors import ArtifactError
+from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZoneRules
 from discovery.algorithms.shares import Shares
 from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.projection import context_octave
 from discovery.artifacts.read import Artifacts
 from discovery.runs.parent import index_of
 from pipeline import record
@@ -24,6 +26,7 @@ from pipeline.hashing import Hashes, string_hashes
 from pipeline.record import PHASES
 from sidecar.watch.drift import Baseline, read_baseline
 
+from .means import Means, means_of
 from .names import Name
 from .stored import BATCH_ROWS, MOST_ROWS, Rows
 from .sums import ENTROPY, Sums
@@ -56,8 +59,7 @@ class Side:
         histogram: shares of the bins; None in the layered layout. bands: mean masses float64[3].
         entropy: the mean as the shares e and 1 - e.
         clusters: shares by `ids`, noise last; None if no run names them.
-        axes: mean coordinates float64[d], and their standard deviation over rows, NaN where it is
-            not known; None without axes.
+        axes: mean coordinates on the axes of the run's PCA; None without a run.
         phases: shares of PHASES, and mean entropy in each float64[3]; None if it is not known.
         notes: what limits it.
     """
@@ -71,7 +73,7 @@ class Side:
     clusters: Shares | None = None
     ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     labels: dict[int, str] = field(default_factory=dict)
-    axes: tuple[Doubles, Doubles] | None = None
+    axes: Means | None = None
     phases: tuple[Shares, Doubles] | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -97,7 +99,6 @@ def side_of_run(run: Run, name: Name) -> Side:
         spread = (np.diag(values) - np.outer(values, values)) / baseline.zones.effective_rows
         return replace(baseline.zones, shares=values, covariance=spread)
 
-    dimensions = _axes(run)
     side = Side(
         about={
             "kind": name.kind, "id": artifacts.run_id, "name": f"run {artifacts.run_id}",
@@ -109,13 +110,42 @@ def side_of_run(run: Run, name: Name) -> Side:
         layout=layout, zones=baseline.zones, bands=mean[:3],
         entropy=known_as(np.array([mean[ENTROPY], 1.0 - mean[ENTROPY]])),
         clusters=baseline.clusters, ids=baseline.ids, labels=run.classifier.labels,
-        # The projection is centred on the run's own rows; how far they spread is not kept.
-        axes=(np.zeros(dimensions), np.full(dimensions, np.nan)), notes=notes,
+        axes=_means_of_run(run), notes=notes,
     )  # fmt: skip
     if layout is Layout.LOG16:
         histogram = mean[4:] / mean[4:].sum()
         side.histogram = known_as(histogram)
     return side
+
+
+def _means_of_run(run: Run) -> Means:
+    """A run's own mean is 0 on each axis, as they are centred on its rows. How far these spread is
+    that of the rows which it kept of each cluster; of a run without them it is not known."""
+    projection, layout = run.classifier.codebook.projection, run.classifier.layout
+    zeros = np.zeros(projection.components.shape[1])
+    unknown = Means(zeros, zeros * np.nan, zeros * np.nan, 1.0, np.full(HIST_BINS, 1 / HIST_BINS))
+    try:
+        kept = run.artifacts.table("references", ["cluster_id", "vector"])
+    except ArtifactError:
+        return unknown
+    flat = kept.column("vector").combine_chunks().flatten().to_numpy()
+    vectors: Floats = np.asarray(flat, np.float32).reshape(-1, DIMENSIONS)
+    index = run.baseline.cluster_index(kept.column("cluster_id").to_numpy())
+    shares = run.baseline.clusters.shares
+    of_cluster = np.bincount(index, minlength=len(shares))
+    weight = (shares / np.maximum(of_cluster, 1))[index]
+    if not weight.sum():
+        return unknown
+    points = projection(vectors, layout).astype(np.float64)
+    centre = np.average(points, axis=0, weights=weight)
+    variance = np.average(np.square(points - centre), axis=0, weights=weight)
+    counts = np.bincount(context_octave(vectors, layout), weight, HIST_BINS)
+    # One more row that is spread evenly: an octave of which none was kept may still have some.
+    octaves = (len(vectors) * counts / weight.sum() + 1.0 / HIST_BINS) / (len(vectors) + 1)
+    # As many independent rows as requests at most.
+    known_by = min(run.baseline.zones.effective_rows, float(run.baseline.zones.requests))
+    precision = variance / known_by if known_by > 1 else variance * np.nan
+    return Means(zeros, precision, np.sqrt(variance), max(known_by - 1.0, 1.0), octaves)
 
 
 def side_of_rows(rows: Rows, run: Run | None) -> Side:
@@ -190,7 +220,8 @@ def add_classified(
     found = run.classifier.classify(vectors)
     projected = run.classifier.codebook.projection(vectors, layout)
     cluster = index_of(run.baseline.ids, found.cluster_id) % (len(run.baseline.ids) + 1)
-    sums.add(requests, vectors, found.zone, phases, cluster, projected)
+    octave = context_octave(vectors, layout)
+    sums.add(requests, vectors, found.zone, phases, cluster, (projected, octave))
 
 
 def _side_of_sums(
@@ -209,8 +240,9 @@ def _side_of_sums(
     if run is not None:
         side.clusters, side.ids = sums.shares("clusters"), run.baseline.ids
         side.labels = run.classifier.labels
-        centre, square = sums.mean("axes"), sums.mean("axes_squared")
-        side.axes = centre, np.sqrt(np.maximum(square - centre**2, 0.0))
+        names = ("axes", "axes_squared", "rows", "octaves")
+        sums_of, squares, counts, octaves = (sums.weighted(name) for name in names)
+        side.axes = means_of(sums_of, squares, counts[:, 0], octaves)
     return side
 
 

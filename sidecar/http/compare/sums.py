@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Floats
-from capture_kernels.fingerprint.vector import DIMENSIONS
+from capture_kernels.arrays import Doubles, Floats, Ints
+from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.shares import BUCKETS, DistinctCount, Shares, shares_of
 from pipeline.hashing import Hashes
@@ -36,7 +36,7 @@ class Sums:
         widths = {
             "rows": 1, "vector": DIMENSIONS, "zones": len(ZONES), "phases": len(PHASES),
             "phase_entropy": len(PHASES), "clusters": 0 if clusters is None else clusters + 1,
-            "axes": axes, "axes_squared": axes,
+            "axes": axes, "axes_squared": axes, "octaves": HIST_BINS if axes else 0,
         }  # fmt: skip
         ends = np.cumsum([0, *widths.values()])
         self._place = {
@@ -50,14 +50,15 @@ class Sums:
     def add(
         self, requests: Hashes, vectors: Floats, zone: NDArray[np.integer[Any]],
         phase: NDArray[np.integer[Any]], cluster: NDArray[np.integer[Any]] | None = None,
-        projected: Floats | None = None,
+        projected: tuple[Floats, Ints] | None = None,
     ) -> None:  # fmt: skip
         """Add n rows.
 
         Args:
             requests: uint64[n] hashes. vectors: float32[n, 20].
             zone, phase: int[n], indices of ZONES and PHASES. cluster: int[n] from 0, noise last.
-            projected: float32[n, d].
+            projected: coordinates float32[n, d], and the context octave int[n] by which they are
+                centred.
         """
         n = len(vectors)
         if not n:
@@ -72,7 +73,8 @@ class Sums:
             one_hot[np.arange(n), cluster] = 1.0
             parts.append(one_hot)
         if projected is not None:
-            parts += [projected, np.square(projected, dtype=np.float64)]
+            points, octave = projected
+            parts += [points, np.square(points, dtype=np.float64), np.eye(HIST_BINS)[octave]]
         bucket = (requests & np.uint64(BUCKETS - 1)).astype(np.int64)
         order = np.argsort(bucket, kind="stable")
         begins = np.flatnonzero(np.diff(bucket[order], prepend=-1))

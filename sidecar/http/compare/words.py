@@ -20,9 +20,15 @@ LEAST_OF_RANGE = 0.02
 
 
 def differences(
-    a: Side, b: Side, zones: list[dict[str, Any]], clusters: list[dict[str, Any]] | None
-) -> list[str]:
-    """What differs, the largest first within each kind; one sentence if nothing does."""
+    a: Side, b: Side, zones: list[dict[str, Any]], clusters: list[dict[str, Any]] | None,
+    shifts: list[str],
+) -> list[str]:  # fmt: skip
+    """What differs, the largest first within each kind; one sentence if nothing does.
+
+    Args:
+        shifts: along PCA axes. They say the same as distances and entropy, less plainly, and are
+            left out where these say something.
+    """
     said = [*_distances(a, b), *_entropy(a, b)]
     said += [f"{row['zone']}: {_shares(row)}" for row in _largest(zones)]
     for row in _largest(clusters or []):
@@ -30,8 +36,8 @@ def differences(
         if row["cluster_id"] < 0:
             label = "in no cluster"
         said.append(f"{label}: {_shares(row)}")
-    if said:
-        return said[:MOST]
+    if said or shifts:
+        return (said or shifts)[:MOST]
     if a.is_one_request or b.is_one_request:
         return [f"No share differs by {LEAST:.0%} or more."]
     sizes = f"{a.zones.requests:,} requests against {b.zones.requests:,}"

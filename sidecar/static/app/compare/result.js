@@ -67,7 +67,8 @@ function Clusters({ found, width }) {
   const rows = [...found.clusters].sort((x, y) => Number(y.differs) - Number(x.differs) || apart(y) - apart(x));
   const differ = rows.filter(({ differs }) => differs).length;
   return html`<${Panel} title="Clusters" width=${width} flush data-panel="clusters"
-    says=${differ ? `${plural(differ, "cluster")} of ${rows.length} beyond chance, these first` : "none differs beyond chance; the largest differences first"}>
+    says=${differ ? `${plural(differ, "cluster")} of ${rows.length} beyond chance, these first`
+      : `${rows.every(({ differs }) => differs === null) ? "not tested, as a side is one request" : "none differs beyond chance"}; the largest differences first`}>
     <${Intervals} label="Clusters" rows=${rows.slice(0, all ? rows.length : FEW).map((row) => ({ ...row, key: row.cluster_id,
       name: html`<${Cluster} id=${row.cluster_id} label=${row.label} />`, says: clusterName(row.cluster_id, row.label) }))} />
     ${rows.length > FEW && html`<button type="button" class="plain more" onClick=${() => setAll(!all)}>${all ? "Fewer" : `All ${rows.length}`}</button>`}
@@ -77,22 +78,25 @@ function Clusters({ found, width }) {
 function Axes({ found, width }) {
   const [all, setAll] = useState(false);
   const axes = found.axes?.slice(0, all ? found.axes.length : FEW_AXES);
-  return html`<${Panel} title="Axes" says="of the run's PCA: where the sides lie" width=${width} data-panel="axes">
+  return html`<${Panel} title="Axes" says="of the run's PCA: where the sides lie; the bars are 95% intervals, by request" width=${width} data-panel="axes">
     ${!found.axes ? html`<${Empty} title="No axes to compare">They are those of a run, for rows of its model and capture.<//>`
-      : html`<ul class="axes">${axes.map((axis) => html`<li key=${axis.axis}><div class="row apart"><b>${axis.axis}</b>
+      : html`<ul class="axes">${axes.map((axis) => html`<li key=${axis.axis} data-differs=${axis.differs ? "yes" : null}><div class="row apart"><b>${axis.axis}</b>
           <span class="quiet small">${percent(axis.explained, 0)} of the variance</span></div>
           <${AxisPicture} axis=${axis} /><div class="row apart quiet small ends"><span>${shown(axis.low, 90)}</span><span>${shown(axis.high, 90)}</span></div>
-          <p>${shown(axis.words)}</p></li>`)}</ul>
+          <p class=${axis.differs ? null : "quiet"}>${shown(axis.words)}</p></li>`)}</ul>
         ${found.axes.length > FEW_AXES && html`<button type="button" class="plain more" onClick=${() => setAll(!all)}>${all ? "Fewer" : `All ${found.axes.length}`}</button>`}`}
   <//>`;
 }
 
 function AxisPicture({ axis }) {
-  const most = Math.max(0.15, Math.abs(axis.a), Math.abs(axis.b)) * 1.1;
+  const values = ["a", "b"].flatMap((side) => [axis[side], axis[`${side}_low`], axis[`${side}_high`]]).filter(isNumber);
+  const most = Math.max(0.15, ...values.map(Math.abs)) * 1.1;
   const x = (value) => 100 + (96 * value) / most;
-  return html`<svg class="axis" viewBox="0 0 200 16" preserveAspectRatio="none" role="img" aria-label=${`${axis.axis}: A ${figure(axis.a)}, B ${figure(axis.b)}`}>
-    <path class="base" d="M4 8h192M100 3v10" /><rect class="value side-a" x=${x(axis.a) - 1.5} y="1" width="3" height="7" />
-    <rect class="value side-b" x=${x(axis.b) - 1.5} y="8" width="3" height="7" /></svg>`;
+  const said = (side) => `${figure(axis[side])}${isNumber(axis[`${side}_low`]) ? ` (${figure(axis[`${side}_low`])} to ${figure(axis[`${side}_high`])})` : ""}`;
+  const drawn = (side, y) => html`${isNumber(axis[`${side}_low`]) && html`<path class=${`span side-${side}`} d=${`M${x(axis[`${side}_low`])} ${y + 3.5}H${x(axis[`${side}_high`])}`} />`}
+    <rect class=${`value side-${side}`} x=${x(axis[side]) - 1.5} y=${y} width="3" height="7" />`;
+  return html`<svg class="axis" viewBox="0 0 200 16" preserveAspectRatio="none" role="img" aria-label=${`${axis.axis}: A ${said("a")}, B ${said("b")}`}>
+    <path class="base" d="M4 8h192M100 3v10" />${drawn("a", 0.5)}${drawn("b", 8.5)}</svg>`;
 }
 
 function Phases({ found, width }) {
