@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from map_reading import pixel_of, state
 from map_runs import Night, lonely, publish_map
 from playwright.sync_api import Page, expect
 from running import Sidecar, post_rows, running, until
@@ -47,21 +48,6 @@ def manifold(watched: Any, lineage_site: tuple[str, Sidecar]) -> Callable[..., P
         return page
 
     return opened
-
-
-def state(page: Page, name: str) -> str:
-    """A fact of the map after what a change draws at the next frames."""
-    page.evaluate("() => new Promise(f => requestAnimationFrame(() => requestAnimationFrame(f)))")
-    return page.locator("[data-map]").get_attribute(f"data-{name}") or ""
-
-
-def pixel_of(page: Page, row: dict[str, Any]) -> tuple[float, float]:
-    """Where a row lies in the window."""
-    x0, y0, x1, y1 = map(float, state(page, "view").split())
-    box = page.locator("[data-map]").bounding_box()
-    assert box
-    across, down = (row["x"] - x0) / (x1 - x0), (y1 - row["y"]) / (y1 - y0)
-    return box["x"] + across * box["width"], box["y"] + down * box["height"]
 
 
 def lasso(page: Page, corners: list[tuple[float, float]]) -> None:

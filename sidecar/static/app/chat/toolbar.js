@@ -1,11 +1,11 @@
 // Above the text: which turn, which layer and head, traces in and out.
 
-import { html, useRef, useState } from "../../vendor/preact.js";
+import { html } from "../../vendor/preact.js";
 import { conversation, trace } from "../state.js";
 import { clearSelection, headOf, layerOf } from "../tokens/selection.js";
 import { LayerChoice } from "../lens/links.js";
 import { download } from "../trace/exporting.js";
-import { openFile } from "../trace/opened.js";
+import { ImportButton } from "../trace/opened.js";
 import { count, duration, plural, shown } from "../ui/text.js";
 import { chosenTurn, clear, turnInSight } from "./conversation.js";
 
@@ -57,19 +57,4 @@ function Progress({ turn }) {
   }[state];
   return html`<span class="quiet small" data-turn-state=${state} data-output-tokens=${count(tokens)}>${words}</span>
     <span class="hidden-text" role="status">${state === "streaming" || state === "asking" ? "The answer is coming" : `The answer ${state === "done" ? "is whole" : state}`}</span>`;
-}
-
-export function ImportButton() {
-  const input = useRef(null);
-  const [busy, setBusy] = useState(false);
-  const open = async (event) => {
-    const file = event.target.files[0];
-    event.target.value = "";
-    if (!file) return;
-    setBusy(true);
-    await openFile(file);
-    setBusy(false);
-  };
-  return html`<input type="file" accept=".jsonl,.ndjson,application/x-ndjson,application/jsonl" ref=${input} hidden onChange=${open} data-import />
-    <button type="button" class="button" disabled=${busy} onClick=${() => input.current.click()}>${busy ? "Reading…" : "Import"}</button>`;
 }

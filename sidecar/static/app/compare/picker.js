@@ -2,7 +2,8 @@
 
 import { html, useId, useState } from "../../vendor/preact.js";
 import { Given, runName, shown } from "../ui/text.js";
-import { KINDS, openTraces, parsed, windowOf } from "./sides.js";
+import { ImportButton, openTraces } from "../trace/opened.js";
+import { KINDS, parsed, windowOf } from "./sides.js";
 
 /** `known`: {runs, sessions, models}: what there is to choose from. */
 export function Picker({ side, text, known, onChoose }) {
@@ -31,7 +32,7 @@ function Which({ kind, id, known, side, onChoose }) {
     const traces = [...openTraces()];
     return traces.length ? html`<${Choice} label=${label} id=${id} onChoose=${onChoose} choices=${[["", "choose one"], ...traces.map(([name, one]) =>
         [name, `${one.source === "imported" ? "imported" : "this page"}: ${shown(name, 60)}`])]} />`
-      : html`<span class="quiet">None is open: ask in <a href="/chat">Chat</a>, or import one there.</span>`;
+      : html`<span class="row wrap quiet">None is open: ask in <a href="/chat">Chat</a>, or import a file. <${ImportButton} /></span>`;
   }
   if (kind === "window") return html`<${Window} label=${label} id=${id} onChoose=${onChoose} />`;
   const list = kind === "session" ? known.sessions : kind === "model" ? known.models : [];

@@ -1,8 +1,7 @@
 // The two sides of a comparison: KIND:ID in the address; a trace is sent with its rows.
 
 import { get, post } from "../api.js";
-import { conversation, trace } from "../state.js";
-import { opened } from "../trace/opened.js";
+import { openTraces } from "../trace/opened.js";
 
 export const KINDS = {
   run: "run", session: "session", request: "request", window: "window of time", model: "model", trace: "trace",
@@ -16,14 +15,6 @@ export function parsed(text) {
   return kind in KINDS ? { kind, id: text.slice(at + 1) } : null;
 }
 
-/** Traces that are open in this page, by id: imported ones, and the answers of Chat. */
-export function openTraces() {
-  const found = new Map();
-  const all = [...(opened.value?.traces ?? []), trace.value, ...conversation.value.map((turn) => turn.trace)];
-  for (const one of all) if (one && !found.has(one.id)) found.set(one.id, one);
-  return found;
-}
-
 /** What is sent for a trace: {name, layout, model, vectors, phases}; null if it has no fingerprints. */
 export function rowsOf(one) {
   const [vectors, phases] = [[], []];
@@ -32,7 +23,8 @@ export function rowsOf(one) {
     const vector = one.fingerprint(index)?.vector;
     if (!vector) continue;
     vectors.push(Array.from(vector));
-    phases.push(one.phase(index));
+    // The row is that of the token before, whose phase it has, as in the store.
+    phases.push(one.phase(index - 1));
   }
   if (!vectors.length) return null;
   return { name: one.id.slice(0, 80), layout: one.layout === "layered" ? "layered" : "log16", model: one.model, vectors, phases };

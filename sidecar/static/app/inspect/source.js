@@ -1,9 +1,9 @@
 // Which request is inspected: the conversation's, a stored one, or an imported trace.
 
 import { html, useState } from "../../vendor/preact.js";
-import { ImportButton } from "../chat/toolbar.js";
 import { get } from "../api.js";
 import { navigate } from "../routes.js";
+import { ImportButton } from "../trace/opened.js";
 import { Dialog } from "../ui/dialog.js";
 import { useLoaded } from "../ui/load.js";
 import { Table } from "../ui/panel.js";

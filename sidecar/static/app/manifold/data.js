@@ -140,7 +140,10 @@ export async function storedRows(requestId, manifest, signal, most = 1_000) {
   };
 }
 
-/** The rows of a trace (app/trace/model.js) on the map of a run. */
+/** What the rows of a trace are called on the map: the request that it is of, as the store knows it. */
+export const requestOf = (trace) => trace.responseId ?? trace.id;
+
+/** The rows of a trace (app/trace/model.js) on the map of a run; none if they are of another layout. */
 export async function traceRows(trace, manifest, signal) {
   if (trace.layout !== manifest.layout) return [];
   const rows = [];
@@ -149,8 +152,10 @@ export async function traceRows(trace, manifest, signal) {
     if (found?.vector?.length === 20) rows.push({ index, vector: found.vector });
   }
   const some = rows.slice(0, 1_000);
+  if (!some.length) return [];
   const placed = await place(manifest.run_id, some.map(({ vector }) => vector), signal);
-  return some.map(({ index }, i) => ({ ...placed[i], position: index, request_id: trace.responseId ?? trace.id, trace: trace.id }));
+  return some.map(({ index }, i) => ({ ...placed[i], index, position: index - 1 + trace.maskPrefix,
+    phase: trace.phase(index - 1), token_id: null, probability: 0, layer: -1, request_id: requestOf(trace) }));
 }
 
 /** The newest sessions of the store. */

@@ -9,12 +9,16 @@ import { count, Given, percent, plural, shown, spaced } from "../ui/text.js";
 import { VirtualList } from "../ui/virtual-list.js";
 import { useLoaded } from "../ui/load.js";
 import { ApiError } from "../api.js";
-import { rowsOfRequests, storedRows } from "./data.js";
+import { openTraces } from "../trace/opened.js";
+import { trace } from "../state.js";
+import { clearSelection, pinned } from "../tokens/selection.js";
+import { requestOf, rowsOfRequests, storedRows, traceRows } from "./data.js";
 import { requestHref } from "./rows.js";
 
 const MOST_ID_BYTES = 1024;
 
-/** The rows of a request on the map of a run: those of the map or, if it has none, those of the store. */
+/** The rows of a request on the map of a run: those of the map or, if it has none, those of the store, or else
+ * those of a trace that is open. */
 export function useTrail(run, requestId) {
   return useLoaded(requestId && run ? async (signal) => {
     // No record has a longer id.
@@ -24,10 +28,19 @@ export function useTrail(run, requestId) {
     try {
       return { ...await storedRows(requestId, run.manifest, signal), from: "store" };
     } catch (error) {
-      if (error instanceof ApiError && error.status === 404) return { rows: [], from: "nowhere" };
-      throw error;
+      if (!(error instanceof ApiError) || error.status !== 404) throw error;
+      const open = [...openTraces().values()].find((one) => requestOf(one) === requestId);
+      const rows = open ? await traceRows(open, run.manifest, signal) : [];
+      return rows.length ? { rows, from: "trace", open } : { rows: [], from: "nowhere" };
     }
-  } : null, [run?.map.runId, requestId]);
+  } : null, [run?.map.runId, requestId, [...openTraces().keys()].join()]);
+}
+
+/** Look at a trace, which has no address of its own, from a row of it on. */
+function look(open, cursor) {
+  trace.value = open;
+  clearSelection();
+  pinned.value = cursor?.request_id === requestOf(open) ? cursor.index : null;
 }
 
 function sharesOf(rows, key) {
@@ -50,7 +63,8 @@ export function RequestPane({ run, requestId, trail, cursor, onRow, onClose }) {
   const says = {
     map: `${plural(rows.length, "row")} on this map`,
     store: `not among the rows of this map; ${count(rows.length)} of ${plural(data?.total, "row")} from the store, where this run puts them`,
-    nowhere: "neither on this map nor in the store",
+    trace: `${plural(rows.length, "row")} of an open trace, where this run puts them`,
+    nowhere: "neither on this map nor in the store, nor a trace that is open",
   }[data?.from];
   const row = (index) => {
     const one = rows[index];
@@ -62,7 +76,9 @@ export function RequestPane({ run, requestId, trail, cursor, onRow, onClose }) {
   };
   return html`<div class="rows-pane" data-request=${requestId}>
     <div class="row wrap apart"><b class="clip"><${Given} text=${requestId} most=${200} /></b>
-      <span class="row"><a class="button" href=${requestHref(requestId, cursor?.request_id === requestId ? cursor.position : null)} data-inspect>Open in Inspect</a>
+      <span class="row">${data?.open
+        ? html`<a class="button" href="/inspect" onClick=${() => look(data.open, cursor)} data-inspect>Open in Inspect</a>`
+        : html`<a class="button" href=${requestHref(requestId, cursor?.request_id === requestId ? cursor.position : null)} data-inspect>Open in Inspect</a>`}
         <button type="button" class="button" onClick=${onClose}>Close</button></span></div>
     ${isLoading ? html`<${Loading} what="the request" />`
       : error ? html`<${Failure} error=${error} onRetry=${reload} todo="The run may have been deleted: choose another above." />`

@@ -1,17 +1,18 @@
 // What is drawn over the map: nothing but what arrives, the requests of a session, the latest ones, or
-// traces that were opened.
+// the ways of traces that were opened.
 
+import { useMemo } from "../../vendor/preact.js";
 import { useLoaded } from "../ui/load.js";
 import { ApiError } from "../api.js";
-import { opened } from "../trace/opened.js";
-import { sessionId, trace } from "../state.js";
+import { sessionId } from "../state.js";
+import { openTraces } from "../trace/opened.js";
 import { loadSessions, requestsOfSession, storedRows, traceRows } from "./data.js";
 
 export const SCOPES = [
   ["all", "All", "every row of the run, and what arrives"],
   ["session", "Session", "the requests of one session"],
   ["recent", "Recent", "the latest requests of the store, and what arrives"],
-  ["saved", "Saved", "traces that were opened, and the conversation of Chat"],
+  ["saved", "Saved", "traces that were imported, and the answers of Chat"],
 ];
 // Requests of a scope that are placed, and their rows.
 const MOST_REQUESTS = 12;
@@ -41,19 +42,25 @@ async function recentRequests(signal) {
  * The rows of a scope on the map of a run.
  * @param {string} scope
  * @param {string | null} session that was chosen; null: that of this page
- * @returns {{rows: object[], requests: number, error: Error | null, isLoading: boolean}}
+ * @returns {{rows: object[], ways: object[][], requests: number, traces: number, error: Error | null, isLoading: boolean}}
+ *   ways: of traces, whose rows follow one another; rows: of all other requests; traces: that are open
  */
 export function useScope(scope, session, manifest, reload) {
-  const traces = [...(opened.value?.traces ?? []), ...(trace.value && !opened.value?.traces.includes(trace.value) ? [trace.value] : [])];
+  const traces = [...openTraces().values()];
   const load = {
     session: (signal) => requestsOfSession(session ?? sessionId, signal).then((ids) => rowsOf(ids, manifest, signal)),
     recent: (signal) => recentRequests(signal).then((ids) => rowsOf(ids, manifest, signal)),
-    saved: async (signal) => (await Promise.all(traces.map((one) => traceRows(one, manifest, signal)))).flat(),
+    saved: (signal) => Promise.all(traces.slice(0, MOST_REQUESTS).map((one) => traceRows(one, manifest, signal))),
   }[scope];
   const { data, error, isLoading } = useLoaded(load && manifest ? load : null,
     [scope, session, manifest, reload, scope === "saved" ? traces.map(({ id, version }) => `${id}:${version.value}`).join() : ""]);
-  const rows = data ?? [];
-  return { rows, requests: new Set(rows.map(({ request_id: id }) => id)).size, error, isLoading };
+  const found = useMemo(() => {
+    // Until another scope is loaded, what there is was of the last one.
+    const isWays = data?.every(Array.isArray) ?? false;
+    const [rows, ways] = isWays ? [[], data.filter(({ length }) => length > 0)] : [data ?? [], []];
+    return { rows, ways, requests: isWays ? ways.length : new Set(rows.map(({ request_id: id }) => id)).size };
+  }, [data]);
+  return { ...found, traces: traces.length, error, isLoading };
 }
 
 /** The sessions that can be chosen: [[id, words]]. */

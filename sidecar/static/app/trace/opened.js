@@ -1,7 +1,7 @@
 // The file that was opened last: its traces, and what was refused of it. Any view may open one.
 
-import { html, signal } from "../../vendor/preact.js";
-import { trace } from "../state.js";
+import { html, signal, useRef, useState } from "../../vendor/preact.js";
+import { conversation, trace } from "../state.js";
 import { clearSelection } from "../tokens/selection.js";
 import { count, plural, shown } from "../ui/text.js";
 import { TraceError } from "./format.js";
@@ -9,6 +9,14 @@ import { readTraces } from "./importing.js";
 
 /** {name, traces, refused, refusedLines, lines, error}; null before any, and once it was dismissed. */
 export const opened = signal(null);
+
+/** Traces that are open in this page, by id: imported ones, and the answers of Chat. */
+export function openTraces() {
+  const found = new Map();
+  const all = [...(opened.value?.traces ?? []), trace.value, ...conversation.value.map((turn) => turn.trace)];
+  for (const one of all) if (one && !found.has(one.id)) found.set(one.id, one);
+  return found;
+}
 
 /** Read a file; its last response becomes the trace that the views look at. Never throws. */
 export async function openFile(file) {
@@ -23,6 +31,22 @@ export async function openFile(file) {
     if (!(error instanceof TraceError || error instanceof DOMException)) throw error;
     opened.value = { name: file.name, traces: [], refused: [], refusedLines: 0, lines: 0, error };
   }
+}
+
+/** Chooses a file and opens it. */
+export function ImportButton() {
+  const input = useRef(null);
+  const [busy, setBusy] = useState(false);
+  const open = async (event) => {
+    const file = event.target.files[0];
+    event.target.value = "";
+    if (!file) return;
+    setBusy(true);
+    await openFile(file);
+    setBusy(false);
+  };
+  return html`<input type="file" accept=".jsonl,.ndjson,application/x-ndjson,application/jsonl" ref=${input} hidden onChange=${open} data-import />
+    <button type="button" class="button" disabled=${busy} onClick=${() => input.current.click()}>${busy ? "Reading…" : "Import"}</button>`;
 }
 
 /** What became of the file: that it is open, which lines were refused, or why it is no trace. */

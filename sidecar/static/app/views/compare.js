@@ -4,10 +4,10 @@ import { html } from "../../vendor/preact.js";
 import { get } from "../api.js";
 import { Picker } from "../compare/picker.js";
 import { Result } from "../compare/result.js";
-import { compared, obstacleOf, openTraces, windowOf } from "../compare/sides.js";
+import { compared, obstacleOf, windowOf } from "../compare/sides.js";
 import { href, query, setQuery } from "../routes.js";
 import { engine, served, servedId, status } from "../state.js";
-import { OpenedFile } from "../trace/opened.js";
+import { OpenedFile, openTraces } from "../trace/opened.js";
 import { useLoaded } from "../ui/load.js";
 import { Panel } from "../ui/panel.js";
 import { Empty, Failure, Loading } from "../ui/states.js";
@@ -56,5 +56,5 @@ function Suggestions({ sessions }) {
   return html`<${Panel} title="Choose two sides above, or begin with a question" data-panel="suggestions">
     <ul class="suggestions">${all.map(([question, sides, says]) => html`<li key=${question}><a href=${href("/compare", sides)}>${question}</a>
       <span class="quiet small">${says}</span></li>`)}</ul>
-    <p class="quiet small">A quantised model against its full one: choose the kind “model” on both sides. An exported trace: import it in <a href="/chat">Chat</a>.</p><//>`;
+    <p class="quiet small">A quantised model against its full one: choose the kind “model” on both sides. An exported trace: choose the kind “trace”, and import its file.</p><//>`;
 }

@@ -18,6 +18,7 @@ import { Toolbar } from "../manifold/toolbar.js";
 import { factsOf, fetchFacts } from "../manifold/facts.js";
 import { href, navigate, setQuery } from "../routes.js";
 import { servedId, status } from "../state.js";
+import { OpenedFile } from "../trace/opened.js";
 import { Tabs } from "../ui/choices.js";
 import { useKeys } from "../ui/keys.js";
 import { useLoaded } from "../ui/load.js";
@@ -104,8 +105,8 @@ function Shown({ query, run, wanted, loading, runs }) {
     // What arrives of the request goes on where the stored rows end.
     const more = requestId ? live.records.filter((row) => row.request_id === requestId && row.run_id === map.runId && row.position > last) : [];
     const rows = [...own, ...more].filter(({ x, layer = -1 }) => x !== null && layer === (own[0]?.layer ?? -1)).sort((a, b) => a.position - b.position);
-    return { points: [...scoped.rows, ...arriving], trail: requestId ? rows : [], cursor };
-  }, [scope, scoped.rows, live.records, trail.data, requestId, cursor, map]);
+    return { points: [...scoped.rows, ...arriving], ways: scoped.ways, trail: requestId ? rows : [], cursor };
+  }, [scope, scoped.rows, scoped.ways, live.records, trail.data, requestId, cursor, map]);
 
   const pick = useCallback((id) => {
     setTaken(null);
@@ -180,8 +181,8 @@ function Shown({ query, run, wanted, loading, runs }) {
   const isStale = wanted !== map.runId;
   const says = [
     plural(map.size, "point"),
-    marks.points.length ? `${count(marks.points.length)} marked` : "",
-    scope !== "all" ? scoped.isLoading ? "placing requests …" : plural(scoped.requests, "request") : "",
+    marks.points.length || marks.ways.length ? `${count(marks.points.length + marks.ways.flat().length)} marked` : "",
+    scope !== "all" ? scoped.isLoading ? "placing requests …" : plural(scoped.requests, scope === "saved" ? "trace" : "request") : "",
     isStale && loading.isLoading ? `loading ${runName(wanted)} …` : "",
   ].filter(Boolean).join(" · ");
   const tabs = [
@@ -191,6 +192,7 @@ function Shown({ query, run, wanted, loading, runs }) {
   return html`<div class="manifold" data-run=${map.runId}>
     <${Head} runId=${map.runId}><span class="quiet small">${shown(manifest.model, 80)} · ${manifest.layout}${map.runId === servedId.value ? " · served" : ""}${before &&
       html` · <a href=${href("/compare", { a: `run:${before.run_id}`, b: `run:${map.runId}` })}>compare with the run before</a>`}</span><//>
+    <${OpenedFile} />
     ${isMissing && html`<div class="notice bad inset" role="alert"><span>This run is no longer on the sidecar's disk: what you see is from before.</span>
       <a class="button" href="/manifold">Show the run that is served</a></div>`}
     ${loading.error && html`<div class="notice bad inset" role="alert"><span>Run ${runName(wanted)} cannot be shown: ${loading.error.message}</span>

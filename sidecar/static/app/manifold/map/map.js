@@ -79,7 +79,8 @@ class ManifoldMap {
   /** Rows to draw over the points: `Marks` of overlay.js. */
   mark(marks) {
     this.overlay.marks = marks;
-    this.frame.dataset.marked = marks.points.length;
+    this.frame.dataset.marked = marks.points.length + marks.ways.flat().length;
+    this.frame.dataset.ways = marks.ways.length;
     this.redrawOverlay();
   }
 

@@ -3,9 +3,9 @@
 const REACH = 10;
 
 /**
- * points: rows with x, y, cluster_id, zone, oldest first; trail: rows of one request by position;
- * cursor: the row that is looked at.
- * @typedef {{points: object[], trail: object[], cursor: object | null}} Marks
+ * points: rows with x, y, cluster_id, zone, oldest first; ways: rows of traces, each by position;
+ * trail: rows of the chosen request by position; cursor: the row that is looked at.
+ * @typedef {{points: object[], ways: object[][], trail: object[], cursor: object | null}} Marks
  */
 export class Overlay {
   constructor() {
@@ -13,7 +13,7 @@ export class Overlay {
     this.canvas.className = "overlay";
     this.canvas.setAttribute("aria-hidden", "true");
     /** @type {Marks} */
-    this.marks = { points: [], trail: [], cursor: null };
+    this.marks = { points: [], ways: [], trail: [], cursor: null };
   }
 
   resize(width, height) {
@@ -24,9 +24,9 @@ export class Overlay {
 
   /** @param {import("../../../report/view.js").Camera} camera @param {import("./arrange.js").Look} look */
   draw(camera, look) {
-    const { points, trail, cursor } = this.marks;
+    const { points, ways, trail, cursor } = this.marks;
     // A layer without anything is not even composed.
-    this.canvas.hidden = !points.length && !trail.length && !cursor;
+    this.canvas.hidden = !points.length && !ways.length && !trail.length && !cursor;
     if (this.canvas.hidden) return;
     const pen = this.canvas.getContext("2d");
     pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -54,18 +54,23 @@ export class Overlay {
     });
     pen.globalAlpha = 1;
     // A way is darker towards its end, so that its direction shows where lines cross.
-    pen.strokeStyle = ink;
-    pen.lineWidth = 1.25;
-    for (let i = 1; i < trail.length; i += 1) {
-      pen.globalAlpha = 0.12 + (0.38 * i) / trail.length;
-      pen.beginPath();
-      pen.moveTo(...camera.onScreen(trail[i - 1].x, trail[i - 1].y));
-      pen.lineTo(...camera.onScreen(trail[i].x, trail[i].y));
-      pen.stroke();
-    }
-    pen.globalAlpha = 1;
-    trail.forEach((row) => dot(row, 4));
-    if (trail.length) this.name(pen, camera, trail, ink, ground);
+    const way = (rows, strength) => {
+      pen.strokeStyle = ink;
+      pen.lineWidth = 1.25;
+      for (let i = 1; i < rows.length; i += 1) {
+        pen.globalAlpha = strength * (0.12 + (0.38 * i) / rows.length);
+        pen.beginPath();
+        pen.moveTo(...camera.onScreen(rows[i - 1].x, rows[i - 1].y));
+        pen.lineTo(...camera.onScreen(rows[i].x, rows[i].y));
+        pen.stroke();
+      }
+      pen.globalAlpha = strength;
+      rows.forEach((row) => dot(row, 4));
+      pen.globalAlpha = 1;
+      if (rows.length && strength === 1) this.name(pen, camera, rows, ink, ground);
+    };
+    ways.forEach((rows) => way(rows, trail.length ? 0.35 : 1));
+    way(trail, 1);
     if (cursor) {
       const [px, py] = camera.onScreen(cursor.x, cursor.y);
       for (const [width, style] of [[5, ground], [2, ink]]) {
@@ -96,6 +101,6 @@ export class Overlay {
       const [x, y] = camera.onScreen(row.x, row.y);
       return Math.hypot(x - px, y - py) < REACH;
     };
-    return this.marks.trail.find(hit) ?? this.marks.points.findLast(hit);
+    return this.marks.trail.find(hit) ?? this.marks.ways.flat().findLast(hit) ?? this.marks.points.findLast(hit);
   }
 }
