@@ -17,6 +17,7 @@ from shared import REPO
 # Runs to serve and sidecars that run are those of the sidecar's own tests.
 sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
+from map_runs import Night, publish_map
 from page_engine import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
@@ -168,6 +169,37 @@ def chat(watched: Watched, with_engine: tuple[Sidecar, Engine]) -> Callable[...,
         page.wait_for_selector("[data-connection=open]")
         if path.startswith("/chat"):
             page.wait_for_selector(".view-head .says bdi")
+        return page
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Night]]:
+    """An output folder with three runs that follow one another; the last one has a new cluster."""
+    output = tmp_path_factory.mktemp("nights")
+    made: list[Night] = []
+    for number, count in enumerate((6, 5, 7)):
+        parent = made[-1] if made else None
+        made.append(publish_map(output, number, count=count, parent=parent, seed=number))
+    return output, made
+
+
+@pytest.fixture(scope="module")
+def lineage_site(
+    nights: tuple[Path, list[Night]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Sidecar]]:
+    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=nights[0]) as sidecar:
+        yield sidecar.url, sidecar
+
+
+@pytest.fixture
+def manifold(watched: Any, lineage_site: tuple[str, Sidecar]) -> Callable[..., Page]:
+    """Open the view with a query, its map drawn."""
+
+    def opened(query: str = "", **options: Any) -> Page:
+        page = watched.open(f"{lineage_site[0]}/manifold{query}", **options)
+        page.wait_for_selector("[data-map][data-frames]")
         return page
 
     return opened

@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from map_reading import pixel_of, state
-from map_runs import Night, lonely, publish_map
+from map_runs import lonely, publish_map
 from playwright.sync_api import Page, expect
 from running import Sidecar, post_rows, running, until
 from served_runs import rows_of
 
 HOSTILE = "<img src=x onerror=hacked=1>\u202e\u0000" + "long " * 2_000
-
-
-@pytest.fixture(scope="module")
-def nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Night]]:
-    """An output folder with three runs that follow one another; the last one has a new cluster."""
-    output = tmp_path_factory.mktemp("nights")
-    made: list[Night] = []
-    for number, count in enumerate((6, 5, 7)):
-        parent = made[-1] if made else None
-        made.append(publish_map(output, number, count=count, parent=parent, seed=number))
-    return output, made
-
-
-@pytest.fixture(scope="module")
-def lineage_site(
-    nights: tuple[Path, list[Night]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Sidecar]]:
-    with running(tmp_path_factory.mktemp("sidecar"), "--page", runs=nights[0]) as sidecar:
-        yield sidecar.url, sidecar
-
-
-@pytest.fixture
-def manifold(watched: Any, lineage_site: tuple[str, Sidecar]) -> Callable[..., Page]:
-    """Open the view with a query, its map drawn."""
-
-    def opened(query: str = "", **options: Any) -> Page:
-        page = watched.open(f"{lineage_site[0]}/manifold{query}", **options)
-        page.wait_for_selector("[data-map][data-frames]")
-        return page
-
-    return opened
 
 
 def lasso(page: Page, corners: list[tuple[float, float]]) -> None:
@@ -187,19 +154,6 @@ def test_the_slider_shows_other_nights_in_the_same_colours(manifold, nights):
     page.keyboard.press("ArrowRight")
     expect(page.locator(f".manifold[data-run='{made[2].run_id}']")).to_be_visible()
     assert "run=" not in page.url
-
-
-def test_lineage_draws_every_cluster_of_the_runs_and_lists_what_changed(manifold, nights):
-    page = manifold()
-    _, made = nights
-    expect(page.locator(".sankey .node")).to_have_count(sum(len(one.clusters) for one in made))
-    expect(page.locator(".sankey .ribbon")).to_have_count(5 + 5)
-    events = page.locator(".events")
-    expect(events).to_contain_text("5 (born)")
-    expect(events).to_contain_text("6 (born)")
-    page.locator(f"[data-node='{made[0].run_id}:4']").click()
-    expect(page.locator(f".manifold[data-run='{made[0].run_id}']")).to_be_visible()
-    expect(page.locator("#cluster-4.chosen")).to_be_visible()
 
 
 def test_zones_can_be_hidden_and_clusters_grouped(manifold, nights):

@@ -83,8 +83,42 @@ export function Lineage({ run, lineage, selected, onCluster }) {
   <//>`;
 }
 
+/** What arrow keys go through: columns of clusters and of the flows between them in turn, each from top to bottom. */
+function columnsOf({ nodes, links }) {
+  const columns = [];
+  const put = (column, item) => (columns[column] ??= []).push(item);
+  for (const node of nodes) put(2 * node.column, { key: node.key, y: (node.y0 + node.y1) / 2, size: node.value,
+    before: node.targetLinks.map(flowKey), after: node.sourceLinks.map(flowKey) });
+  for (const link of links) put(2 * link.source.column + 1, { key: flowKey(link), y: (link.y0 + link.y1) / 2, size: link.value,
+    before: [link.source.key], after: [link.target.key] });
+  for (const column of columns) column?.sort((a, b) => a.y - b.y);
+  return columns.filter(Boolean);
+}
+const flowKey = ({ source, target }) => `${source.key}>${target.key}`;
+
+/**
+ * The item that an arrow key leads to: up and down in its column, left and right along the largest flow, or to the
+ * nearest item of the next column where no flow leads there.
+ * @returns {string | null} null if the key leads nowhere
+ */
+function nextOf(columns, key, pressed) {
+  const at = columns.findIndex((column) => column.some((one) => one.key === key));
+  const column = columns[at];
+  const index = column.findIndex((one) => one.key === key);
+  const within = { ArrowUp: index - 1, ArrowDown: index + 1, Home: 0, End: column.length - 1 }[pressed];
+  if (within !== undefined) return column[within]?.key ?? null;
+  const beside = columns[at + (pressed === "ArrowRight" ? 1 : -1)];
+  if (!beside) return null;
+  const own = column[index];
+  const along = beside.filter((one) => own[pressed === "ArrowRight" ? "after" : "before"].includes(one.key));
+  if (along.length) return along.reduce((most, one) => (one.size > most.size ? one : most)).key;
+  return beside.reduce((nearest, one) => (Math.abs(one.y - own.y) < Math.abs(nearest.y - own.y) ? one : nearest)).key;
+}
+const ARROWS = ["ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Home", "End"];
+
 function Sankey({ runs, shownRun, selected, onCluster }) {
   const box = useRef(null);
+  const [last, setLast] = useState(null);
   const [wide, setWide] = useState(0);
   const drawn = useMemo(() => layoutOf(runs, wide), [runs, wide]);
   useEffect(() => {
@@ -92,16 +126,35 @@ function Sankey({ runs, shownRun, selected, onCluster }) {
     observer.observe(box.current);
     return () => observer.disconnect();
   }, []);
+  const columns = useMemo(() => columnsOf(drawn), [drawn]);
+  // Tab leads to one item, the one that was looked at last; arrow keys lead to the others.
+  const keys = columns.flat().map(({ key }) => key);
+  const own = selected !== null ? keyOf(shownRun, selected) : null;
+  const stop = [last, own].find((key) => keys.includes(key)) ?? columns.at(-1)?.[0].key;
+  const item = (key, label, act) => ({
+    "data-item": key, role: "button", tabindex: key === stop ? 0 : -1, "aria-label": label, onClick: act, onFocus: () => setLast(key),
+    onKeyDown: (event) => {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
+      const to = ARROWS.includes(event.key) ? nextOf(columns, key, event.key) : null;
+      if (to) box.current.querySelector(`[data-item="${CSS.escape(to)}"]`).focus();
+      else if (event.key === "Enter" || event.key === " ") act();
+      if (to || ARROWS.includes(event.key) || event.key === "Enter" || event.key === " ") event.preventDefault();
+    },
+  });
+  const name = (node) => `cluster ${node.id} of run ${runName(node.runId)}${node.label ? `, ${shown(node.label, 120)}` : ""}`;
   const path = sankeyLinkHorizontal();
   const isOn = (id) => selected === null || id === selected;
-  return html`<div class="sankey-scroll" ref=${box} tabindex="0" role="region" aria-label="Diagram of the lineage"><svg class="sankey" width=${drawn.width} height=${drawn.height + 6}
-    viewBox=${`0 0 ${drawn.width} ${drawn.height + 6}`} role="img" aria-label=${`Clusters of ${plural(runs.length, "run")}, and which come from which`}>
+  return html`<div class="sankey-scroll" ref=${box} role="region" aria-label="Diagram of the lineage"><svg class="sankey" width=${drawn.width} height=${drawn.height + 6}
+    viewBox=${`0 0 ${drawn.width} ${drawn.height + 6}`} role="group" aria-label=${`Clusters of ${plural(runs.length, "run")}, and which come from which. Arrow keys go from one to the next.`}>
     ${runs.map(({ runId }, column) => html`<text class=${`side ${runId === shownRun ? "now" : ""}`} x=${2 + column * drawn.column} y="12">${runName(runId)}</text>`)}
-    ${drawn.links.map((link) => html`<path class=${`ribbon ${isOn(link.parent) || isOn(link.child) ? "" : "dim"}`} d=${path(link)}
-      style=${{ "--ink": clusterColor(link.parent), strokeWidth: Math.max(1, link.width) }}>
-      <title>${`${link.parent} to ${link.child}: ${percent(link.value)} of the rows`}</title></path>`)}
+    ${drawn.links.map((link) => html`<g key=${flowKey(link)} class=${`flow-link ${isOn(link.parent) || isOn(link.child) ? "" : "dim"}`}
+      ...${item(flowKey(link), `Flow: ${percent(link.value)} of the rows, ${name(link.source)}, to ${name(link.target)}`, () => onCluster(link.target.runId, link.child))}>
+      <path class="ribbon" d=${path(link)} style=${{ "--ink": clusterColor(link.parent), strokeWidth: Math.max(1, link.width) }} />
+      <path class="focus-line" d=${path(link)} />
+      <title>${`${link.parent} to ${link.child}: ${percent(link.value)} of the rows`}</title></g>`)}
     ${drawn.nodes.map((node) => html`<g key=${node.key} class=${`node ${isOn(node.id) ? "" : "dim"}`} data-node=${node.key}
-      onClick=${() => onCluster(node.runId, node.id)}>
+      aria-current=${node.key === own ? "true" : null}
+      ...${item(node.key, `${name(node).replace(/^c/, "C")}, ${percent(node.share)} of the rows`, () => onCluster(node.runId, node.id))}>
       <title>${`${node.id} ${shown(node.label, 120)}: ${percent(node.share)}`}</title>
       <rect x=${node.x0} y=${node.y0} width=${NODE} height=${Math.max(2, node.y1 - node.y0)} rx="2" style=${{ "--ink": clusterColor(node.id) }} />
       <text x=${node.x1 + 5} y=${(node.y0 + node.y1) / 2 + 4}><tspan class="id">${node.id}</tspan>  ${shown(node.label, 22)}</text></g>`)}
