@@ -13,7 +13,7 @@ import tempfile
 import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -98,7 +98,9 @@ class Child:
         """Wait for its end; kill it then, or if that is hurried."""
         while self.code is None:
             if time.monotonic() > until or hurried():
-                self.process.kill()
+                # And what it started: it leads a process group.
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
             time.sleep(POLL_S / 2)
         if self.process.stdin:
             self.process.stdin.close()
@@ -264,11 +266,11 @@ class Explorer:
         return self._code
 
     def _end_all(self) -> int:
-        asked = self._signals.count
         sidecar_ended = self._sidecar is not None and self._sidecar.code is not None
 
         def hurried() -> bool:
-            return self._signals.count > max(asked, 1)
+            # Two may have come before the first was looked at.
+            return self._signals.count > 1
 
         others = [child for child in self._children if child is not self._sidecar]
         for group in (others, [self._sidecar] if self._sidecar else []):
@@ -278,7 +280,9 @@ class Explorer:
             for child in group:
                 child.wait(until, hurried)
         code = self._sidecar.code if self._sidecar else 0
-        if self._sidecar is not None and (sidecar_ended or code):
+        if self._sidecar is not None and hurried() and code == -signal.SIGKILL:
+            say("killed: fingerprints that were not stored yet are lost")
+        elif self._sidecar is not None and (sidecar_ended or code):
             say(f"the sidecar ended (exit code {code}):")
             say(self._sidecar.last_said() or f"  see {self._sidecar.log}")
         return code if code is not None and code >= 0 else 1

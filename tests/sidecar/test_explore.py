@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from exploring import Explore, running_of
 from running import until
@@ -99,6 +101,36 @@ def test_a_signal_ends_all_of_it(tmp_path, number):
         assert "Traceback" not in explore.said
     log = (tmp_path / "data" / "sidecar.log").read_text()
     assert "stopped; 0 fingerprints received, 0 stored" in log
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_second_signal_ends_all_of_it_at_once(tmp_path, at_once):
+    """Also one that comes before the first was noticed."""
+    with Explore(prepared(tmp_path / "data")) as explore:
+        engine = next(one for one in explore.children if one.cmdline()[4] == "engine")
+        # It cannot end in order, and the sidecar waits for it.
+        engine.suspend()
+        explore.process.send_signal(signal.SIGINT)
+        if not at_once:
+            until(lambda: asked_to_end(engine), "the engine is not asked to end")
+            assert explore.process.poll() is None and len(running_of(explore.children)) == 2
+        # A second SIGINT could be one with the first while that is not yet handled.
+        assert explore.end(signal.SIGTERM if at_once else signal.SIGINT) == 1
+        assert "Traceback" not in explore.said and "sidecar ended" not in explore.said
+        assert explore.said.count("\n") == 2 and "killed" in explore.said
+    # The sidecar was killed, and had not been asked to end.
+    assert "stopped" not in (tmp_path / "data" / "sidecar.log").read_text()
+    # Nothing of it is left behind: the folder is free again.
+    with Explore(tmp_path / "data") as explore:
+        assert explore.get("/health").status_code == 200
+        assert explore.end() == 0
+
+
+def asked_to_end(process: psutil.Process) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pending = re.search(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)
+    return bool(pending and int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_kill_9_leaves_nothing_behind(tmp_path):
