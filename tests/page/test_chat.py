@@ -58,6 +58,31 @@ def test_an_answer_shows_its_tokens_and_where_each_looked(chat: Chat, with_engin
     assert mass == pytest.approx(sum(p), abs=2e-4)
 
 
+def test_tokens_are_those_that_the_engine_names_in_whichever_chunk(show: Chat):
+    """SGLang names the first token in a chunk before the one that has its text."""
+    page = show("/chat")
+    first = {"prompt_tokens": [{"id": 5, "text": "a"}], "output_tokens": [{"id": 7, "text": " 1"}]}
+    chunks = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}], **first},
+        {"choices": [{"delta": {"content": " 1"}, "logprobs": {"content": [
+            {"token": " 1", "logprob": -0.1, "top_logprobs": []}]}}]},
+        {"choices": [{"delta": {"content": "7"}}], "output_tokens": [{"id": 8, "text": "7"}]},
+        {"choices": [{"delta": {"content": None}, "finish_reason": "stop"}],
+         "output_tokens": [{"id": 0, "text": "<|eos|>"}]},
+    ]  # fmt: skip
+    found = page.evaluate(
+        """async (chunks) => {
+          const { Collector } = await import("/static/app/chat/collect.js");
+          const { Trace } = await import("/static/app/trace/model.js");
+          const collector = new Collector(new Trace({ id: "t" }));
+          for (const chunk of chunks) collector.take(chunk);
+          return [collector.trace.outputTexts, collector.trace.outputIds, collector.text];
+        }""",
+        chunks,
+    )
+    assert found == [[" 1", "7", "<|eos|>"], [7, 8, 0], " 17"]
+
+
 def test_a_click_pins_a_token_and_sinks_can_be_shown(chat: Chat):
     page = chat()
     ask(page, NEEDLE, **GREEDY)

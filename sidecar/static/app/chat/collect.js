@@ -10,6 +10,8 @@ export class Collector {
     this.trace = trace;
     this.text = "";
     this.chances = 0;
+    // Whether the engine names the answer's tokens: once it does, a chunk without a name has none.
+    this.isNamed = false;
     this.tail = "";
   }
 
@@ -34,19 +36,17 @@ export class Collector {
     this.text += content;
     const said = tokensOf(choice.logprobs);
     // What the engine names as tokens, else what it gives probabilities of, else a token a chunk.
-    const hasNames = Array.isArray(named);
+    this.isNamed ||= Array.isArray(named);
     for (const { text, chance } of said) {
       trace.chances[this.chances] = chance;
       this.chances += 1;
-      if (!hasNames) this.#token(text);
+      if (!this.isNamed) this.#token(text);
     }
-    if (hasNames) {
-      for (const { id, text } of named) {
-        if (Number.isInteger(id)) trace.outputIds[trace.outputTexts.length] = id;
-        this.#token(text);
-      }
+    for (const { id, text } of named ?? []) {
+      if (Number.isInteger(id)) trace.outputIds[trace.outputTexts.length] = id;
+      this.#token(text);
     }
-    if (!hasNames && !said.length && (content || delta.reasoning_content)) this.#token(`${delta.reasoning_content ?? ""}${content}`, !!delta.reasoning_content);
+    if (!this.isNamed && !said.length && (content || delta.reasoning_content)) this.#token(`${delta.reasoning_content ?? ""}${content}`, !!delta.reasoning_content);
     if (choice.finish_reason) trace.finishReason = choice.finish_reason;
   }
 
