@@ -37,6 +37,8 @@ GPU_LIBRARIES = ("cuml-cu13", "cudf-cu13", "cuvs-cu13", "cupy-cuda13x", "dask-cu
 NOW = datetime(2026, 1, 10, 4, 2, 11, tzinfo=UTC)
 # The plain recipe. Of 20 numbers 16 are free (three are sums of others, the histogram sums to 1).
 PLAIN_COMPONENTS, PLAIN_CLUSTER_SIZE, PLAIN_MIN_SAMPLES = 16, 20, 10
+# Names of the same browser.
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
 class WrongAnswerError(Exception):
@@ -94,6 +96,11 @@ def cpu_model() -> str:
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def chromium_path() -> str | None:
+    """Path of a Chromium; None if there is none."""
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ page_pictures.py."""
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,13 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from playwright.sync_api import Browser, sync_playwright
 
-from benchmarks.common import REPO, SAMPLE, WrongAnswerError
+from benchmarks.common import REPO, SAMPLE, WrongAnswerError, chromium_path
 from capture_kernels.errors import OptionError
 from pipeline.record import conform
 from pipeline.store.open import open_store
 from pipeline.stream.sender import Sender
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--no-sandbox --use-angle=swiftshader --enable-unsafe-swiftshader --disable-quic "
     "--disable-background-networking --disable-component-update --disable-sync --no-first-run"
@@ -187,7 +185,7 @@ def _renamed(table: pa.Table, names: np.ndarray[Any, Any], number: int) -> pa.Re
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; OptionError if there is none."""
-    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    found = chromium_path()
     if found is None:
         raise OptionError("no Chromium: apt-get install chromium")
     with sync_playwright() as playwright:

@@ -37,7 +37,7 @@ ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
 ON_CPU |= {"answer-bytes": ["answer_bytes"], "capture-memory": ["capture_memory"]}
-ON_CPU["outage"] = ["sidecar_under_engine"]
+ON_CPU |= {"outage": ["sidecar_under_engine"], "page-map": ["page_map"]}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
 ON_CPU["memory-500k"] = [*MEMORY, "--rows", "500000", "--store", "sqlite", "--limit", "4"]
@@ -81,6 +81,8 @@ def cannot_run(name: str, on_gpu: bool) -> str | None:
     """Why a benchmark cannot run here, in words; None where it can."""
     if name == "outage":
         return None if python_on_cpu() else "SGLang is not set up: make sglang"
+    if name == "page-map":
+        return None if common.chromium_path() else "there is no Chromium"
     if not on_gpu:
         return None
     if name not in OF_TORCH:
