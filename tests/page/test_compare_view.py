@@ -57,6 +57,26 @@ def test_it_shows_what_the_sidecar_found(show: Callable[..., Page], sidecar: Sid
     assert f"8–15: A {100 * found['histogram']['a'][3]:.1f}%" in label
 
 
+def test_axes_name_a_shift_where_the_sidecar_has_evidence_of_one(
+    show: Callable[..., Page], sidecar: Sidecar
+):
+    found = sidecar.client.get(SIDES, headers=JSON).json()["axes"]
+    page = show(SIDES)
+    panel = page.locator("[data-panel=axes]")
+    expect(panel).to_contain_text("95% intervals, by request")
+    if (rest := panel.get_by_role("button", name="All")).count():
+        rest.click()
+    shown = panel.locator(".axes > li")
+    expect(shown).to_have_count(len(found))
+    assert any(axis["differs"] for axis in found)
+    for line, axis in zip(shown.all(), found, strict=True):
+        assert line.locator("p").inner_text() == axis["words"]
+        assert line.get_attribute("data-differs") == ("yes" if axis["differs"] else None)
+        # Both intervals are drawn, and said.
+        assert line.locator("svg .span").count() == 2
+        assert line.locator("svg").get_attribute("aria-label").count(" to ") == 2
+
+
 def test_a_question_is_one_click_and_sides_are_swapped(show: Callable[..., Page], sidecar: Sidecar):
     page = show("/compare")
     page.get_by_role("link", name="What changed since the run before?").click()
