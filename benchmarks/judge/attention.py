@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -210,7 +211,7 @@ def reduce_row(row: Masses, layout: Layout) -> tuple[Doubles, float]:
         last = int(log2_bins(n - 1))
         sums = np.add.reduceat(row, _BIN_STARTS[: last + 1], dtype=np.float64)
         bins[: last + 1] = sums / total
-        bands = [bins[a:b].sum() for a, b in zip(LOG16_BAND_BINS, LOG16_BAND_BINS[1:], strict=False)]
+        bands = [bins[a:b].sum() for a, b in pairwise(LOG16_BAND_BINS)]
     else:
         sums = np.concatenate([[0.0], np.cumsum(row, dtype=np.float64)]) / total
         near, far = (sums[min(edge, n)] for edge in LAYERED_BAND_EDGES)

@@ -65,11 +65,8 @@ def draw_part(rng: np.random.Generator, reach: float, layout: Layout, share: flo
     return Part("flat", 0.0, 0.0, share)
 
 
-def variants(
-    behaviour: Behaviour, lengths: Sequence[int], layout: Layout
-) -> NDArray[np.float64]:
-    """The rows that are expected of a behaviour along its drift and at each length: float64[v, 20].
-    """
+def variants(behaviour: Behaviour, lengths: Sequence[int], layout: Layout) -> NDArray[np.float64]:
+    """The rows that a behaviour is expected to have, along its drift, by length: float64[v, 20]."""
     steps = np.linspace(-0.5, 0.5, STEPS) * behaviour.drift if behaviour.drift else [0.0]
     return np.array([vector_of(behaviour, n, layout, octaves=s) for n in lengths for s in steps])
 

@@ -1,4 +1,4 @@
-"""Real rows: the shipped sample in two halves of its requests, and fresh captures of the demo model.
+"""Real rows: the shipped sample in two halves of its requests, and captures of the demo model.
 
 A request is of a half by the hash of its id, so that the halves share none. Fresh captures are made
 once, by `attn capture` on prompts of other seeds than the sample's, and kept below `build/`.
