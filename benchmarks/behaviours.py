@@ -3,7 +3,7 @@
     python benchmarks/behaviours.py                          # the half to develop on
     python benchmarks/behaviours.py --half held_out          # only to report
     python benchmarks/behaviours.py --method module:function --only sparse,sample
-    python benchmarks/behaviours.py --artifacts DIR          # only what a finished run's clusters say
+    python benchmarks/behaviours.py --artifacts DIR          # only what a run's clusters say
 
 Data, in two halves without a recipe, seed or request in common (`judge/kinds.py`, `judge/real.py`):
   planted rows     attention simulated key by key, of several kinds; who drew each row is known
