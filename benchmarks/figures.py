@@ -71,6 +71,24 @@ def of_discovery(found: dict[str, Any]) -> Iterator[Figure]:
 
 
 def of_behaviours(found: dict[str, Any]) -> Iterator[Figure]:
+    methods = found.get("methods", [])
+    for name, one in found.get("data", {}).items():
+        cells = [one["methods"][method] for method in methods]
+        if "told" in one["facts"]:
+            yield (
+                f"{name}: ARI of {', '.join(methods)} (told the truth)",
+                f"{_each(cells, 'ari')} ({one['facts']['told']:.3f})",
+            )
+        elif "tied" in one["facts"]:
+            for way in ("tied", "mixed"):
+                yield (
+                    f"{name}: AMI with task, {way}", _each([c[way] for c in cells], "ami_task")
+                )  # fmt: skip
+        else:
+            for way in ("seeds", "halves"):
+                yield f"{name}: ARI between {way}", _each([c[way] for c in cells], "ari")
+            for figure in ("ami_task", "log2_position", "noise_share"):
+                yield f"{name}: {figure.replace('_', ' ')}", _each(cells, figure)
     for name in ("job", "plain_recipe"):
         if name not in found:
             continue
@@ -82,6 +100,10 @@ def of_behaviours(found: dict[str, Any]) -> Iterator[Figure]:
                 f"{said}: AMI with {word} in octaves (chance)",
                 f"{cells['within']:.3f} ({cells['within_by_chance']:.3f})",
             )
+
+
+def _each(cells: list[dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{cell[name]:.3f}" for cell in cells)
 
 
 def of_nights(found: dict[str, Any]) -> Iterator[Figure]:
