@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
+from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score, roc_auc_score
 
 from benchmarks.common import WrongAnswerError, explained_share
 
@@ -87,7 +87,24 @@ def of_planted(timed: Timed, rows: Rows) -> Figures:
         "ari": float(adjusted_rand_score(rows.truth[real], labels[real])),
         "real_called_noise": float((labels[real] < 0).mean()) if real.any() else 0.0,
         "noise_called_noise": float((labels[~real] < 0).mean()) if not real.all() else None,
+        "probability_auc": probability_auc(timed.found, rows.truth),
     }
+
+
+def probability_auc(found: Found, truth: Codes) -> float | None:
+    """How well the probabilities say which rows are rightly where they are: the area under the ROC
+    curve, over the rows that are in a cluster; right is a row of the commonest behaviour in it.
+    None where the method has no probabilities, or no row, or every row, is right."""
+    if found.probabilities is None:
+        return None
+    inside = found.labels >= 0
+    _, own = np.unique(found.labels[inside], return_inverse=True)
+    counts = np.zeros((int(own.max(initial=-1)) + 1, int(truth.max(initial=-1)) + 2), np.int64)
+    np.add.at(counts, (own, truth[inside] + 1), 1)
+    right = truth[inside] + 1 == counts.argmax(axis=1)[own]
+    if right.all() or not right.any():
+        return None
+    return float(roc_auc_score(right, found.probabilities[inside]))
 
 
 def facts_of(rows: Rows) -> Figures:

@@ -65,6 +65,7 @@ SUMMARIES: tuple[tuple[str, Callable[[list[Figures]], str]], ...] = (
     ("least ARI", lambda figures: f"{min(one['ari'] for one in figures):.3f}"),
     ("true noise called noise", _mean("noise_called_noise", ".0%")),
     ("others called noise", _mean("real_called_noise", ".1%")),
+    ("AUC of probability", _mean("probability_auc", ".2f")),
     ("CPU seconds, mean", _mean("cpu_seconds", ".1f")),
 )
 

@@ -87,6 +87,18 @@ def test_rows_called_noise_cost_agreement_with_the_truth(rows, plugged):
     assert figures["ari"] < 0.7 and 0.4 < figures["real_called_noise"] < 0.6
 
 
+def test_probabilities_are_judged_by_the_rows_that_they_doubt(rows, plugged):
+    wrong = np.random.default_rng(0).random(ROWS) < 0.1
+    labels = np.where(wrong, (rows.truth + 1) % 3, np.abs(rows.truth))
+    for name, sure in (("knows", 1.0 - 0.5 * wrong), ("does not", np.full(ROWS, 0.5))):
+        plugged(name, lambda shown, seed, sure=sure: Found(labels, probabilities=sure))
+    done = found_by(["knows", "does not"], rows, 0)
+    aucs = {name: of_planted(one, rows)["probability_auc"] for name, one in done.items()}
+    assert aucs["knows"] > 0.8 and aucs["does not"] == 0.5
+    unsure = found_by(["k-means"], rows, 0)["k-means"]
+    assert of_planted(unsure, rows)["probability_auc"] is None
+
+
 def test_chance_is_judged_as_chance(rows, plugged):
     def chance(shown, seed):
         return Found(np.random.default_rng(seed).integers(0, 5, len(shown)))
