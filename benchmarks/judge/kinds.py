@@ -32,9 +32,10 @@ class Recipe:
 
     kind: its name. shortest, longest: context lengths, log-uniform between. shares: the ratio of
     the largest behaviour to the smallest. tasks: behaviours are dealt to so many; a request is of
-    one. tied: each task has an octave of its own, from `shortest` up. least_apart: see
-    `draw_behaviours`. tests_planted: the rows of tests/planted.py, which today's method was tuned
-    on.
+    one. tied: each task has an octave of its own, from `shortest` up. decoding: a request's rows
+    are steps at one length, as those of tied ones are; else they go through its context, as
+    captures of prompts do. least_apart: see `draw_behaviours`. tests_planted: the rows of
+    tests/planted.py, which today's method was tuned on.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Recipe:
     layered: bool = False
     least_apart: float = 0.25
     rows_per_request: int = 40
+    decoding: bool = False
     tests_planted: bool = False
 
     @property
@@ -82,9 +84,12 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
             families=3, drift=3.0, diffuse=True, least_apart=0.2,
         ),
         Recipe("few", 1051, 3, shortest=512, longest=8192, shares=2.0, tasks=2),
-        Recipe("many", 1052, 60, shortest=1024, longest=8192, shares=3.0, least_apart=0.2),
+        Recipe(
+            "many", 1052, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
+            least_apart=0.2,
+        ),
         Recipe("uneven", 1061, 9, shortest=512, longest=8192, shares=80.0),
-        Recipe("clean", 1071, 12, shortest=512, longest=8192, noise=0.0),
+        Recipe("clean", 1071, 12, decoding=True, shortest=512, longest=8192, noise=0.0),
         Recipe("noisy", 1072, 10, shortest=512, longest=8192, noise=0.30),
         Recipe("layered", 1081, 24, shortest=256, longest=4096, layered=True),
         Recipe("tests/planted.py", 1091, 12, tests_planted=True),
@@ -100,9 +105,12 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
             families=3, drift=2.6, diffuse=True, least_apart=0.2, noise=0.02,
         ),
         Recipe("few", 2051, 4, shortest=256, longest=16_384, shares=3.0, tasks=3),
-        Recipe("many", 2052, 45, shortest=2048, longest=16_384, shares=4.0, least_apart=0.2),
+        Recipe(
+            "many", 2052, 45, decoding=True, shortest=2048, longest=16_384, shares=4.0,
+            least_apart=0.2,
+        ),
         Recipe("uneven", 2061, 10, shortest=1024, longest=4096, shares=80.0, noise=0.03),
-        Recipe("clean", 2071, 8, shortest=256, longest=4096, noise=0.0, shares=5.0),
+        Recipe("clean", 2071, 8, decoding=True, shortest=256, longest=4096, noise=0.0, shares=5.0),
         Recipe("noisy", 2072, 13, shortest=1024, longest=16_384, noise=0.25),
         Recipe("layered", 2081, 30, shortest=128, longest=8192, layered=True, noise=0.1),
         Recipe("tests/planted.py", 2091, 12, tests_planted=True, noise=0.12),
@@ -168,7 +176,7 @@ def _requests(task: Codes, size: int) -> tuple[Codes, Codes]:
 def _lengths(
     recipe: Recipe, rng: np.random.Generator, task: Codes, request: Codes, step: Codes
 ) -> Codes:
-    """The position of each row: a request's are one after another."""
+    """The position of each row; those of a request rise."""
     count = int(request.max(initial=-1)) + 1
     low, high = np.full(count, np.log2(recipe.shortest)), np.full(count, np.log2(recipe.longest))
     if recipe.tied:
@@ -176,8 +184,14 @@ def _lengths(
         of_request[request] = task
         low = low + (high - low) / recipe.tasks * of_request
         high = low + (np.log2(recipe.longest) - np.log2(recipe.shortest)) / recipe.tasks
-    first = np.floor(2.0 ** rng.uniform(low, high)).astype(np.int64)
-    return first[request] + step
+    length = np.floor(2.0 ** rng.uniform(low, high)).astype(np.int64)
+    if recipe.decoding or recipe.tied:
+        return length[request] + step
+    last = recipe.rows_per_request - 1
+    stride = np.maximum((length - recipe.shortest) // last, 1)
+    # Of a context shorter than that its rows go on past its end.
+    first = np.maximum(length - stride * last, recipe.shortest)
+    return first[request] + stride[request] * step
 
 
 def _vectors(
