@@ -7,6 +7,7 @@ numbers of behaviours, lengths, shares and noise. Whoever develops a method look
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -118,10 +119,11 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
 }  # fmt: skip
 
 
-def behaviours_of(recipe: Recipe) -> list[Behaviour]:
+@functools.cache
+def behaviours_of(recipe: Recipe) -> tuple[Behaviour, ...]:
     """The recipe's behaviours, largest first; those of two recipes that differ in `tied` or in
     their number of rows are the same."""
-    return draw_behaviours(
+    drawn = draw_behaviours(
         np.random.default_rng([recipe.seed, 0]),
         recipe.behaviours,
         shortest=recipe.shortest,
@@ -133,6 +135,7 @@ def behaviours_of(recipe: Recipe) -> list[Behaviour]:
         drift=recipe.drift,
         diffuse=recipe.diffuse,
     )
+    return tuple(drawn)
 
 
 def plant(recipe: Recipe, rows: int) -> Rows:
