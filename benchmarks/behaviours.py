@@ -20,7 +20,8 @@ of its own in it, and planted noise is left out. `told` is the ARI of a vote of 
 that was told the truth on other rows. AMI is adjusted mutual information. Of real rows: the ARI of
 pairs of seeds; that of the clusters of two halves of the requests, each given to the other half's
 rows; AMI with the task; and the share of log2(position) that the clusters explain, beside the share
-that the tasks do. Below these stands what the sample's clusters say (`judge/words.py`).
+that the tasks do. Below these stands what the sample's clusters say (`judge/words.py`): those of
+the half to develop on, or, held out, of all of it.
 
 Exits 1 where a row cannot be attention, a method leaves rows without a label, or a run's own tables
 do not agree.
@@ -36,6 +37,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 # The repository is not an installed package, and `discovery` must be the package, not a benchmark.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,7 +47,7 @@ from benchmarks.common import SAMPLE, WrongAnswerError
 from benchmarks.judge import datasets, report, words
 from benchmarks.judge.kinds import HALVES
 from benchmarks.judge.methods import METHODS, method_named, missing_methods
-from benchmarks.judge.real import FRESH_EACH, why_no_captures
+from benchmarks.judge.real import FRESH_EACH, sample_records, why_no_captures
 from benchmarks.judge.running import judged
 
 QUICK_ROWS, QUICK_EACH = 600, 1
@@ -109,6 +112,13 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def records_of(options: argparse.Namespace) -> pa.Table | None:
+    """What the words are of: of the sample, to develop on, the half for that."""
+    if options.db != SAMPLE or options.artifacts:
+        return common.read_records(options.db) if options.db.exists() else None
+    return sample_records(options.half)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(arguments)
     figures: dict[str, Any] = {}
@@ -116,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.artifacts:
             figures = judge(options)
         if options.artifacts or "words" in options.names:
-            figures |= words.report(options.artifacts, options.db, options.permutations)
+            figures |= words.report(options.artifacts, records_of(options), options.permutations)
     except WrongAnswerError as error:
         print(f"wrong answer: {error}", file=sys.stderr)
         return 1

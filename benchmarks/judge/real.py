@@ -66,6 +66,15 @@ def sample_half(half: Half) -> Rows:
     return rows[second_half(rows.requests, "split") == bool(HALVES.index(half))]
 
 
+def sample_records(half: Half) -> pa.Table:
+    """Records of the shipped sample: all, or to develop on those of that half."""
+    records = read_records(SAMPLE)
+    if half == "held_out":
+        return records
+    held_out = second_half(np.array(records.column("request_id").to_pylist(), str), "split")
+    return records.filter(pa.array(~held_out)).combine_chunks()
+
+
 def whole_sample() -> Rows:
     return rows_of(read_records(SAMPLE))
 

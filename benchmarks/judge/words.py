@@ -192,9 +192,8 @@ def check_tables(clusters: pa.Table, manifest: dict[str, Any], labels: NDArray[n
         raise WrongAnswerError("the manifest counts other rows than embedding.parquet holds")
 
 
-def vectors_of(rows: RunRows, db: Path) -> NDArray[np.float32] | None:
-    """The vectors float32[n, 20] of the run's rows; None where the store has not all of them."""
-    records = common.read_records(db)
+def vectors_of(rows: RunRows, records: pa.Table) -> NDArray[np.float32] | None:
+    """The vectors float32[n, 20] of the run's rows; None where the records lack some of them."""
     order = pa.table({**{n: rows.table[n] for n in KEY}, "row": np.arange(rows.table.num_rows)})
     numbered = records.select(KEY).append_column("at", pa.array(np.arange(len(records))))
     joined = order.join(numbered, list(KEY), join_type="inner").sort_by("row")
@@ -233,8 +232,13 @@ def print_summary(name: str, figures: dict[str, Any]) -> None:
         )
 
 
-def report(artifacts_at: Path | None, db: Path, permutations: int) -> dict[str, Any]:
-    """Run the job on the records at `db`, or take the finished run, and print and give its figures.
+def report(
+    artifacts_at: Path | None, records: pa.Table | None, permutations: int
+) -> dict[str, Any]:
+    """Run the job on the records, or take the finished run, and print and give its figures.
+
+    Args:
+        records: of the finished run, for the plain recipe; None where they are not at hand.
 
     Raises:
         WrongAnswerError: the run's own tables do not agree with each other.
@@ -244,7 +248,8 @@ def report(artifacts_at: Path | None, db: Path, permutations: int) -> dict[str, 
         if artifacts_at:
             artifacts = open_artifacts(artifacts_at)
         else:
-            store = common.make_store(Path(made) / "sample.db", common.read_records(db))
+            assert records is not None
+            store = common.make_store(Path(made) / "sample.db", records)
             artifacts = common.run_job(store, Path(made) / "out", SEED).artifacts
         rows = RunRows(artifacts.table("embedding"))
         clusters = artifacts.table("clusters")
@@ -254,7 +259,7 @@ def report(artifacts_at: Path | None, db: Path, permutations: int) -> dict[str, 
     figures["clusters"] = describe(rows, labels, clusters)
     print_clusters(figures["clusters"])
     print_summary("the job", figures["job"])
-    vectors = vectors_of(rows, db) if db.exists() else None
+    vectors = vectors_of(rows, records) if records is not None else None
     if vectors is None:
         print("the plain recipe: left out, the records of this run are not at hand (--db)")
     else:

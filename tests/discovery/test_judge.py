@@ -210,6 +210,18 @@ def test_a_method_from_elsewhere_is_judged_and_a_held_out_half_says_so(tmp_path)
     assert line.split()[-2:] == ["0.000", "(1)"]
 
 
+def test_the_words_of_a_finished_run_are_reported(tmp_path):
+    path = tmp_path / "figures.json"
+    run = REPO / "tests/golden/run_v1"  # of rows of the sample, where the plain recipe finds them
+    done = behaviours("develop", "--artifacts", run, "--permutations", "1", "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert "the plain recipe: " in done.stdout and "left out" not in done.stdout
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert figures["job"]["rows"] == figures["plain_recipe"]["rows"] == 518
+    assert len(figures["clusters"]) == figures["job"]["clusters"]
+    assert "data" not in figures
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -20,6 +20,7 @@ from benchmarks.judge.real import (
     fresh_captures,
     rows_of,
     sample_half,
+    sample_records,
     second_half,
     tied_lengths,
     whole_sample,
@@ -193,6 +194,8 @@ def test_the_halves_of_the_sample_are_whole_requests():
     assert len(read_records(SAMPLE)) == len(rows) == sum(map(len, halves))
     assert not ids[0] & ids[1]
     assert 0.4 < len(halves[0]) / len(rows) < 0.6
+    assert sample_records("held_out").num_rows == len(rows)
+    assert set(sample_records("develop").column("request_id").to_pylist()) == ids[0]
     # Another salt deals the requests in another way.
     other = second_half(halves[0].requests, "halves-42")
     assert 0.2 < other.mean() < 0.8
