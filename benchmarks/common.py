@@ -176,11 +176,12 @@ class Plain(NamedTuple):
     steps: tuple[Any, Any, Any, Any]
 
 
-def plain_recipe(vectors: NDArray[np.float32], seed: int) -> Plain:
+def plain_recipe(vectors: NDArray[np.float32], seed: int, scaled: bool = True) -> Plain:
     """The peer: StandardScaler, PCA, UMAP and HDBSCAN(20, 10), otherwise by their defaults.
 
     Args:
         vectors: float32[n, 20].
+        scaled: whether each number is divided by its deviation.
     """
     from hdbscan import HDBSCAN
     from sklearn.decomposition import PCA
@@ -188,7 +189,7 @@ def plain_recipe(vectors: NDArray[np.float32], seed: int) -> Plain:
     from umap import UMAP
 
     began = time.perf_counter()
-    scaler = StandardScaler()
+    scaler = StandardScaler(with_std=scaled)
     pca = PCA(PLAIN_COMPONENTS, random_state=seed)
     space = pca.fit_transform(scaler.fit_transform(vectors))
     with warnings.catch_warnings():

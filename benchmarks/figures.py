@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.judge.quoted import of_behaviours
 from benchmarks.server_figures import (
     Figure,
     of_answer_bytes,
@@ -78,20 +79,6 @@ def of_discovery(found: dict[str, Any]) -> Iterator[Figure]:
         if "sample" in cells:
             told += f"; sample: {cells['sample']['log2_position']['eta_squared']:.1%} of position"
         yield f"from {space}", told
-
-
-def of_behaviours(found: dict[str, Any]) -> Iterator[Figure]:
-    for name in ("job", "plain_recipe"):
-        if name not in found:
-            continue
-        one, said = found[name], name.replace("_", " ")
-        yield f"{said}: clusters, noise", f"{one['clusters']}, {one['noise_share']:.1%}"
-        yield f"{said}: of log2(position)", f"{one['log2_position']['eta_squared']:.1%}"
-        for word, cells in one["mutual_information"].items():
-            yield (
-                f"{said}: AMI with {word} in octaves (chance)",
-                f"{cells['within']:.3f} ({cells['within_by_chance']:.3f})",
-            )
 
 
 def of_nights(found: dict[str, Any]) -> Iterator[Figure]:

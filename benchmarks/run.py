@@ -33,6 +33,7 @@ ON_CPU = {
     for name in ("store", "records", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
+ON_CPU["behaviours"] += ["--half", "held_out"]
 ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
@@ -63,7 +64,16 @@ if SGLANG.is_dir():
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
-LIBRARIES = (*common.LIBRARIES, "dask", "river", "tokenizers", "torch", "triton", "transformers")
+LIBRARIES = (
+    *common.LIBRARIES,
+    "dask",
+    "igraph",
+    "river",
+    "tokenizers",
+    "torch",
+    "triton",
+    "transformers",
+)
 # Those that need torch and no RAPIDS.
 OF_TORCH = ("capture", "capture-8b", "kernels", "layers", "steps", "sglang")
 
