@@ -3,9 +3,10 @@
     python benchmarks/sglang_serving.py [--batches 48,8,1] [--rounds 5] [--steps 256]
         [--layers last] [--kinds recording,idle] [--folder DIR] [--json PATH]
 
-Servers of one model run on the same GPU, one without the plug-in and one of each kind with it: one
-that records the fingerprints of every step of every request into a store, and one that could
-capture, but nobody asks. CUDA graphs are on. They take turns with the same prompts: in a round each
+Servers of one model run on the same GPU, one without the plug-in and one of each kind with it:
+"recording" puts the fingerprints of every step of every request into a store; "idle" could capture,
+but nobody asks; of "raw" and "sketch" every request asks for entries of every step, in its answer.
+CUDA graphs are on. They take turns with the same prompts: in a round each
 answers as many requests as the batch has, all sent at once. What counts is the throughput that the
 engine itself reports for every 40 steps of the whole batch. The model has the shape of Llama 3 8B,
 with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
@@ -63,14 +64,22 @@ TIMEOUT_S, STORED_WITHIN_S = 300.0, 3.0
 REPORTED = re.compile(r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([0-9.]+)")
 
 
+# What every request asks of a kind of server.
+ASKED: dict[str, dict[str, Any]] = {
+    "raw": {"return_attention_tokens": True, "top_k_attention": 16},
+    "sketch": {"return_attention_tokens": True, "attention_sketch_mode": True},
+}
+
+
 class Server(NamedTuple):
     process: SGLangProcess
     log: Path
+    fields: dict[str, Any]
 
 
 def server(
-    model: Path, folder: Path, name: str, batches: list[int], steps: int, options: list[str],
-    environment: dict[str, str],
+    model: Path, folder: Path, name: str, batches: list[int], steps: int,
+    options: list[str] | None = None,
 ) -> Server:  # fmt: skip
     tokens = max(batches) * (CONTEXT + steps + 64)
     sizes = [str(size) for size in sorted(batches)]
@@ -79,23 +88,33 @@ def server(
         model, log, "--load-format", "dummy", "--skip-tokenizer-init",
         "--max-total-tokens", str(tokens), "--max-running-requests", str(max(batches)),
         "--mem-fraction-static", SHARE, "--context-length", "131072",
-        "--cuda-graph-bs-decode", *sizes, *options, environment=environment,
+        "--cuda-graph-bs-decode", *sizes, *(options or []),
+        environment=WITHOUT if options is None else {},
     )  # fmt: skip
-    return Server(process, log)
+    return Server(process, log, ASKED.get(name, {}))
 
 
-async def send(url: str, prompts: list[list[int]], steps: int) -> None:
-    """Send all prompts at once, and wait until each has so many tokens."""
+async def send(server: Server, prompts: list[list[int]], steps: int) -> None:
+    """Send all prompts at once, and wait until each has so many tokens and the entries asked for.
+
+    Raises:
+        RuntimeError: an answer has others.
+    """
+    url = server.process.url
     limits = httpx.Limits(max_connections=len(prompts))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
 
         async def one(prompt: list[int]) -> None:
             sampling = {"max_new_tokens": steps, "ignore_eos": True, "temperature": 0}
-            body = {"input_ids": prompt, "sampling_params": sampling}
+            body = {"input_ids": prompt, "sampling_params": sampling, **server.fields}
             answer = await client.post("/generate", json=body)
             answer.raise_for_status()
-            if answer.json()["meta_info"]["completion_tokens"] != steps:
-                raise RuntimeError(f"{url} answered {answer.text[:300]}")
+            told = answer.json()["meta_info"]
+            # The last token of an answer is never fed, so it has no row of attention.
+            entries = len(told.get("attention_tokens") or ())
+            as_asked = entries >= steps - 1 if server.fields else not entries
+            if told["completion_tokens"] != steps or not as_asked:
+                raise RuntimeError(f"{url} gave {entries} entries and answered {answer.text[:300]}")
 
         await asyncio.gather(*map(one, prompts))
 
@@ -103,7 +122,7 @@ async def send(url: str, prompts: list[list[int]], steps: int) -> None:
 def throughput(server: Server, prompts: list[list[int]], steps: int) -> float:
     """Tokens a second of a round, as the engine reports it while all requests are running."""
     read = server.log.stat().st_size
-    asyncio.run(send(server.process.url, prompts, steps))
+    asyncio.run(send(server, prompts, steps))
     with server.log.open("rb") as log:
         log.seek(read)
         said = REPORTED.findall(log.read().decode(errors="replace"))
@@ -126,6 +145,10 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "--attention-tokens-max", "0",
         ],
         "idle": [*layers, "--return-attention-tokens", "--attention-fingerprint-mode"],
+        **{
+            kind: [*layers, "--return-attention-tokens", "--attention-tokens-max", "0"]
+            for kind in ASKED
+        },
     }  # fmt: skip
     drawn = random.Random(1)
     prompts = [
@@ -133,14 +156,14 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ]
     with ExitStack() as running:
         shared = (asked.batches, asked.steps)
-        servers = {"without": server(model, folder, "without", *shared, [], WITHOUT)}
+        servers = {"without": server(model, folder, "without", *shared)}
         for kind in asked.kinds:
-            servers[kind] = server(model, folder, kind, *shared, kinds[kind], {})
+            servers[kind] = server(model, folder, kind, *shared, kinds[kind])
         for each in servers.values():
             running.enter_context(each.process)
         for each in servers.values():
             each.process.wait()
-            asyncio.run(send(each.process.url, prompts, 1))  # into the prefix cache
+            asyncio.run(send(each._replace(fields={}), prompts, 1))  # into the prefix cache
         figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
         for batch in asked.batches:
             rates: dict[str, list[float]] = {name: [] for name in servers}
@@ -206,11 +229,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
-    parser.add_argument("--kinds", default="recording,idle", help="servers with the plug-in")
+    parser.add_argument("--kinds", default="recording,idle",
+                        help="servers with the plug-in: recording, idle, raw, sketch")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
     asked.kinds = asked.kinds.split(",")
+    if unknown := {*asked.kinds} - {"recording", "idle", *ASKED}:
+        parser.error(f"no such kind of server: {', '.join(sorted(unknown))}")
     asked.batches = [int(size) for size in asked.batches.split(",")]
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU that torch sees", file=sys.stderr)
@@ -225,6 +251,7 @@ def main() -> int:
     missed = misses(figures)
     batches = ",".join(map(str, asked.batches))
     given = f"--batches {batches} --rounds {asked.rounds} --steps {asked.steps}"
+    given += f" --layers {asked.layers} --kinds {','.join(asked.kinds)}"
     about = {
         "command": f"python benchmarks/sglang_serving.py {given}",
         "date": datetime.now(UTC).date().isoformat(),
