@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
-from shared import REPO
+from gpu_server import MODEL, NEW, generate, prompts_of, start
 
 from pipeline.serve_command import has_sglang
 
@@ -22,47 +20,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
     pytest.mark.skipif(not has_sglang(), reason="SGLang is not installed"),
 ]
-MODEL = REPO / "examples" / "demo_model"
-NEW = 24
 # SGLang's kernels for a GPU need half precision, which moves the hidden states of four layers.
 SHARE, LOGIT = 2e-2, 5e-2
-
-
-async def generate(url: str, prompts: list[list[int]], **fields: object) -> list[dict]:
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-
-        async def one(prompt: list[int]) -> dict:
-            sampling = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 0}
-            body = {"input_ids": prompt, "sampling_params": sampling, **fields}
-            answer = await client.post("/generate", json=body)
-            answer.raise_for_status()
-            return answer.json()
-
-        return await asyncio.gather(*map(one, prompts))
-
-
-def start(folder: Path, *options: str):
-    from benchmarks.sglang_process import SGLangProcess
-
-    os.environ.pop("SGLANG_PLUGINS", None)
-    return SGLangProcess(
-        MODEL, folder / "log", "--dtype", "float16", "--max-total-tokens", "65536",
-        "--cuda-graph-bs-decode", "1", "4", "16", "--mem-fraction-static", "0.9",
-        "--return-attention-tokens", "--attention-capture-layers", "all",
-        "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all",
-        "--chunked-prefill-size", "256", *options,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with start(tmp_path_factory.mktemp("sglang")) as running:
         yield running.wait()
-
-
-def prompts_of(count: int) -> list[list[int]]:
-    random = np.random.default_rng(3)
-    return [random.integers(3, 2048, random.integers(5, 700)).tolist() for _ in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
