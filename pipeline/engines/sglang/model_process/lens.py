@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,10 @@ class LensParts(NamedTuple):
 
     layers: list[nn.Module]  # all that decode, by number
     norm: nn.Module
-    processor: Any  # SGLang's `LogitsProcessor`
+    processor: nn.Module  # SGLang's `LogitsProcessor`, which is given the head
+    # Of normed hidden states [R, D] and that head: float[R, V].
+    logits: Callable[[Tensor, Any], Tensor]
+    vocabulary: int
     hidden_size: int
     dtype: torch.dtype  # of hidden states
 
@@ -95,7 +99,7 @@ class LensTap:
         self._is_refused = isinstance(parts, str)
         if isinstance(parts, str):
             return
-        self._norm, self._processor = parts.norm, parts.processor
+        self._parts = parts
         self._of = {number: parts.layers[number] for number in (*layers, len(parts.layers) - 1)}
         self._numbers = list(self._of)
         slots = 1 + max_rows
@@ -123,7 +127,7 @@ class LensTap:
         def keep_head(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._head = named["lm_head"] if "lm_head" in named else given[2]
 
-        self._processor.register_forward_pre_hook(keep_head, with_kwargs=True)
+        self._parts.processor.register_forward_pre_hook(keep_head, with_kwargs=True)
 
     def begin(self) -> None:
         """Begin a step, of which nothing is noted yet."""
@@ -161,7 +165,9 @@ class LensTap:
         first = output[0] if isinstance(output, tuple) else output
         # One slot is the check's, whose token may be wanted by another as well.
         count = min(len(first) + 1, self._kept.shape[1])
-        hidden = hidden_rows(output, forward_batch, self._wanted[0, :count])
+        # Slots that this step does not use hold tokens of another, which it may not have.
+        rows = self._wanted[0, :count].clamp(max=len(first) - 1)
+        hidden = hidden_rows(output, forward_batch, rows)
         self._kept[index, :count].copy_(hidden)
         self._written[index, :count].copy_(self._wanted[1, :count])
 
@@ -188,7 +194,7 @@ class LensTap:
         count = max(note.state.collector.request.lens for _, note in self._noted)
         places = torch.tensor(pairs, dtype=torch.int64).to(self._kept.device)
         hidden = self._kept.flatten(0, 1)
-        vocabulary = int(self._processor.vocab_size)
+        vocabulary = self._parts.vocabulary
         room = max(1, LOGITS_BYTES // (4 * vocabulary))
         parts = [self._most_likely(hidden[own], min(count, vocabulary))
                  for own in places.split(room)]  # fmt: skip
@@ -236,14 +242,7 @@ class LensTap:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32[R, V] of float[R, D], as the model computes its own."""
-        from sglang.srt.layers.logits_processor import LogitsMetadata
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-        logits: Tensor = self._processor._get_logits(
-            self._norm(hidden), self._head, LogitsMetadata(forward_mode=ForwardMode.DECODE),
-            use_logits_buffer=False,
-        )  # fmt: skip
-        return logits.float()
+        return self._parts.logits(self._parts.norm(hidden), self._head).float()
 
     def _lens(self, rows: LensRows, pair: int, count: int) -> Lens:
         tokens = rows.tokens[pair, :count].tolist()
@@ -300,8 +299,21 @@ def lens_parts(model: Any, attention: dict[int, Any], config: Any) -> LensParts 
                 norm = last_norm(owner)
                 if norm is None:
                     return "the model has no norm after its layers"
-                return LensParts(layers, norm, processors[0], config.hidden_size, config.dtype)
+                return LensParts(
+                    layers, norm, processors[0], partial(model_logits, processors[0]),
+                    processors[0].vocab_size, config.hidden_size, config.dtype,
+                )  # fmt: skip
     return "the model's layers are not a list"
+
+
+def model_logits(processor: Any, normed: Tensor, head: Any) -> Tensor:
+    """Logits float[R, V] by SGLang's own way from hidden states to them."""
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    metadata = LogitsMetadata(forward_mode=ForwardMode.DECODE)
+    logits: Tensor = processor._get_logits(normed, head, metadata, use_logits_buffer=False)
+    return logits
 
 
 def lens_refusal(arguments: Any) -> str | None:
