@@ -124,3 +124,15 @@ def test_a_lens_that_does_not_lead_to_the_models_logits_says_nothing_any_more():
     assert model.step(4, {2: 3})[0] == {}
     assert len(model.refused) == 1
     assert "not its head over its last norm" in model.refused[0]
+
+
+def test_a_layer_that_leaves_no_hidden_state_yet_ends_the_lens():
+    model = Model()
+    model.layers[1].register_forward_hook(lambda *_: (torch.zeros(4, SIZE),) * 3, prepend=True)
+    model.tap.take(0, torch.zeros(4, SIZE), None)  # nobody asks
+    assert model.refused == []
+    model.tap.begin()
+    model.tap.note([NotedRow(0, 2, state_of(3), 102, None)], None, (3, 103))
+    model.layers[1](torch.zeros(4, SIZE))
+    assert model.refused == ["what layer 1 leaves is not a hidden state yet"]
+    assert model.tap.end() is None

@@ -112,14 +112,14 @@ class LensTap:
         self._is_verified = False
 
     def observed_by(self, observe: Callable[[int, Any, Any], None]) -> None:
-        """Have `observe` called with the index, the output and the `ForwardBatch` of each layer
+        """Have `observe` called with the index, the output and the `ResidualStream` of each layer
         after it has run."""
         if self._is_refused:
             return
         for index, layer in enumerate(self._of.values()):
             layer.register_forward_hook(
                 lambda module, given, named, output, index=index: observe(
-                    index, output, batch_of(given, named)
+                    index, output, stream_of(given, named)
                 ),
                 with_kwargs=True,
             )
@@ -157,19 +157,23 @@ class LensTap:
         self._wanted[:, : len(columns[0])].copy_(torch.tensor(columns, dtype=torch.int64))
         self._written.zero_()
 
-    def take(self, index: int, output: Any, forward_batch: Any) -> None:
+    def take(self, index: int, output: Any, stream: Any) -> None:
         """Keep the hidden states after a layer. It neither waits nor copies to the host, so that a
         CUDA graph can hold it."""
-        if not self._noted and not is_capturing(self._kept):
+        if self._is_refused or not (self._noted or is_capturing(self._kept)):
             return
-        first = output[0] if isinstance(output, tuple) else output
+        try:
+            hidden, residual = hidden_states(output, stream)
+        except NotImplementedError:
+            self._give_up(f"what layer {self._numbers[index]} leaves is not a hidden state yet")
+            return
         # One slot is the check's, whose token may be wanted by another as well.
-        count = min(len(first) + 1, self._kept.shape[1])
+        wanted = self._wanted[:, : len(hidden) + 1]
         # Slots that this step does not use hold tokens of another, which it may not have.
-        rows = self._wanted[0, :count].clamp(max=len(first) - 1)
-        hidden = hidden_rows(output, forward_batch, rows)
-        self._kept[index, :count].copy_(hidden)
-        self._written[index, :count].copy_(self._wanted[1, :count])
+        rows = wanted[0].clamp(max=len(hidden) - 1)
+        taken = hidden[rows] if residual is None else hidden[rows] + residual[rows]
+        self._kept[index, : len(taken)].copy_(taken)
+        self._written[index, : len(taken)].copy_(wanted[1])
 
     def check(self, logits: Tensor, sampling_info: Any) -> None:
         """Compare the lens after the last layer with the step's own logits float[B, V], which no
@@ -217,8 +221,7 @@ class LensTap:
         if not math.isnan(deviation) and written[last, 0] == step.keys:
             self._is_verified |= deviation <= LENS_TOLERANCE
             if deviation > LENS_TOLERANCE and not self._is_refused:
-                self._is_refused = True
-                self._refuse(NOT_THE_LENS)
+                self._give_up(NOT_THE_LENS)
         found: dict[int, dict[int, Lens]] = {}
         pair = 0
         for slot, (at, note) in enumerate(step.noted, 1):
@@ -233,6 +236,10 @@ class LensTap:
                 for place, layer in enumerate(layers, begin)
             }
         return found
+
+    def _give_up(self, reason: str) -> None:
+        self._is_refused, self._noted = True, []
+        self._refuse(reason)
 
     def _most_likely(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         logits = self._logits(hidden)
@@ -249,8 +256,9 @@ class LensTap:
         return Lens(tokens, list(map(self._text, tokens)), rows.logprobs[pair, :count].tolist())
 
 
-def hidden_rows(output: Any, forward_batch: Any, rows: Tensor) -> Tensor:
-    """Hidden states float[R, D] after a layer, of some of its tokens.
+def hidden_states(output: Any, stream: Any) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [T, D] after a layer, as two parts to be added, of which the second may be
+    None.
 
     A layer returns them, or what is to be added to the residual with that residual, or leaves the
     residual in the batch's `ResidualStream`.
@@ -261,17 +269,12 @@ def hidden_rows(output: Any, forward_batch: Any, rows: Tensor) -> Tensor:
     if isinstance(output, tuple):
         if len(output) != 2:
             raise NotImplementedError
-        added, residual = output
-        return added[rows] if residual is None else added[rows] + residual[rows]
-    stream = getattr(forward_batch, "residual_stream", None)
+        return output
     if stream is None or stream.pending is None:
-        taken: Tensor = output[rows]
-        return taken
+        return output, None
     if stream.pending.owed is not None or not stream.pending.update.is_plain_add:
-        whole: Tensor = stream.snapshot(output)
-        return whole[rows]
-    added, residual = stream.pending.value, stream.residual
-    return added[rows] if residual is None else added[rows] + residual[rows]
+        return stream.snapshot(output), None
+    return stream.pending.value, stream.residual
 
 
 def lens_parts(model: Any, attention: dict[int, Any], config: Any) -> LensParts | str:
@@ -327,12 +330,10 @@ def lens_refusal(arguments: Any) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def batch_of(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The `ForwardBatch` among a layer's arguments."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
+def stream_of(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The `ResidualStream` of the `ForwardBatch` among a layer's arguments; None without one."""
     arguments = (*given, *named.values())
-    return next((each for each in arguments if isinstance(each, ForwardBatch)), None)
+    return next(filter(None, (getattr(each, "residual_stream", None) for each in arguments)), None)
 
 
 def is_capturing(tensor: Tensor) -> bool:

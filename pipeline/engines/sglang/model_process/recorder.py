@@ -269,9 +269,9 @@ class Recorder:
             self._routers.take(index, output, self._queries)
 
     @ends_capture_not_serving
-    def passed(self, index: int, output: Any, forward_batch: Any) -> None:
+    def passed(self, index: int, output: Any, stream: Any) -> None:
         """A layer whose hidden states a logit lens may look at has run."""
-        self._lens.take(index, output, forward_batch)
+        self._lens.take(index, output, stream)
 
     # What SGLang calls a sampling observer -------------------------------------------------------
 
