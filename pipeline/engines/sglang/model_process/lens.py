@@ -18,7 +18,6 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
 from pipeline.engines.serving.rows import Lens
 
-from .states import NotedRow
+from .states import LensRows, LensStep, NotedRow
 
 # Of float32 logits that are computed at once.
 LOGITS_BYTES = 32 << 20
@@ -45,32 +44,6 @@ class LensParts(NamedTuple):
     vocabulary: int
     hidden_size: int
     dtype: torch.dtype  # of hidden states
-
-
-class LensRows(NamedTuple):
-    """What a step's lens found for P pairs of an asked row and a layer of its request."""
-
-    logprobs: Tensor  # float32[P, n], natural, falling
-    tokens: Tensor  # int32[P, n]
-    # Keys of each row as the layers kept them, the row of the check first: int64[M, 1 + rows].
-    written: Tensor
-    # Largest deviation from the model's own logits, as a share of the largest of these; NaN if
-    # there was no check.
-    deviation: Tensor  # float32[]
-
-
-@dataclass(frozen=True)
-class LensStep:
-    """The lens of a step. noted: its asked rows, with their numbers among the noted ones; keys: of
-    the row of the check; seconds: spent on it."""
-
-    noted: list[tuple[int, NotedRow]]
-    keys: int
-    rows: LensRows
-    seconds: float
-
-    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
-        return LensStep(self.noted, self.keys, LensRows(*map(copy_tensor, self.rows)), self.seconds)
 
 
 class LensTap:

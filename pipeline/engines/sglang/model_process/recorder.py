@@ -33,7 +33,6 @@ from ..facts_file import ENDED
 from .captured_model import CapturedModel
 from .full_scores import ScoreTap, refuse_request
 from .hubs import HubSlots, asked_slots, take_hubs
-from .lens import LensStep
 from .outputs import ATTRIBUTE, outputs_of
 from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .records import RecordMaker, RecordRow, StepRows
@@ -42,6 +41,7 @@ from .states import (
     DeviceStep,
     ExtendRows,
     HostRows,
+    LensStep,
     NotedRow,
     RequestState,
     Stage,

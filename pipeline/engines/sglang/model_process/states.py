@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,9 +22,6 @@ from pipeline.engines.serving.request import CaptureRequest
 from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing
 
 from .routing import RoutingRows
-
-if TYPE_CHECKING:
-    from .lens import LensStep
 
 
 @dataclass(eq=False)
@@ -118,6 +115,32 @@ class Stage(Enum):
     BEGUN = auto()
     INCOMPLETE = auto()  # one ran before the first
     ENDED = auto()
+
+
+class LensRows(NamedTuple):
+    """What a step's lens found for P pairs of an asked row and a layer of its request."""
+
+    logprobs: Tensor  # float32[P, n], natural, falling
+    tokens: Tensor  # int32[P, n]
+    # Keys of each row as the layers kept them, the row of the check first: int64[M, 1 + rows].
+    written: Tensor
+    # Largest deviation from the model's own logits, as a share of the largest of these; NaN if
+    # there was no check.
+    deviation: Tensor  # float32[]
+
+
+@dataclass(frozen=True)
+class LensStep:
+    """The lens of a step. noted: its asked rows, with their numbers among the noted ones; keys: of
+    the row of the check; seconds: spent on it."""
+
+    noted: list[tuple[int, NotedRow]]
+    keys: int
+    rows: LensRows
+    seconds: float
+
+    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
+        return LensStep(self.noted, self.keys, LensRows(*map(copy_tensor, self.rows)), self.seconds)
 
 
 @dataclass(frozen=True)
