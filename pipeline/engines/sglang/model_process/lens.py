@@ -298,6 +298,7 @@ def lens_refusal(arguments: Any) -> str | None:
         "--enable-two-batch-overlap runs layers on halves of a step": (
             arguments.enable_two_batch_overlap
         ),
+        "--enable-torch-compile was not tried with hooks on layers": arguments.enable_torch_compile,
         "--skip-tokenizer-init leaves tokens without a text": arguments.skip_tokenizer_init,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
