@@ -121,9 +121,12 @@ def test_a_fault_ends_capture_and_not_the_server(faulty, tokenizer, greedy):
     assert faulty.client.post("/v1/completions", json=body).status_code == 200
 
 
-def test_a_server_that_is_ended_amid_its_work_stores_what_it_answered(tmp_path):
-    """SGLang lets the requests that it has come to their ends, and then ends itself."""
+@pytest.mark.parametrize("at_end", [False, True], ids=["as always", "all at the end"])
+def test_a_server_that_is_ended_amid_its_work_stores_what_it_answered(tmp_path, at_end):
+    """SGLang lets the requests that it has come to their ends, and then ends itself. Records of its
+    last half second wait for that end; in one case all of them do."""
     require_sglang()
+    seldom = {"PYTHONPATH": f"{FAULTY}:{ON_A_CPU['PYTHONPATH']}", "ATTN_TEST_RECORDS_AT_END": "1"}
     store, count, tokens = tmp_path / "store.db", 8, 200
     options = ("--attention-store", store, "--attention-fingerprint-max-steps", "0",
                "--attention-capture-layers", "all")  # fmt: skip
@@ -142,7 +145,11 @@ def test_a_server_that_is_ended_amid_its_work_stores_what_it_answered(tmp_path):
                 if is_first:
                     begun.wait(PATIENCE_S)
 
-    with SGLangServer(tmp_path, *options) as server, ThreadPoolExecutor(count) as pool:
+    environment = seldom if at_end else {}
+    with (
+        SGLangServer(tmp_path, *options, environment=environment) as server,
+        ThreadPoolExecutor(count) as pool,
+    ):
         asked = [pool.submit(ask, server, number) for number in range(count)]
         begun.wait(PATIENCE_S)
         answered = [seen[number]["completion_tokens"] for number in range(count)]
