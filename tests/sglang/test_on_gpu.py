@@ -159,3 +159,40 @@ def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, co
                 np.testing.assert_allclose(row[:, : p.shape[1]], p, atol=SHARE)
                 assert not row[:, p.shape[1] :].any()
         assert not alone["meta_info"].get("attention_usage")
+
+
+def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path):
+    """Prompts in several chunks, batches of other sizes than the graphs', some that do not ask."""
+    prompts, rows = prompts_of(10), 40
+    with start(tmp_path, "--attention-logit-lens") as running:
+        url = running.wait().url
+
+        async def mixed() -> list[list[dict]]:
+            return await asyncio.gather(
+                generate(url, prompts[::2], return_attention_tokens=True),
+                generate(url, prompts[1::2], return_attention_tokens=True,
+                         include_prompt_attention=rows, attention_logit_lens=4),
+            )  # fmt: skip
+
+        silent, asking = asyncio.run(mixed())
+        log = running.end_of_log(30)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
+    head, norm = model.get_output_embeddings(), model.get_decoder().norm
+    seen = 0
+    for prompt, answer in zip(prompts[1::2], asking, strict=True):
+        usage = answer["meta_info"]["attention_usage"][-1]
+        assert "rows_without_logit_lens" not in usage, log
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + answer["output_ids"]])
+            *before, last = model(ids, output_hidden_states=True).hidden_states[1:]
+            truth = [head(state[0]).log_softmax(-1) for state in (*map(norm, before), last)]
+        for entry in answer["meta_info"]["attention_tokens"]:
+            expected = truth[entry["layer_id"]][entry["position"]]
+            said = [one["logprob"] for one in entry["logit_lens"]]
+            assert said == pytest.approx(expected.topk(4).values.tolist(), abs=2 * LOGIT)
+            named = expected[[one["token_id"] for one in entry["logit_lens"]]]
+            assert said == pytest.approx(named.tolist(), abs=2 * LOGIT)
+            seen += 1
+    assert seen == sum(4 * (NEW - 1 + min(rows, len(each))) for each in prompts[1::2])
+    entries = [entry for each in silent for entry in each["meta_info"]["attention_tokens"]]
+    assert entries and not any("logit_lens" in entry for entry in entries)

@@ -36,7 +36,7 @@ def store(tmp_path_factory) -> Path:
 def server(tmp_path_factory, store) -> Iterator[SGLangServer]:
     require_sglang()
     options = ("--tp-size", "2", "--return-attention-tokens", "--attention-capture-layers", "all",
-               "--attention-store", store)  # fmt: skip
+               "--attention-store", store, "--attention-logit-lens")  # fmt: skip
     # The cores of each rank, which SGLang asks for where there are more ranks than NUMA nodes.
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     folder = tmp_path_factory.mktemp("sglang")
@@ -54,6 +54,8 @@ def test_capabilities_name_the_heads_of_all_ranks(server):
     said = server.client.get("/v1/attention/capabilities").json()
     assert said["supported"]
     assert said["heads"] == 4
+    assert not said["features"]["logit_lens"]
+    assert said["reasons"]["logit_lens"].startswith("with --tp-size")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -83,7 +83,11 @@ def test_entries_and_records_name_the_experts(server, folder, store):
     features = server.client.get("/v1/attention/capabilities").json()
     assert features["features"]["moe_routing"]
     assert not features["features"]["logit_lens"]
-    assert "hidden state" in features["reasons"]["logit_lens"]
+    assert features["reasons"]["logit_lens"] == "start the server with --attention-logit-lens"
+    asking = {"input_ids": PROMPT, "return_attention_tokens": True, "attention_logit_lens": 5}
+    refused = server.client.post("/generate", json=asking)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "attention_logit_lens")
+    assert "start the server with --attention-logit-lens" in refused.text
 
     tokens, raw = generate(server, PROMPT, attention_moe_routing=True, include_prompt_attention=3)
     expected = truth(folder, tokens)

@@ -1,16 +1,21 @@
-"""Servers that do not start, and one whose capture fails."""
+"""Servers that do not start, one whose capture fails, and one that is ended amid its work."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from asking import MODES
-from running_sglang import ON_A_CPU, PYTHON, SGLangServer, require_sglang
+from running_sglang import ON_A_CPU, PATIENCE_S, PYTHON, SGLangServer, require_sglang
+
+from pipeline.store.open import open_store
 
 pytestmark = pytest.mark.slow
 FAULTY = Path(__file__).with_name("faulty")
@@ -114,3 +119,53 @@ def test_a_fault_ends_capture_and_not_the_server(faulty, tokenizer, greedy):
     assert asking.status_code == 400
     assert reason in json.loads(asking.text)["error"]["message"]
     assert faulty.client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["as always", "all at the end"])
+def test_a_server_that_is_ended_amid_its_work_stores_what_it_answered(tmp_path, at_end):
+    """SGLang lets the requests that it has come to their ends, and then ends itself. Records of its
+    last half second wait for that end; in one case all of them do."""
+    require_sglang()
+    seldom = {"PYTHONPATH": f"{FAULTY}:{ON_A_CPU['PYTHONPATH']}", "ATTN_TEST_RECORDS_AT_END": "1"}
+    store, count, tokens = tmp_path / "store.db", 8, 200
+    options = ("--attention-store", store, "--attention-fingerprint-max-steps", "0",
+               "--attention-capture-layers", "all")  # fmt: skip
+    begun = Barrier(count + 1)
+    seen: dict[int, dict] = {}
+
+    def ask(server: SGLangServer, number: int) -> None:
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        body = {"input_ids": [30 + number] * (5 + number), "sampling_params": sampling,
+                "stream": True}  # fmt: skip
+        with server.client.stream("POST", "/generate", json=body) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                is_first, seen[number] = number not in seen, json.loads(line[6:])["meta_info"]
+                if is_first:
+                    begun.wait(PATIENCE_S)
+
+    environment = seldom if at_end else {}
+    with (
+        SGLangServer(tmp_path, *options, environment=environment) as server,
+        ThreadPoolExecutor(count) as pool,
+    ):
+        asked = [pool.submit(ask, server, number) for number in range(count)]
+        begun.wait(PATIENCE_S)
+        answered = [seen[number]["completion_tokens"] for number in range(count)]
+        assert all(0 < so_far < tokens for so_far in answered)
+        server.stop(PATIENCE_S)
+        assert server.process.returncode == 0, server.end_of_log()
+        for one in asked:
+            one.result()
+        log = server.end_of_log()
+    stored = defaultdict(list)
+    with open_store(store, read_only=True) as opened:
+        for batch in opened.scan():
+            for row in batch.select(["request_id", "position"]).to_pylist():
+                stored[row["request_id"]].append(row["position"])
+    for told in seen.values():
+        assert told["completion_tokens"] == tokens, log
+        length = told["prompt_tokens"]
+        # The last token was never fed.
+        assert sorted(stored[told["id"]]) == list(range(length, length + tokens - 1)), log

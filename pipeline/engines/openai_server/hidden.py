@@ -1,7 +1,5 @@
 """What a model of `transformers` does besides attention, by hooks on its modules: which experts its
 routers choose, and its hidden state after each layer, seen through its own head (logit lens).
-
-Source of the lens: nostalgebraist, "interpreting GPT: the logit lens", 2020.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What models call the norm before their head.
-_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
+from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
+
 _LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -59,7 +57,7 @@ class HiddenStates:
         self._head = model.get_output_embeddings()
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         decoder = model.get_decoder() or model
-        self._norm = next(filter(None, (getattr(decoder, name, None) for name in _NORMS)), None)
+        self._norm = last_norm(decoder)
         lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList)]
         self._layers = list(next((each for each in lists if len(each) == layers), []))
         self._routers = _routers(model)
@@ -74,9 +72,7 @@ class HiddenStates:
         last = [call.hidden[-1:] for call in seen
                 if isinstance(call, LayerOutput) and call.layer == layers - 1]  # fmt: skip
         if not (last and self._is_own(last[0], logits)):
-            self.reasons["logit_lens"] = (
-                "the model's logits are not its head over its last norm over its last layer"
-            )
+            self.reasons["logit_lens"] = NOT_THE_LENS
 
     @contextmanager
     def observed_by(self, observe: Callable[[Inside], object]) -> Iterator[None]:
@@ -121,7 +117,7 @@ class HiddenStates:
         found = self._logits(hidden)[0].float()
         size = float(logits.float().abs().max())
         return found.shape == logits.shape and torch.allclose(
-            found, logits.float(), rtol=0, atol=1e-2 * size
+            found, logits.float(), rtol=0, atol=LENS_TOLERANCE * size
         )
 
 

@@ -144,6 +144,9 @@ class ServeOptions:
         "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
         bool, False,
     )  # fmt: skip
+    logit_lens: bool = option(
+        "--attention-logit-lens", "Let clients ask for attention_logit_lens (SGLang).", bool, False
+    )
     layout: Layout = option(
         "--attention-layout", "Vector layout: log16 or layered.", Layout, Layout.LOG16
     )

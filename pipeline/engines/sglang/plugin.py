@@ -296,6 +296,8 @@ def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
     parts = ["/".join(options.modes) + " entries"] if options.modes else []
     if facts.score_layers:
         parts.append(f"full scores of layers {','.join(map(str, facts.score_layers))}")
+    if options.logit_lens and "logit_lens" not in facts.reasons:
+        parts.append("logit lens")
     if options.records:
         parts.append(f"records to {options.sidecar_url or options.store}")
     print(

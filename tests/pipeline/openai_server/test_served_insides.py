@@ -12,7 +12,7 @@ from capture_models import make_tokenizer, save_model, words
 from live_server import LiveServer, entries_of, running, wait_until
 from transformers import AutoModelForCausalLM
 
-from pipeline.engines.openai_server import hidden
+from pipeline.engines import hidden_states
 from pipeline.engines.openai_server.model import ServedModel
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.sinks import Counts
@@ -217,7 +217,7 @@ def test_a_model_without_experts_or_whose_head_is_another_says_so(tmp_path, monk
         assert (status, error["code"]) == (400, "attention_unavailable")
         assert "routes no experts" in error["message"]
     # A norm that is not the model's own: its lens would show something else.
-    monkeypatch.setattr(hidden, "_NORMS", ("rotary_emb_of_nobody",))
+    monkeypatch.setattr(hidden_states, "NORMS", ("rotary_emb_of_nobody",))
     model = ServedModel(str(tmp_path / "llama"), ALL, device="cpu")
     assert "not its head over its last norm" in model.facts().reasons["logit_lens"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,9 +24,12 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
 from .layers import attention_layers, kinds_of
+from .lens import LensParts, LensTap, lens_parts, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
 
 LOG = logging.getLogger("attn.capture")
+# Tokens whose text is kept: a lens names the same ones again and again.
+MOST_TEXTS = 1 << 16
 
 
 class CapturedModel:
@@ -66,10 +71,9 @@ class CapturedModel:
         if ranks > 1:
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
-        reasons["logit_lens"] = (
-            "in SGLang each kind of model keeps a layer's hidden state in a form of its own: use "
-            "--engine transformers"
-        )
+        self._lens = self._find_lens(runner, layers, ranks)
+        if isinstance(self._lens, str):
+            reasons["logit_lens"] = self._lens
         routers = routers_of(runner.model)
         self._routers = {number: routers[number] for number in chosen if number in routers}
         if routers and not self._routers:
@@ -94,6 +98,15 @@ class CapturedModel:
         self._parser = arguments.reasoning_parser
         self._tags: ThinkTags | None = None
         self._decode: Callable[..., str] | None = None
+        self._text: Callable[[int], str] = str
+
+    def _find_lens(self, runner: Any, layers: dict[int, Any], ranks: int) -> LensParts | str:
+        if not self._options.logit_lens:
+            return "start the server with --attention-logit-lens"
+        if ranks > 1:
+            return "with --tp-size the head's vocabulary lies on several ranks"
+        parts = lens_parts(runner.model, layers, runner.model_config)
+        return lens_refusal(runner.server_args) or parts
 
     def capture_id(self, layers: Sequence[int], heads: list[int] | None, mask: int) -> str:
         """Of records of some layers and heads, with so many hidden tokens."""
@@ -115,8 +128,37 @@ class CapturedModel:
             return None
         return Routers(self._routers, max_rows, device)
 
+    def lens(
+        self, max_rows: int, device: torch.device | str, refused: Callable[[ModelFacts], None]
+    ) -> LensTap:
+        """What looks at hidden states after the captured layers.
+
+        Args:
+            refused: is given the facts that hold once the lens has turned out not to be one.
+        """
+
+        def refuse(reason: str) -> None:
+            LOG.warning("logit_lens is not available: %s", reason)
+            reasons = {**self.facts.reasons, "logit_lens": reason}
+            self.facts = dataclasses.replace(self.facts, reasons=reasons)
+            refused(self.facts)
+
+        return LensTap(
+            self._lens, self.facts.layers, max_rows=max_rows, device=device,
+            text=lambda token: self._text(token), refuse=refuse,
+        )  # fmt: skip
+
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Find the tags of --reasoning-parser in the model's tokens."""
+        """Find the tags of --reasoning-parser in the model's tokens, and have texts of tokens."""
+
+        @lru_cache(MOST_TEXTS)
+        def text(token: int) -> str:
+            found: str = tokenizer.decode(
+                [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return found
+
+        self._text = str if tokenizer is None else text
         if tokenizer is None or self._parser not in PARSERS:
             if self._parser:
                 LOG.warning("phases of --reasoning-parser %s are not known here", self._parser)

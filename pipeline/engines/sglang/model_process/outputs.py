@@ -47,4 +47,6 @@ def _usage(state: RequestState, off: str | None) -> dict[str, Any]:
         usage["missing_prompt_rows"] = missing
     if state.unnamed:
         usage["rows_without_top_k"] = state.unnamed
+    if state.lensless:
+        usage["rows_without_logit_lens"] = state.lensless
     return usage | ({"off": off} if off else {})

@@ -37,7 +37,18 @@ from .outputs import ATTRIBUTE, outputs_of
 from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
 from .records import RecordMaker, RecordRow, StepRows
 from .routing import RoutingRows
-from .states import DeviceStep, ExtendRows, HostRows, NotedRow, RequestState, Stage, wants_lists
+from .states import (
+    DeviceStep,
+    ExtendRows,
+    HostRows,
+    LensStep,
+    NotedRow,
+    RequestState,
+    Stage,
+    nearest,
+    token_at,
+    wants_lists,
+)
 
 LOG = logging.getLogger("attn.capture")
 
@@ -98,6 +109,8 @@ class Recorder:
             self._routers = model.routers(self.capture.max_rows, self._tokens.device)
         if self._routers is not None:
             self._routers.observed_by(self.routed)
+        self._lens = model.lens(self.capture.max_rows, self._tokens.device, switched_off)
+        self._lens.observed_by(self.passed)
         sink = None
         if ranks.answers:
             sink = open_sink(
@@ -106,9 +119,8 @@ class Recorder:
         self._records = None if sink is None else RecordMaker(sink, options.layout)
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
-        self._rows = 0
+        self._rows, self._is_decode = 0, False
         self._extend: ExtendRows | None = None
-        self._is_decode = False
         self._stage = Stage.REPLAYED
         # Where its rows are among its tokens; None: they are the first; False: no step is captured.
         self._queries: Tensor | Literal[False] | None = False
@@ -127,6 +139,7 @@ class Recorder:
         self._queries = False
         self._is_decode = mode.is_decode()
         self._scores.begin(is_decode=self._is_decode)
+        self._lens.begin()
         if mode.is_idle() or not batch.reqs:
             return
         lengths = forward_batch.seq_lens_cpu.tolist()
@@ -134,6 +147,7 @@ class Recorder:
             self._rows = len(lengths)
             for index, req in enumerate(batch.reqs):
                 self._note(index, req, lengths[index] - 1, lengths[index], index)
+            self._lens.note(self._noted, None, (0, lengths[0]))
         elif mode.is_extend():
             prefixes = forward_batch.extend_prefix_lens_cpu
             self._prepare_extend(batch, [int(prefix) for prefix in prefixes], lengths)
@@ -146,21 +160,16 @@ class Recorder:
         starts = np.cumsum([0, *np.subtract(lengths, prefixes)]).tolist()
         if not self._noted:
             return
-        if len(self._noted) > self.capture.max_rows:
-            # More rows than the plan has room for: those nearest to the answers are kept.
-            self._noted.sort(key=lambda note: lengths[note.request] - note.position)
-            kept = sorted(self._noted[: self.capture.max_rows], key=lambda note: note.row)
-            self._noted = [note._replace(row=row) for row, note in enumerate(kept)]
-        noted = self._noted
+        self._noted = noted = nearest(self._noted, lengths, self.capture.max_rows)
         self._rows = len(noted)
-        device = self._tokens.device
         columns = [
             [batch.reqs[note.request].kv.req_pool_idx for note in noted],
             [note.position + 1 for note in noted],
             [starts[note.request] + note.position - prefixes[note.request] for note in noted],
         ]
-        pools, lens, queries = torch.tensor(columns, dtype=torch.int64).to(device)
-        self._extend = ExtendRows(PageTable.of_requests(self._tokens, pools, lens), queries)
+        pools, keys, queries = torch.tensor(columns, dtype=torch.int64).to(self._tokens.device)
+        self._extend = ExtendRows(PageTable.of_requests(self._tokens, pools, keys), queries)
+        self._lens.note(noted, columns[2], (starts[1] - 1, lengths[0]))
 
     def _note(
         self, index: int, req: Any, first: int, after: int, row: int | None = None
@@ -185,29 +194,17 @@ class Recorder:
         requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
             at = len(self._noted) if row is None else row
-            token = self._token(req, position)
+            token = token_at(req, position)
             self._noted.append(NotedRow(index, at, state, position, token))
-
-    @staticmethod
-    def _token(req: Any, position: int) -> int | None:
-        prompt = len(req.origin_input_ids)
-        if position < prompt:
-            return int(req.origin_input_ids[position])
-        at = position - prompt
-        return int(req.output_ids[at]) if at < len(req.output_ids) else None
 
     def _state(self, req: Any) -> RequestState | None:
         found: RequestState | None = getattr(req, ATTRIBUTE, None)
         if found is None and not hasattr(req, ATTRIBUTE):
-            request = self._request(req)
-            if request is not None:
-                found = self._new_state(req, request)
+            params = req.sampling_params.custom_params
+            request = CaptureRequest.from_custom_params(params, self.options.secret)
+            found = None if request is None else self._new_state(req, request)
             setattr(req, ATTRIBUTE, found)
         return found
-
-    def _request(self, req: Any) -> CaptureRequest | None:
-        params = req.sampling_params.custom_params
-        return CaptureRequest.from_custom_params(params, self.options.secret)
 
     def _new_state(self, req: Any, request: CaptureRequest) -> RequestState:
         prompt = list(req.origin_input_ids)
@@ -256,8 +253,7 @@ class Recorder:
             self._stage = Stage.INCOMPLETE
             return
         rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if not decode:
-            assert self._extend is not None
+        if self._extend is not None and not decode:
             rows = rows[self._extend.queries]
         keys = self._pool.get_key_buffer(number)
         descale = layer.k_scale if keys.element_size() == 1 else None
@@ -272,12 +268,19 @@ class Recorder:
         if self._queries is not False and self._routers is not None:
             self._routers.take(index, output, self._queries)
 
+    @ends_capture_not_serving
+    def passed(self, index: int, output: Any, stream: Any) -> None:
+        """A layer whose hidden states a logit lens may look at has run."""
+        self._lens.take(index, output, stream)
+
     # What SGLang calls a sampling observer -------------------------------------------------------
 
     def is_active(self, sampling_info: Any) -> bool:
         return (bool(self._noted) or self._scores.is_active) and self.ranks.answers
 
+    @ends_capture_not_serving
     def before_grammar(self, logits: Tensor, sampling_info: Any) -> bool:
+        self._lens.check(logits, sampling_info)
         return True
 
     @ends_capture_not_serving
@@ -294,19 +297,21 @@ class Recorder:
             self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
         )
         routing = None if self._routers is None else self._routers.results(self._rows)
-        return DeviceStep(self.consume, self._noted, found, routing, datetime.now(UTC))
+        lens, at = self._lens.end(), datetime.now(UTC)
+        return DeviceStep(self.consume, self._noted, found, routing, lens, at)
 
     @ends_capture_not_serving
     def consume(
-        self, noted: list[NotedRow], found: HostRows, routing: RoutingRows | None, at: datetime,
-        batch: Any, commits: Sequence[Any],
+        self, noted: list[NotedRow], found: HostRows, routing: RoutingRows | None,
+        lens: LensStep | None, at: datetime, batch: Any, commits: Sequence[Any],
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
         if self._budget.exceeded and not self.ranks.alone:
             return  # their requests are captured to their ends
         began = time.perf_counter()
         recorded: list[RecordRow] = []
-        for note in noted:
+        lenses = self._lens.by_row(lens)
+        for number, note in enumerate(noted):
             state, commit = note.state, commits[note.request]
             collector = state.collector
             # A row past the prompt whose token was never committed belongs to no answer: its
@@ -324,13 +329,15 @@ class Recorder:
             for token in req.output_ids[state.fed : note.position - collector.prompt_len + 1]:
                 collector.feed(token)
                 state.fed += 1
-            token = note.token if note.token is not None else self._token(req, note.position)
+            token = note.token if note.token is not None else token_at(req, note.position)
             routings = {}
             if routing is not None and self._routers is not None:
                 routings = self._routers.of_row(routing, note.row)
             layers = []
             if state.is_asked or routings:
-                layers = found.layer_rows(note, self.capture.layers, routings)
+                own = lenses.get(number, {})
+                layers = found.layer_rows(note, self.capture.layers, routings, own)
+                state.lensless += bool(collector.request.lens and not own)
             if self._records is not None:
                 phase, of = collector.phase(note.position), routing_of(layers)
                 recorded.append(
@@ -345,7 +352,8 @@ class Recorder:
         now = time.perf_counter()
         for note in noted:
             note.state.collector.add_seconds((now - began) / len(noted))
-        if self._budget.add(now - self._consumed_at, now - began + self._prepare_s):
+        spent = now - began + self._prepare_s + (0.0 if lens is None else lens.seconds)
+        if self._budget.add(now - self._consumed_at, spent):
             LOG.warning("capture is switched off: %s", self._budget.exceeded)
             self._report_off(self.off)
         self._consumed_at = now

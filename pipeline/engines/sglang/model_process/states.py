@@ -19,7 +19,7 @@ from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
-from pipeline.engines.serving.rows import HeadRows, LayerRow, Routing
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing
 
 from .routing import RoutingRows
 
@@ -29,7 +29,8 @@ class RequestState:
     """One captured request. entries: those that no response has yet; last: position of the last
     row that was taken, as a request that was put back is run again; prompt_rows: how many of the
     prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
-    ended; unnamed: rows that see keys, but have no top k; hub: its slot, -1 for none; hubs: what
+    ended; unnamed: rows that see keys, but have no top k; lensless: rows whose logit lens was asked
+    for, and is not known; hub: its slot, -1 for none; hubs: what
     the slot held after its last row, float32[n] by position; no_hubs: why there is none."""
 
     collector: RequestCollector
@@ -39,6 +40,7 @@ class RequestState:
     prompt_rows: int = 0
     fed: int = 0
     unnamed: int = 0
+    lensless: int = 0
     ended: bool = False
     hub: int = -1
     hubs: Floats | None = None
@@ -72,11 +74,33 @@ class NotedRow(NamedTuple):
     token: int | None  # that is fed; None: not known yet, it is the request's last output
 
 
+def nearest(noted: list[NotedRow], lengths: Sequence[int], most: int) -> list[NotedRow]:
+    """At most so many of a step's rows over prompts: those nearest to the answers.
+
+    Args:
+        lengths: of the step's requests, by number, after it.
+    """
+    if len(noted) <= most:
+        return noted
+    by_distance = sorted(noted, key=lambda note: lengths[note.request] - note.position)
+    kept = sorted(by_distance[:most], key=lambda note: note.row)
+    return [note._replace(row=row) for row, note in enumerate(kept)]
+
+
 class ExtendRows(NamedTuple):
     """The rows of a step over prompts: their page table, and where their queries are."""
 
     table: PageTable
     queries: Tensor  # int64[R]
+
+
+def token_at(req: Any, position: int) -> int | None:
+    """The token of SGLang's request at a position; None if it is not known yet."""
+    prompt = len(req.origin_input_ids)
+    if position < prompt:
+        return int(req.origin_input_ids[position])
+    at = position - prompt
+    return int(req.output_ids[at]) if at < len(req.output_ids) else None
 
 
 def wants_lists(request: CaptureRequest) -> bool:
@@ -93,6 +117,32 @@ class Stage(Enum):
     ENDED = auto()
 
 
+class LensRows(NamedTuple):
+    """What a step's lens found for P pairs of an asked row and a layer of its request."""
+
+    logprobs: Tensor  # float32[P, n], natural, falling
+    tokens: Tensor  # int32[P, n]
+    # Keys of each row as the layers kept them, the row of the check first: int64[M, 1 + rows].
+    written: Tensor
+    # Largest deviation from the model's own logits, as a share of the largest of these; NaN if
+    # there was no check.
+    deviation: Tensor  # float32[]
+
+
+@dataclass(frozen=True)
+class LensStep:
+    """The lens of a step. noted: its asked rows, with their numbers among the noted ones; keys: of
+    the row of the check; seconds: spent on it."""
+
+    noted: list[tuple[int, NotedRow]]
+    keys: int
+    rows: LensRows
+    seconds: float
+
+    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
+        return LensStep(self.noted, self.keys, LensRows(*map(copy_tensor, self.rows)), self.seconds)
+
+
 @dataclass(frozen=True)
 class DeviceStep:
     """The results of a step on the device, and whose they are."""
@@ -101,6 +151,7 @@ class DeviceStep:
     noted: list[NotedRow]
     found: StepResults
     routing: RoutingRows | None
+    lens: LensStep | None
     at: datetime
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
@@ -109,7 +160,8 @@ class DeviceStep:
             *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
         )
         routing = self.routing and RoutingRows(*map(copy_tensor, self.routing))
-        return HostStep(self.consumer, self.noted, copied, routing, self.at)
+        lens = self.lens and self.lens.copied(copy_tensor)
+        return HostStep(self.consumer, self.noted, copied, routing, lens, self.at)
 
 
 @dataclass(frozen=True)
@@ -120,10 +172,12 @@ class HostStep:
     noted: list[NotedRow]
     found: StepResults
     routing: RoutingRows | None
+    lens: LensStep | None
     at: datetime
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        self.consumer(self.noted, HostRows(self.found), self.routing, self.at, batch, commits)
+        found = HostRows(self.found)
+        self.consumer(self.noted, found, self.routing, self.lens, self.at, batch, commits)
 
 
 class HostRows:
@@ -144,8 +198,9 @@ class HostRows:
         self.complete: Mask = np.all(np.any(self.mean, axis=2), axis=0)
 
     def layer_rows(
-        self, note: NotedRow, numbers: Sequence[int], routing: dict[int, Routing]
-    ) -> list[LayerRow]:
+        self, note: NotedRow, numbers: Sequence[int], routing: dict[int, Routing],
+        lens: dict[int, Lens],
+    ) -> list[LayerRow]:  # fmt: skip
         """What a row did in the layers of its request, whose numbers are those of all captured
         ones by index."""
         mean, positions, masses = self.mean, self._positions, self._masses
@@ -154,7 +209,7 @@ class HostRows:
                 numbers[i], mean[i, note.row], float(mean[i, note.row, LOGSUMEXP_COLUMN]),
                 positions[i, note.row], masses[i, note.row],
                 heads=self._head_rows(note.state.collector.request, i, note.row),
-                routing=routing.get(numbers[i]),
+                routing=routing.get(numbers[i]), lens=lens.get(numbers[i]),
             )
             for i in note.state.layers
         ]  # fmt: skip
