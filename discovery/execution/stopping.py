@@ -41,7 +41,8 @@ class StopRequest:
         self.paused = False
 
     def limit_hours(self, hours: float | None) -> None:
-        if hours is not None:
+        """Stop this long after the first call: two runs of one invocation share the limit."""
+        if hours is not None and self._deadline is None:
             self._hours = hours
             self._deadline = time.monotonic() + hours * 3600
 
