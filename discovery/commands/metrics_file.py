@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from capture_kernels.errors import OptionError, WriteError
 from discovery.artifacts.schema import Manifest, identity_of, was_served
-from discovery.events.schema import Event, RunFinished, RunStarted
+from discovery.events.schema import Event, RunFinished, RunStarted, StageFinished
 from pipeline.durable import write_atomically
 
 # Of a file that the collector reads.
@@ -101,11 +101,16 @@ class MetricsFile:
             case RunStarted():
                 self._set("last_start_timestamp_seconds", self._clock())
                 self._set("last_resumed", event.resumed)
+                self._stages: dict[tuple[str, ...], float] = {}
                 for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # by a killed job
                     with suppress(OSError):
                         left.unlink()
                 self._write()
+            case StageFinished():
+                self._stages[event.stage,] = event.seconds
             case RunFinished():
+                # A manifest does not have the stage that writes it.
+                self._values["run_stage_duration_seconds"] = self._stages
                 self._set("run_peak_memory_bytes", event.peak_memory_gb * 1e9)
 
     def finished(self, manifest: Manifest) -> None:
@@ -114,9 +119,6 @@ class MetricsFile:
         identity = identity_of(manifest)
         info = (manifest["run_id"], *(str(identity[n]) for n in ("model", "layout", "capture_id")))
         self._values["run_info"] = {(*info, manifest["engine"]): 1.0}
-        self._values["run_stage_duration_seconds"] = {
-            (stage,): float(seconds) for stage, seconds in manifest["stage_seconds"].items()
-        }
         self._set("run_window_rows", counts["rows_in_window"])
         self._set("run_rows", counts["rows"])
         self._set("run_impossible_rows", sum(counts["impossible"].values()))

@@ -66,6 +66,8 @@ def leftover(output: Path, options: DiscoverOptions, now: datetime | None = None
         if run.finished and run.manifest is not None:
             finished.append((run.run_id, identity_of(run.manifest)))
         folder = output / run.run_id
+        if run.state == "unreadable" and (folder / CHECKPOINT).is_dir():
+            left.append(f"run {run.run_id} cannot be read: {run.reason}")
         if run.state != "unfinished" or not (folder / CHECKPOINT / RUN_FILE).exists():
             continue
         try:
@@ -112,7 +114,7 @@ def failures_in_a_row(log: Path) -> int:
     Args:
         log: its progress.jsonl; a line that cannot be read is passed over.
     """
-    failures = 0
+    failures, at_work = 0, False
     try:
         lines = log.read_bytes().splitlines()
     except FileNotFoundError:
@@ -124,12 +126,13 @@ def failures_in_a_row(log: Path) -> int:
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
         if kind == "run_started":
-            failures += 1
+            failures += at_work
+            at_work = True
         elif kind == "run_interrupted":
-            failures = max(0, failures - 1)
+            at_work = False
         elif kind == "stage_finished" and not event.get("kept"):
             failures = 0
-    return failures
+    return failures + at_work
 
 
 def due_again(manifest: Manifest, hours: float, now: datetime) -> bool:
