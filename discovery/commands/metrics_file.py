@@ -121,7 +121,7 @@ class MetricsFile:
         self._values["run_info"] = {(*info, manifest["engine"]): 1.0}
         self._set("run_window_rows", counts["rows_in_window"])
         self._set("run_rows", counts["rows"])
-        self._set("run_impossible_rows", sum(counts["impossible"].values()))
+        self._set("run_impossible_rows", sum(counts.get("impossible", {}).values()))
         self._set("run_clusters", counts["clusters"])
         self._set("run_noise_ratio", quality["noise_share"])
         self._set("run_gate_passed", quality["gate"]["passed"])
