@@ -53,11 +53,11 @@ def built(overlay: str) -> list[dict[str, Any]]:
 @cache
 def dask_cluster(version: str) -> Draft202012Validator:
     folder = files("kubernetes_validate") / "kubernetes-json-schema"
-    definitions = json.loads((folder / f"v{version}.0-local-strict/_definitions.json").read_text())
+    text = (folder / f"v{version}.0-local-strict/_definitions.json").read_text()
     # Its references name the file that they are in.
-    text = json.dumps(definitions).replace("_definitions.json#", "#")
+    definitions = json.loads(text.replace('"_definitions.json#', '"#'))
     registry: Registry[Any] = Registry().with_resource(
-        "kubernetes", Resource(json.loads(text), DRAFT202012)
+        "kubernetes", Resource(definitions, DRAFT202012)
     )
     schema = json.loads((Path(__file__).parent / "dask_operator.json").read_text())
     return Draft202012Validator(schema, registry=registry)

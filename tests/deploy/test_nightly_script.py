@@ -61,8 +61,10 @@ def test_a_night_finishes_or_begins_a_run_and_deletes_what_is_old(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("code", "retention"), [(0, True), (3, True), (2, False), (4, False),
-                                                 (5, False), (137, False), (143, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "retention"),
+    [(0, True), (3, True), *((code, False) for code in (2, 4, 5, 137, 143))],
+)
 def test_it_ends_as_discovery_did_and_deletes_only_after_a_finished_run(tmp_path, code, retention):
     night = Night(tmp_path, CODE=str(code), ATTN_KEEP_DAYS="0")
     assert night.run().returncode == code
