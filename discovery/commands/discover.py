@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -203,7 +202,7 @@ def run(
             again = resume_command(options, begun[-1].run_id)
             print(f"finish it with: {again}", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("stopped at once", 128 + signal.SIGINT) from None
+            raise Interrupted("stopped at once", stop.exit_code) from None
         raise
     finally:
         if live:

@@ -114,4 +114,8 @@ def test_the_steps_make_an_attn_that_runs_a_night(tmp_path):
 def lend_packages(venv: Path) -> None:
     """Let a virtual environment see the packages of the one that runs the tests."""
     (site,) = venv.glob("lib/python*/site-packages")
+    # Some Pythons put one here that is older than the project builds with.
+    for old in (*site.glob("setuptools*"), *site.glob("pkg_resources"), *site.glob("_distutils*")):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    (site / "distutils-precedence.pth").unlink(missing_ok=True)
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
