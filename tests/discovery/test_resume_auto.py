@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import signal
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from collected import all_options
 from planted import planted, planted_batch
 from processes import AttnProcess
 from published import make_store
@@ -17,10 +19,19 @@ from shared import NOW, START
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 from watching import logged
 
-from discovery.options import DiscoverOptions
+from capture_kernels.fingerprint.zones import ZoneRules
+from discovery.gate import GateRules
+from discovery.options import FREE_ON_RESUME, DiscoverOptions
 from discovery.runs.checkpoint import read_sealed, write_sealed
 from discovery.runs.folder import run_ids
-from discovery.runs.resume import MOST_FAILURES, due_again, failures_in_a_row, leftover
+from discovery.runs.resume import (
+    MOST_FAILURES,
+    differing,
+    due_again,
+    failures_in_a_row,
+    job_of,
+    leftover,
+)
 from pipeline.store.open import open_store
 
 AUTO = ("--resume", "auto")
@@ -238,6 +249,30 @@ def test_a_time_that_is_given_is_part_of_the_job(attn, small):
     # Also behind a newer run: that time was asked for.
     assert attn(*line, *AT_NOW).returncode == 0
     assert len(run_ids(output)) == 2 and not saved(output).exists()
+
+
+OTHER = {
+    "db": "b.db", "output": "elsewhere", "engine": "cpu", "long_running": True, "scheduler": "tcp://x",
+    "tokenizer": "t.json", "model": "m", "layout": "layered", "capture_id": "c", "no_gate": True,
+    "new_lineage": True, "umap_min_dist": 0.5, "gate_rules": GateRules(noise_share=0.5),
+    "zone_rules": ZoneRules(entropy=0.8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(DiscoverOptions)])
+def test_every_option_that_decides_what_is_computed_makes_another_job(name):
+    before = DiscoverOptions("a.db")
+    changed = {name: OTHER.get(name, 1_000)} | (
+        {"long_running": True} if name == "scheduler" else {}
+    )
+    now = replace(before, **changed)
+    free = name in FREE_ON_RESUME and name != "db"
+    assert (job_of(now) == job_of(before)) == free
+    said = differing(job_of(before), job_of(now))
+    assert said == (
+        [] if free else [f"--{name.replace('_rules', '_thresholds').replace('_', '-')}"]
+    )
+    assert set(said) <= all_options()
 
 
 def test_an_empty_output_folder_has_nothing_left(tmp_path):
