@@ -20,6 +20,8 @@ from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of, killed_at
 from watching import logged
 
 from capture_kernels.fingerprint.zones import ZoneRules
+from discovery.events.schema import RunFinished, RunStarted
+from discovery.events.websocket import Backlog
 from discovery.gate import GateRules
 from discovery.options import FREE_ON_RESUME, DiscoverOptions
 from discovery.runs.checkpoint import read_sealed, write_sealed
@@ -249,6 +251,17 @@ def test_a_time_that_is_given_is_part_of_the_job(attn, small):
     # Also behind a newer run: that time was asked for.
     assert attn(*line, *AT_NOW).returncode == 0
     assert len(run_ids(output)) == 2 and not saved(output).exists()
+
+
+def test_a_client_that_comes_during_the_second_run_is_told_of_that_one():
+    facts = {"at": "", "engine": "cpu", "model": "m", "layout": "log16", "rows": 1}
+    backlog = Backlog()
+    backlog.add(RunStarted(run_id="first", resumed=True, **facts), b"1")
+    backlog.add(RunFinished(run_id="first", at="", clusters=1, peak_memory_gb=1.0), b"2")
+    assert backlog.over
+    backlog.add(RunStarted(run_id="second", resumed=False, **facts), b"3")
+    assert not backlog.over and backlog.hello().run_id == "second"
+    assert [message for _, message in backlog.current] == [b"3"]
 
 
 OTHER = {
