@@ -127,6 +127,7 @@ def test_where_and_how_a_run_is_finished_may_change(attn, small):
     assert run_ids(output) == [RUN_ID]
 
 
+@pytest.mark.slow
 def test_another_store_is_another_job(attn, small, tmp_path):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW)
@@ -150,7 +151,13 @@ def test_a_run_that_cannot_be_finished_does_not_block_the_nights_after_it(attn, 
     assert len(run_ids(tmp_path / "out")) == 2
 
 
-@pytest.mark.parametrize("damage", ["empty", "one bit", "of another version"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "empty",
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("one bit", "of another version")),
+    ],
+)
 def test_a_run_with_a_damaged_beginning_is_left(attn, small, damage):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW)
@@ -167,6 +174,7 @@ def test_a_run_with_a_damaged_beginning_is_left(attn, small, damage):
     assert done.stderr.startswith("left unfinished: ") and "resumed" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_night_after_night_is_given_up(attn, small):
     line, output = small
     killed_at("stage_started:umap:", *line, *AT_NOW)
@@ -204,6 +212,7 @@ def test_what_counts_as_a_failure(tmp_path, log, failures):
     assert failures_in_a_row(path) == failures
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_its_gate_is_finished_and_the_next_begins_anew(attn, tmp_path):
     db = make_store(tmp_path / "alike.db", planted(1, 1)[0].repeat(120, axis=0))
     line = ["discover", "--db", db, "--output", tmp_path / "out", "--hours", "0", *AUTO]
@@ -243,6 +252,7 @@ def test_a_night_that_is_finished_late_is_followed_by_the_one_that_is_due(attn, 
     assert not due_again(manifest, 0.0, now + dt.timedelta(hours=999))
 
 
+@pytest.mark.slow
 def test_a_time_that_is_given_is_part_of_the_job(attn, small):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW)
