@@ -39,5 +39,11 @@ class RunError(AttnError):
     """A discovery run that cannot be started, or cannot be resumed."""
 
 
+class BusyError(RunError):
+    """Another job is writing to the output folder, so that there is nothing to do here."""
+
+    exit_code = 5
+
+
 class NewRunNeededError(RunError):
     """A discovery run that cannot be finished by resuming it."""

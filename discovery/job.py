@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from capture_kernels.errors import NewRunNeededError, OptionError, RunError, WriteError
+from capture_kernels.errors import NewRunNeededError, OptionError, WriteError
 from discovery.algorithms.threads import usable_cpus
 from discovery.artifacts.read import read_manifest
-from discovery.artifacts.schema import MANIFEST, Manifest
+from discovery.artifacts.schema import Manifest
 from discovery.engines.gpu_memory import gpu_memory_errors
 from discovery.engines.open import open_engine
+from discovery.engines.protocol import Engine
 from discovery.events.log import EventLog, Listener
 from discovery.events.schema import (
     RunFailed,
@@ -30,19 +30,19 @@ from discovery.events.schema import (
 )
 from discovery.execution.dask_cluster import refuse_while_imported
 from discovery.execution.executor import DaskExecutor, Executor, InlineExecutor
-from discovery.execution.memory import MemoryWatch, plan_memory
+from discovery.execution.memory import MemoryPlan, MemoryWatch, plan_memory
 from discovery.execution.stopping import Interrupted, StopRequest
-from discovery.options import FREE_ON_RESUME, RULES, DiscoverOptions
+from discovery.options import DiscoverOptions
 from discovery.runs import folder as runs
 from discovery.runs.checkpoint import (
     chained_key,
     clear_checkpoint,
     code_hash,
-    read_sealed,
     write_sealed,
 )
 from discovery.runs.lock import output_lock
 from discovery.runs.parent import before_this_run
+from discovery.runs.resume import AUTO, drop_outdated, job_of, leftover, resumed_options
 from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
@@ -66,7 +66,8 @@ def discover(
 
     Args:
         options: what to do; with `resume` only its `FREE_ON_RESUME` fields count.
-        resume: the run id of the stopped run.
+        resume: the run id of the stopped run; `AUTO` finishes the newest run that an earlier
+            invocation of the same job left, or begins anew.
         now: the time that the window ends at and that names the run, UTC if it has no zone; the
             clock by default.
         listeners: called with every event.
@@ -74,7 +75,8 @@ def discover(
         client_file: where a client finds out how to send commands to this run.
 
     Raises:
-        RunError: nothing to do, another job at work, or a run that cannot be resumed.
+        RunError: nothing to do, or a run that cannot be resumed.
+        BusyError: another job is at work on the output folder.
         WriteError: the disk is full, or a folder cannot be written.
         Interrupted: it stopped as it was asked to; it can be resumed.
     """
@@ -83,39 +85,75 @@ def discover(
     stop.limit_hours(options.max_hours)
     output = options.output_dir
     engine = open_engine(options.engine)
-    versions, outdated = {"attn": code_hash(), **engine.versions}, None
     if now and not 2000 <= now.year < 2100:
         raise OptionError(f"--now must lie between 2000 and 2100, got {now}")
     moment = as_utc(now or datetime.now(UTC)).astimezone(UTC)
     # Everything that can be refused is checked before anything is written.
-    with open_store(options.db, read_only=True) as store:
-        window = None if resume else freeze_window(store, options, moment)
-    if window and not options.tokenizer and (own := own_tokenizer(window["model"])):
-        options = replace(options, tokenizer=str(own))
     if options.tokenizer:
         open_tokens(Path(options.tokenizer), "")
-    if resume:
-        runs.run_folder(output, resume)
-    with disk_errors(output), ExitStack() as cleanup:
-        describe = cleanup.enter_context(output_lock(output))
+    window: dict[str, Any] | None = None
+    left: list[str] = []
+    if resume is None:
+        window, options = new_window(options, moment)
+    else:
+        with open_store(options.db, read_only=True):
+            pass
+        if resume != AUTO:
+            runs.run_folder(output, resume)
+    with disk_errors(output), output_lock(output) as describe:
         runs.clean_up(output)
         sweep(output)
+        job = _Job(engine, listeners or [], stop, lambda run_id: describe(run_id, client_file))
+        if resume == AUTO:
+            resume, left = leftover(output, options, moment if now else None)
+            if resume:
+                try:
+                    return job.finish(options, resume, left)
+                except NewRunNeededError as error:
+                    left = [*left, f"run {resume} cannot be finished: {error}"]
+            resume = None
+            window, options = new_window(options, moment)
         if resume:
-            folder = runs.run_folder(output, resume)
-            options, saved = resumed_options(folder, options)
-            outdated = drop_outdated(folder, saved, versions)
-        options = options.resolved(engine)
-        rows = (window or saved["window"])["rows"]
-        memory = plan_memory(options, engine, rows, usable_cpus())
-        watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, stop.ask))
-        why = ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
-        executor: Executor = InlineExecutor(why)
-        if options.scheduler or memory.workers:
-            executor = DaskExecutor(
-                options.scheduler, memory.workers, memory.worker_bytes, gpus=engine.gpus > 0
-            )
-        cleanup.callback(executor.close)
-        if window:
+            return job.finish(options, resume)
+        assert window is not None
+        return job.begin(options, window, moment, left)
+
+
+def new_window(
+    options: DiscoverOptions, moment: datetime
+) -> tuple[dict[str, Any], DiscoverOptions]:
+    """What a new run reads, and its options with the tokenizer of the model's own folder, if it has
+    one and none was given."""
+    with open_store(options.db, read_only=True) as store:
+        window = freeze_window(store, options, moment)
+    if not options.tokenizer and (own := own_tokenizer(window["model"])):
+        options = replace(options, tokenizer=str(own))
+        open_tokens(own, "")
+    return window, options
+
+
+@dataclass
+class _Job:
+    """An invocation that holds the output lock.
+
+    describe: records in the lock which run is computed.
+    """
+
+    engine: Engine
+    listeners: list[Listener]
+    stop: StopRequest
+    describe: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.versions = {"attn": code_hash(), **self.engine.versions}
+
+    def begin(
+        self, options: DiscoverOptions, window: dict[str, Any], moment: datetime, left: list[str]
+    ) -> Manifest:
+        """A new run."""
+        output = options.output_dir
+        asked, options = job_of(options), options.resolved(self.engine)
+        with self._means(options, window["rows"]) as means:
             run_id = runs.new_run_id(output, moment)
             folder = output / run_id
             (folder / CHECKPOINT).mkdir(parents=True)
@@ -127,40 +165,84 @@ def discover(
                     output, run_id, window, options.hours, new_lineage=options.new_lineage
                 ),
                 "tokenizer": tokenizer_facts(options.tokenizer),
-                "made_by": versions,
+                "made_by": self.versions,
                 "options": asdict(options),
+                "job": asked,
             }
             write_sealed(folder / CHECKPOINT / RUN_FILE, saved)
+            return self._compute(options, saved, means, resumed=False, left=left or UNSET)
 
-        describe(folder.name, client_file)
-        log = EventLog(folder / "progress.jsonl", folder.name, listeners or [])
-        cleanup.callback(log.close)
-        context = RunContext(options, saved, engine, executor, log, stop, memory)
-        log.emit(
-            RunStarted, resumed=resume is not None, model=context.window["model"],
-            layout=context.layout.label, rows=context.window["rows"],
-            engine=f"{engine.name} engine, {executor.description}", outdated=outdated or UNSET,
-        )  # fmt: skip
-        try:
-            run_stages(context)
-        except (Interrupted, KeyboardInterrupt) as stopped:
-            says = f"finish it with --resume {context.run_id}"
-            with suppress(WriteError):
-                log.emit(RunInterrupted, reason=str(stopped) or "at once", says=says)
-            raise
-        except BaseException as error:
-            # A bug as much as a full disk: the log records how the run ended, if it still can.
-            with suppress(WriteError):
-                log.emit(RunFailed, reason=str(error) or type(error).__name__)
-            raise
-        manifest = read_manifest(folder)
-        log.emit(
-            RunFinished, clusters=manifest["counts"]["clusters"],
-            peak_memory_gb=round(watch.peak_gb, 3),
-        )  # fmt: skip
-        clear_checkpoint(folder / CHECKPOINT)
-        runs.release_reservation(output, context.run_id)
-        return manifest
+    def finish(self, options: DiscoverOptions, run_id: str, left: Sequence[str] = ()) -> Manifest:
+        """A run that was stopped."""
+        folder = runs.run_folder(options.output_dir, run_id)
+        options, saved = resumed_options(folder, options)
+        outdated = drop_outdated(folder, saved, self.versions)
+        options = options.resolved(self.engine)
+        with self._means(options, saved["window"]["rows"]) as means:
+            return self._compute(
+                options, {**saved, "run_id": folder.name}, means, resumed=True,
+                outdated=outdated or UNSET, left=list(left) or UNSET,
+            )  # fmt: skip
+
+    @contextmanager
+    def _means(self, options: DiscoverOptions, rows: int) -> Iterator[_Means]:
+        """Memory and workers for a run of so many rows."""
+        memory = plan_memory(options, self.engine, rows, usable_cpus())
+        with ExitStack() as cleanup:
+            watch = cleanup.enter_context(MemoryWatch(options.max_memory_gb, self.stop.ask))
+            why = ": --max-memory-gb leaves no room for Dask" if options.long_running else ""
+            executor: Executor = InlineExecutor(why)
+            if options.scheduler or memory.workers:
+                executor = DaskExecutor(
+                    options.scheduler, memory.workers, memory.worker_bytes,
+                    gpus=self.engine.gpus > 0,
+                )  # fmt: skip
+            cleanup.callback(executor.close)
+            yield _Means(memory, watch, executor)
+
+    def _compute(
+        self, options: DiscoverOptions, saved: dict[str, Any], means: _Means, **facts: Any
+    ) -> Manifest:
+        """All stages that the checkpoint does not hold; `facts` are of the event that says so."""
+        output, run_id = options.output_dir, saved["run_id"]
+        folder = output / run_id
+        self.describe(run_id)
+        log = EventLog(folder / "progress.jsonl", run_id, self.listeners)
+        with closing(log):
+            context = RunContext(
+                options, saved, self.engine, means.executor, log, self.stop, means.memory
+            )
+            log.emit(
+                RunStarted, model=context.window["model"], layout=context.layout.label,
+                rows=context.window["rows"],
+                engine=f"{self.engine.name} engine, {means.executor.description}", **facts,
+            )  # fmt: skip
+            try:
+                run_stages(context)
+            except (Interrupted, KeyboardInterrupt) as stopped:
+                says = f"finish it with --resume {run_id}"
+                with suppress(WriteError):
+                    log.emit(RunInterrupted, reason=str(stopped) or "at once", says=says)
+                raise
+            except BaseException as error:
+                # A bug as much as a full disk: the log records how the run ended, if it still can.
+                with suppress(WriteError):
+                    log.emit(RunFailed, reason=str(error) or type(error).__name__)
+                raise
+            manifest = read_manifest(folder)
+            log.emit(
+                RunFinished, clusters=manifest["counts"]["clusters"],
+                peak_memory_gb=round(means.watch.peak_gb, 3),
+            )  # fmt: skip
+            clear_checkpoint(folder / CHECKPOINT)
+            runs.release_reservation(output, run_id)
+            return manifest
+
+
+class _Means(NamedTuple):
+    memory: MemoryPlan
+    watch: MemoryWatch
+    executor: Executor
 
 
 @contextmanager
@@ -203,62 +285,3 @@ def run_stages(context: RunContext) -> None:
         )  # fmt: skip
         for kind, fields in stage.events(context) if stage.events else ():
             log.emit(kind, **fields)
-
-
-def resumed_options(folder: Path, given: DiscoverOptions) -> tuple[DiscoverOptions, dict[str, Any]]:
-    """The options that the run was started with, except for how and where it is finished."""
-    path = folder / CHECKPOINT / RUN_FILE
-    if not path.exists():
-        if (folder / MANIFEST).exists():
-            raise RunError(f"run {folder.name} is finished already: see attn runs show")
-        raise NewRunNeededError(f"run {folder.name} has no checkpoint: start a new run")
-    try:
-        saved = read_sealed(path)
-    except RunError:
-        saved = {"options": {}}
-    if not {"window", "follows", "tokenizer", "made_by", *RULES} <= {*saved, *saved["options"]}:
-        raise NewRunNeededError(
-            f"{path} is damaged, or of another version of attn: start a new run"
-        ) from None
-    free = given.some(*FREE_ON_RESUME)
-    free["tokenizer"] = given.tokenizer or saved["options"]["tokenizer"]
-    if tokenizer_facts(free["tokenizer"]) != saved["tokenizer"]:
-        if saved["tokenizer"] is None:
-            raise OptionError(
-                f"run {folder.name} was begun without a tokenizer: leave --tokenizer out"
-            )
-        raise OptionError(
-            f"{free['tokenizer']} is not the tokenizer that run {folder.name} was begun with: give "
-            "that file with --tokenizer"
-        )
-    if free["tokenizer"]:
-        open_tokens(Path(free["tokenizer"]), "")
-    return DiscoverOptions.from_json({**saved["options"], **free}), saved
-
-
-def drop_outdated(folder: Path, saved: dict[str, Any], versions: dict[str, str]) -> str | None:
-    """Remove the checkpoints of all stages if the code or a library that made them has changed:
-    parts of two versions never meet in one run. Libraries of another engine do not count, and a run
-    that has written its manifest computes nothing any more.
-
-    Args:
-        saved: the contents of run.json; its `made_by` is brought up to date.
-
-    Returns:
-        What has changed, in words, if that removed something.
-    """
-    before, checkpoint = saved["made_by"], folder / CHECKPOINT
-    changed = [
-        f"{name} {before[name]} is now {now}"
-        for name, now in versions.items()
-        if before.get(name, now) != now and not (folder / MANIFEST).exists()
-    ]
-    if changed:
-        for made in checkpoint.iterdir():
-            if made.is_dir():
-                shutil.rmtree(made)
-        before = {}
-    if before != (made_by := {**before, **versions}):
-        saved["made_by"] = made_by
-        write_sealed(checkpoint / RUN_FILE, saved)
-    return f"all is computed again, since {', '.join(changed)}" if changed else None

@@ -146,9 +146,12 @@ def options(command: Any) -> dict[tuple[str, ...], Any]:
 
 
 def all_options() -> set[str]:
-    """Every option of attn and of the repository's scripts, and those of pytest that pages name."""
+    """Every option of attn and of the repository's scripts, also those of its batch job, and those
+    of pytest that pages name."""
     scripts = [p for top in ("benchmarks", "examples") for p in (REPO / top).rglob("*.py")]
     found = {name for c in commands().values() for names in options(c) for name in names}
     for script in scripts:
         found |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', script.read_text(encoding="utf-8")))
+    batch = (REPO / "deploy/slurm/attn-nightly.sbatch").read_text(encoding="utf-8")
+    found |= set(re.findall(r"^#SBATCH (--[a-z-]+)", batch, flags=re.MULTILINE))
     return found | {"--help", "--hypothesis-profile"}

@@ -14,9 +14,13 @@ README = REPO / "README.md"
 GUIDE, OPERATIONS, FORMATS, PERFORMANCE = (
     REPO / "docs" / f"{name}.md" for name in ("guide", "operations", "formats", "performance")
 )
+DEPLOYMENT = REPO / "deploy" / "README.md"
 PAGES = sorted(
     {*REPO.glob("*.md")}.union(
-        *((REPO / top).rglob("*.md") for top in ("docs", "benchmarks", "examples", "tests"))
+        *(
+            (REPO / top).rglob("*.md")
+            for top in ("docs", "benchmarks", "deploy", "examples", "tests")
+        )
     )
 )
 PAGE_IDS = [str(page.relative_to(REPO)) for page in PAGES]

@@ -29,6 +29,7 @@ from collected import (
     product,
 )
 from pages import (
+    DEPLOYMENT,
     FORMATS,
     GUIDE,
     OPERATIONS,
@@ -56,6 +57,7 @@ from discovery.artifacts.schema import (
     landmark_columns,
 )
 from discovery.artifacts.tables import projection_table, read_prototypes
+from discovery.commands.metrics_file import GAUGES, PREFIX
 from discovery.events.schema import COMMANDS, json_schema
 from discovery.execution.stopping import Interrupted, StopRequest, stop_on_signals
 from discovery.gate import QUESTIONS, GateRules
@@ -161,6 +163,32 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other() -> N
     # Nothing else of the product exports any.
     for _, tree, _ in product():
         assert metrics(tree) <= {*families, *exported}
+
+
+def test_every_metric_of_the_nightly_job_is_documented_with_its_labels_and_no_other() -> None:
+    rows = {code_in(row[0])[0]: row for row in table(OPERATIONS, "Metrics of the nightly job")}
+    assert {name: tuple(code_in(row[1])) for name, row in rows.items()} == {
+        PREFIX + name: gauge.labels for name, gauge in GAUGES.items()
+    }
+
+
+def test_every_setting_of_the_nightly_script_is_documented() -> None:
+    scripts = ("attn-nightly", "slurm/attn-nightly.sbatch")
+    found = set().union(
+        *(re.findall(r"\bATTN_[A-Z_]+\b", text(REPO / "deploy" / name)) for name in scripts)
+    )
+    assert {code_in(row[0])[0] for row in table(DEPLOYMENT, "Settings")} == found
+
+
+def test_every_alert_is_in_the_runbook() -> None:
+    rules = re.findall(r"- alert: (\w+)", text(REPO / "deploy/prometheus/alerts.yml"))
+    rows = table(DEPLOYMENT, "Alerts and dashboard")
+    assert sorted(name for row in rows for name in code_in(row[0])) == sorted(rules)
+
+
+def test_the_runbook_has_the_exit_codes_of_a_night() -> None:
+    night = {int(row[0]) for row in table(OPERATIONS, "Exit codes")} | {137}
+    assert {int(row[0]) for row in table(DEPLOYMENT, "Exit codes")} == night
 
 
 def test_every_field_of_the_options_is_documented() -> None:

@@ -45,7 +45,8 @@ class RunStarted(Event, tag="run_started"):
     """A run begins, or one that was stopped continues from its checkpoint (`resumed`).
 
     engine: the engine and where chunks are computed, in words. rows: of the model in the window.
-    outdated: why nothing of the checkpoint is used; only if nothing is.
+    outdated: why nothing of the checkpoint is used; only if nothing is. left: unfinished runs that
+    --resume auto did not take, and why, in words; only if there are any.
     """
 
     resumed: bool
@@ -54,6 +55,7 @@ class RunStarted(Event, tag="run_started"):
     layout: LayoutName
     rows: Count
     outdated: str | UnsetType = UNSET
+    left: list[str] | UnsetType = UNSET
 
 
 class StageStarted(Event, tag="stage_started"):

@@ -66,7 +66,8 @@ def line_of(event: Event) -> str | None:
         case RunStarted():
             resumed = " resumed" if event.resumed else ""
             outdated = f"; {event.outdated}" if event.outdated else ""
-            return f"run {event.run_id}{resumed}: {event.engine}{outdated}"
+            left = "".join(f"left unfinished: {reason}\n" for reason in event.left or ())
+            return f"{left}run {event.run_id}{resumed}: {event.engine}{outdated}"
         case StageStarted() if event.damaged:
             return (
                 f"{event.stage}: {event.damaged[0]} of the checkpoint"

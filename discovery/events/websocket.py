@@ -237,7 +237,8 @@ class Backlog:
     def add(self, event: Event, message: bytes) -> None:
         kind = type(event)
         if isinstance(event, RunStarted):
-            self._started = event
+            # A second run of one invocation: what came of the first is out of date.
+            self._started, self.over, self.current = event, False, []
         self.over = self.over or isinstance(event, ENDS)
         replaced = REPLACED.get(kind)
         self.current = [known for known in self.current if known[0] is not replaced]

@@ -13,6 +13,9 @@ from pipeline.interrupts import lost_interrupts_raised_again
 
 # Exit code of a run that --max-hours or a client stopped: neither failed nor finished.
 STOPPED = 4
+# A SIGTERM that comes so soon, in seconds, after another is the same one: a scheduler that signals
+# every process of a job reaches a run directly, and again through the scripts that pass it on.
+SAME_WITHIN_S = 2.0
 # Seconds between two checks of a paused run. It polls, since a signal handler may not take the lock
 # of an event that would wake it.
 CHECK_EVERY = 0.1
@@ -35,21 +38,31 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._signal_at = 0.0
         self._asked: tuple[str, int] | None = None
         self._deadline: float | None = None
         self._hours: float | None = None
         self.paused = False
 
     def limit_hours(self, hours: float | None) -> None:
-        if hours is not None:
+        """Stop this long after the first call: two runs of one invocation share the limit."""
+        if hours is not None and self._deadline is None:
             self._hours = hours
             self._deadline = time.monotonic() + hours * 3600
 
     def signalled(self, number: int, _frame: FrameType | None = None) -> None:
         """A signal handler: the first signal stops at the next chunk, a second one at once."""
+        now = time.monotonic()
         if self._signal is not None:
+            if number == signal.SIGTERM and now - self._signal_at < SAME_WITHIN_S:
+                return
             raise KeyboardInterrupt
-        self._signal = number
+        self._signal, self._signal_at = number, now
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that a second signal stopped at once: that of the first."""
+        return 128 + (signal.SIGINT if self._signal is None else self._signal)
 
     def ask(self, reason: str, exit_code: int = STOPPED) -> None:
         """Stop at the next chunk; only the first reason given is reported."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from capture_kernels.errors import RunError
+from capture_kernels.errors import BusyError, RunError
 
 LOCK = ".lock"
 # `lock_holder` holds the lock for some microseconds to see whether another process does: one who
@@ -45,7 +45,8 @@ def output_lock(output: Path) -> Iterator[Callable[[str, Path | None], None]]:
         A function that adds run_id and client_file to what `lock_holder` gives.
 
     Raises:
-        RunError: another job holds it, or the folder cannot be made.
+        BusyError: another job holds it.
+        RunError: the folder cannot be made.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def output_lock(output: Path) -> Iterator[Callable[[str, Path | None], None]]:
     try:
         if not _locked(handle):
             holder = _read(handle).pid or "unknown"
-            raise RunError(
+            raise BusyError(
                 f"another discovery job (process {holder}) is writing to {output}: "
                 "wait for it, or choose another --output"
             )
