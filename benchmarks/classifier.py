@@ -104,8 +104,8 @@ def check_answers(
     for i, vector in enumerate(rows):
         octave = plain_octave(vector, layout)
         mean, scale = tables.projection.mean[octave], tables.projection.scale
-        roots = np.sqrt(vector.astype(np.float64))
-        point = ((roots - mean) / scale) @ tables.projection.components.astype(np.float64)
+        raised = vector.astype(np.float64) ** float(tables.projection.power)
+        point = ((raised - mean) / scale) @ tables.projection.components.astype(np.float64)
         apart = np.sqrt(((tables.landmarks - point) ** 2).sum(axis=1))
         member = apart[~is_noise].min(initial=np.inf)
         stray = apart[is_noise].min(initial=np.inf)

@@ -43,6 +43,7 @@ class Space(msgspec.Struct):
     scale: Array
     components: Array
     explained: Array
+    power: Array
 
     @classmethod
     def of(cls, projection: Projection) -> Space:

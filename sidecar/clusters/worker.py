@@ -20,7 +20,7 @@ from capture_kernels.arrays import Floats, Int32s
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.lineage import cluster_ids, match
-from discovery.algorithms.pca import Moments, fit_projection
+from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
@@ -84,8 +84,7 @@ def run(task: Task) -> Result:
 
 def fitted_projection(vectors: Floats, layout: Layout) -> Projection:
     """PCA of these rows, as a run without a parent fits it."""
-    moments = Moments.of(vectors, layout)
-    return fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    return Moments.of(vectors, layout).projection()
 
 
 def cluster(

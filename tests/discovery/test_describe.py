@@ -11,7 +11,7 @@ from published import layered
 from test_profiles import rows_of
 
 from capture_kernels.fingerprint.vector import Layout
-from discovery.algorithms.pca import Moments, fit_projection
+from discovery.algorithms.pca import Moments
 from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
 from discovery.describe.clusters import Earlier, describe_clusters
@@ -313,8 +313,7 @@ def test_kinds_of_tokens(text, kinds):
 
 
 def axes(vectors, layout):
-    moments = Moments.of(vectors, layout)
-    projection = fit_projection(moments.means, np.ones(20), moments.covariance)
+    projection = Moments.of(vectors, layout).projection()
     return projection, axes_in_words(projection.components, projection.explained, layout)
 
 
