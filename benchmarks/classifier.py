@@ -76,6 +76,7 @@ def read_tables(artifacts: Artifacts) -> Tables:
             np.array(saved["scale"], np.float32),
             np.array(saved["components"], np.float32).reshape(20, -1),
             np.array(saved["explained"]),
+            np.array(saved["power"]),
         ),
         np.array(landmarks.column("projected").to_pylist(), np.float64),
         landmarks.column("cluster_id").to_numpy(),

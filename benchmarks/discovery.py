@@ -59,7 +59,7 @@ FIRST_SEED = 42
 SPACES = ("plain vectors", "z-scores", "square roots", "the job's")
 
 
-def requests_of(rows: pa.RecordBatch | pa.Table) -> NDArray[np.integer[Any]]:
+def requests_of(rows: pa.RecordBatch | pa.Table) -> NDArray[np.int64]:
     """A number for each row's request: int[n]."""
     return np.unique(rows.column("request_id").to_pylist(), return_inverse=True)[1]
 
@@ -155,7 +155,7 @@ def measure_peer(data: Planted) -> dict[str, Any]:
 
 
 def projected(
-    vectors: NDArray[np.float32], requests: NDArray[np.integer[Any]], space: str, layout: Layout
+    vectors: NDArray[np.float32], requests: NDArray[np.int64], space: str, layout: Layout
 ) -> NDArray[np.float32]:
     """The rows of these requests in one of `SPACES` after the job's PCA: float32[n, d]."""
     if space == "the job's":

@@ -12,14 +12,14 @@ import pyarrow as pa
 from capture_kernels.arrays import Floats, Int32s, Ints
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
-from discovery.algorithms.sampling import held_out, request_hashes
+from discovery.algorithms.sampling import held_out
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Clustering, Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
 from discovery.runs.chunks import chunk_file
-from pipeline.hashing import Hashes
+from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext

@@ -68,7 +68,8 @@ def pca_parameters(context: RunContext) -> dict[str, Any]:
 
 
 def pca(context: RunContext) -> tuple[dict[str, Any], str]:
-    projection = fit_projection(**context.saved("standardize", "moments.npz"))
+    saved = context.saved("standardize", "moments.npz")
+    projection = fit_projection(saved["mean"], saved["scale"], saved["covariance"])
     context.checkpoint.write_arrays("projection.npz", **vars(projection))
     count, held = len(projection.explained), float(projection.explained.sum())
     summary = {

@@ -50,7 +50,7 @@ def run(task: Task) -> Result:
     began = time.perf_counter()
     engine = engine_called(task.engine)
     vectors, layout = floats(task.vectors), Layout(task.layout)
-    projection = task.space.projection() if task.space else fitted_projection(vectors, layout)
+    projection = task.space.projection() if task.space else fitted_projection(task)
     step = -(-len(vectors) // MOST_FITTED)
     projected = projection(vectors[::step], layout)
     labels = cluster(engine, projected, task.min_cluster_size, 1 / step, task.seed)
@@ -82,9 +82,10 @@ def run(task: Task) -> Result:
     )
 
 
-def fitted_projection(vectors: Floats, layout: Layout) -> Projection:
+def fitted_projection(task: Task) -> Projection:
     """PCA of these rows, as a run without a parent fits it."""
-    return Moments.of(vectors, layout).projection()
+    _, requests = np.unique(task.requests.array(), return_inverse=True)
+    return Moments.of(floats(task.vectors), Layout(task.layout), requests).projection()
 
 
 def cluster(
