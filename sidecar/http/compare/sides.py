@@ -22,7 +22,7 @@ from discovery.artifacts.projection import context_octave
 from discovery.artifacts.read import Artifacts
 from discovery.runs.parent import index_of
 from pipeline import record
-from pipeline.hashing import Hashes
+from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import PHASES
 from sidecar.watch.drift import Baseline, read_baseline
 
