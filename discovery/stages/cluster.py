@@ -1,4 +1,9 @@
-"""cluster: HDBSCAN on the map, the other rows by a vote of their neighbours, and prototypes."""
+"""cluster: HDBSCAN on the map, the other rows by a vote of their neighbours, and prototypes.
+
+Noise are the sparse rows, which are like nothing. What HDBSCAN leaves out of the others lies between
+clusters: attention is a continuum, and such a row is a little of each. It joins the one that most of
+its neighbours are in, with their share as its probability.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
-from .neighbors import fit_distances
+from .neighbors import PLACING_NEIGHBORS, fit_distances
 from .project import saved_projection
 
 # Below this many rows a group is chance, however small a share of the window was fitted.
@@ -70,7 +75,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
     largest = max(size, int(LARGEST_CLUSTER * len(points)))
     if not context.checkpoint.has("fit.npz"):
-        dense = dense_clusters(context, points, size, largest)
+        dense = dense_clusters(context, fit["projected"], points, size, largest)
         context.checkpoint.write_arrays("fit.npz", **dense._asdict())
     found = context.checkpoint.read_arrays("fit.npz")
     clusters = len(found.pop("persistence"))
@@ -94,8 +99,12 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     return summary, f"{clusters} clusters, {noise:.1%} noise"
 
 
-def dense_clusters(context: RunContext, points: Floats, size: int, largest: int) -> Clustering:
-    """HDBSCAN of the map points float32[n, 2] of all rows but the sparse ones, which are noise."""
+def dense_clusters(
+    context: RunContext, projected: Floats, points: Floats, size: int, largest: int
+) -> Clustering:
+    """Clusters of all rows but the sparse ones, which are noise: HDBSCAN of the map points
+    float32[n, 2], and for what it leaves out the vote of the nearest of its members in PCA space,
+    float32[n, d]."""
     least = context.options.min_samples
     apart = fit_distances(context, least)
     # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
@@ -105,6 +114,14 @@ def dense_clusters(context: RunContext, points: Floats, size: int, largest: int)
     labels = np.full(len(points), NOISE, np.int32)
     probabilities = np.zeros(len(points), np.float32)
     labels[dense], probabilities[dense] = found.labels, found.probabilities
+    members, between = np.flatnonzero(labels != NOISE), np.flatnonzero(dense & (labels == NOISE))
+    if len(members) and len(between):
+        voters = min(PLACING_NEIGHBORS, len(members))
+        near, apart = context.engine.neighbors(projected[members], projected[between], voters)
+        near = members[near]
+        votes = vote(apart, labels[near], points[near])
+        labels[between] = votes.cluster
+        probabilities[between] = votes.share * probabilities[near].max(axis=1)
     return Clustering(labels, probabilities, found.persistence)
 
 
