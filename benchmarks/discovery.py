@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError, by_key
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.algorithms import map_clusters
 from discovery.algorithms.metrics import map_quality
 from discovery.algorithms.pca import Moments, fit_projection
 from discovery.artifacts.classifier import Classifier
@@ -48,7 +49,7 @@ from discovery.options import DiscoverOptions
 from discovery.stages import neighbors as neighbors_stage
 from discovery.stages import quality as quality_stage
 from discovery.stages import umap as umap_stage
-from discovery.stages.cluster import LARGEST_CLUSTER, smallest_cluster
+from discovery.stages.cluster import smallest_cluster
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 
@@ -181,8 +182,8 @@ def clusters_in(space: NDArray[np.float32], engine: CpuEngine) -> NDArray[np.int
         space, near, start, options.umap_min_dist, FIRST_SEED, lambda done, total: None
     )
     least = smallest_cluster(options.min_cluster_size, len(space), 1.0)
-    largest = max(least, int(LARGEST_CLUSTER * len(space)))
-    return engine.cluster(points, least, options.min_samples, largest).labels
+    largest = max(least, int(map_clusters.LARGEST_CLUSTER * len(space)))
+    return engine.cluster(points, least, map_clusters.LEAST_SAMPLES, largest).labels
 
 
 def measure_ablation(data: Planted, most: int) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,4 @@
-"""cluster: HDBSCAN on the map, the other rows by a vote of their neighbours, and prototypes.
-
-Noise are the sparse rows, which are like nothing. What HDBSCAN leaves out of the others lies between
-clusters: attention is a continuum, and such a row is a little of each. It joins the one that most of
-its neighbours are in, with their share as its probability.
-"""
+"""cluster: clusters of the map, the other rows by a vote of their neighbours, and prototypes."""
 
 from __future__ import annotations
 
@@ -15,34 +10,36 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Int32s, Ints
+from discovery.algorithms.map_clusters import (
+    LARGEST_CLUSTER,
+    LEAST_SAMPLES,
+    MOST_SAMPLES,
+    SAMPLES_SHARE,
+    SPARSE,
+    SPARSE_NEIGHBOR,
+    VOTERS,
+    clusters_of_map,
+)
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.algorithms.sampling import held_out
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
-from discovery.engines.protocol import Clustering, Engine
+from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
 from discovery.runs.chunks import chunk_file
 from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
-from .neighbors import PLACING_NEIGHBORS, fit_distances
+from .neighbors import fit_distances
 from .project import saved_projection
 
 # Below this many rows a group is chance, however small a share of the window was fitted.
 LEAST_CLUSTER = 5
 # What --min-cluster-size is when it is not given.
 DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
-# No cluster may hold more of the map than this: attention is a continuum, and HDBSCAN's most
-# persistent answer to a continuum is one cluster.
-LARGEST_CLUSTER = 0.5
-# A row is noise if its neighbours in PCA space are this many times as far as the median row's. UMAP
-# evens out density: sparse rows become an island, or the rim of a behaviour. On planted runs the
-# limit finds 87% to 98% of the noise (0% to 85% without), and costs the widest behaviour 6% of its
-# rows and the others 0.5% (limits of 3.5 and 2.5: 23% to 94%; 29% of its rows).
-SPARSE = 3.0
 # Share of the fit rows that prototypes are not trained on, to measure the classifier on: whole
 # requests, because a row's nearest neighbours are often rows of the same request.
 HELD_OUT = 0.2
@@ -52,7 +49,11 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 def parameters(context: RunContext) -> dict[str, Any]:
     given = context.options.some("min_cluster_size", "min_samples", "seed")
-    return {**given, "largest": LARGEST_CLUSTER, "sparse": SPARSE}
+    limits = {
+        "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
+        "samples": (SAMPLES_SHARE, LEAST_SAMPLES, MOST_SAMPLES),
+    }  # fmt: skip
+    return {**given, **limits}
 
 
 class Fitted(NamedTuple):
@@ -73,9 +74,11 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
-    largest = max(size, int(LARGEST_CLUSTER * len(points)))
     if not context.checkpoint.has("fit.npz"):
-        dense = dense_clusters(context, fit["projected"], points, size, largest)
+        dense = clusters_of_map(
+            context.engine, fit["projected"], points, fit_distances(context, SPARSE_NEIGHBOR), size,
+            context.options.min_samples,
+        )  # fmt: skip
         context.checkpoint.write_arrays("fit.npz", **dense._asdict())
     found = context.checkpoint.read_arrays("fit.npz")
     clusters = len(found.pop("persistence"))
@@ -97,32 +100,6 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
                "landmarks": prototypes}  # fmt: skip
     return summary, f"{clusters} clusters, {noise:.1%} noise"
-
-
-def dense_clusters(
-    context: RunContext, projected: Floats, points: Floats, size: int, largest: int
-) -> Clustering:
-    """Clusters of all rows but the sparse ones, which are noise: HDBSCAN of the map points
-    float32[n, 2], and for what it leaves out the vote of the nearest of its members in PCA space,
-    float32[n, d]."""
-    least = context.options.min_samples
-    apart = fit_distances(context, least)
-    # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
-    alone = apart[apart > 0]
-    dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
-    found = context.engine.cluster(points[dense], size, least, largest)
-    labels = np.full(len(points), NOISE, np.int32)
-    probabilities = np.zeros(len(points), np.float32)
-    labels[dense], probabilities[dense] = found.labels, found.probabilities
-    members, between = np.flatnonzero(labels != NOISE), np.flatnonzero(dense & (labels == NOISE))
-    if len(members) and len(between):
-        voters = min(PLACING_NEIGHBORS, len(members))
-        near, apart = context.engine.neighbors(projected[members], projected[between], voters)
-        near = members[near]
-        votes = vote(apart, labels[near], points[near])
-        labels[between] = votes.cluster
-        probabilities[between] = votes.share * probabilities[near].max(axis=1)
-    return Clustering(labels, probabilities, found.persistence)
 
 
 def votes_of_rest(

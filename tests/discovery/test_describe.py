@@ -321,10 +321,10 @@ def test_the_first_axis_of_planted_rows_runs_from_far_to_near():
     _, words = axes(planted(20_000, 1)[0], Layout.LOG16)
     assert words[0] == {
         "name": "PC1",
-        "explained": pytest.approx(0.457, abs=0.002),
-        "low": "more 8-1,023 tokens back and spread wider",
+        "explained": pytest.approx(0.478, abs=0.002),
+        "low": "more 8-511 tokens back and spread wider",
         "high": "more 0-7 tokens back",
-        "says": "PC1 holds 45.7% of the variance: low is more 8-1,023 tokens back and spread "
+        "says": "PC1 holds 47.8% of the variance: low is more 8-511 tokens back and spread "
         "wider, high is more 0-7 tokens back.",
     }
 
