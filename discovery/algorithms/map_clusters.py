@@ -29,13 +29,18 @@ SPARSE, SPARSE_NEIGHBOR = 3.0, 10
 VOTERS = 5
 
 
+def default_samples(rows: int) -> int:
+    """HDBSCAN's min_samples for so many rows."""
+    return min(max(round(SAMPLES_SHARE * rows), LEAST_SAMPLES), MOST_SAMPLES)
+
+
 def clusters_of_map(
     engine: Engine,
     projected: Floats,
     points: Floats,
     apart: Floats,
     size: int,
-    min_samples: int | None,
+    min_samples: int,
 ) -> Clustering:
     """Clusters of n rows, those of no cluster -1.
 
@@ -43,16 +48,15 @@ def clusters_of_map(
         projected: float32[n, d], the rows in PCA space; points: float32[n, 2], on the map.
         apart: float32[n], distance of each row to its `SPARSE_NEIGHBOR`th neighbour.
         size: fewest rows of a cluster.
-        min_samples: HDBSCAN's; None: by the number of rows.
+        min_samples: HDBSCAN's.
     """
     # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
     alone = apart[apart > 0]
     dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
     labels = np.full(len(points), NOISE, np.int32)
     probabilities = np.zeros(len(points), np.float32)
-    by_rows = min(max(round(SAMPLES_SHARE * len(points)), LEAST_SAMPLES), MOST_SAMPLES)
     largest = max(size, int(LARGEST_CLUSTER * len(points)))
-    found = engine.cluster(points[dense], size, min_samples or by_rows, largest)
+    found = engine.cluster(points[dense], size, min_samples, largest)
     labels[dense], probabilities[dense] = found.labels, found.probabilities
     members, between = np.flatnonzero(labels != NOISE), np.flatnonzero(dense & (labels == NOISE))
     if len(members) and len(between):

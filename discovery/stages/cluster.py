@@ -19,6 +19,7 @@ from discovery.algorithms.map_clusters import (
     SPARSE_NEIGHBOR,
     VOTERS,
     clusters_of_map,
+    default_samples,
 )
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
@@ -74,10 +75,11 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
+    samples = context.options.min_samples or default_samples(len(points))
     if not context.checkpoint.has("fit.npz"):
         dense = clusters_of_map(
             context.engine, fit["projected"], points, fit_distances(context, SPARSE_NEIGHBOR), size,
-            context.options.min_samples,
+            samples,
         )  # fmt: skip
         context.checkpoint.write_arrays("fit.npz", **dense._asdict())
     found = context.checkpoint.read_arrays("fit.npz")
@@ -98,7 +100,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     prototypes = save_prototypes(context, fitted)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
-               "landmarks": prototypes}  # fmt: skip
+               "min_samples": samples, "landmarks": prototypes}  # fmt: skip
     return summary, f"{clusters} clusters, {noise:.1%} noise"
 
 
