@@ -76,6 +76,7 @@ def read_tables(artifacts: Artifacts) -> Tables:
             np.array(saved["scale"], np.float32),
             np.array(saved["components"], np.float32).reshape(20, -1),
             np.array(saved["explained"]),
+            np.array(saved["power"]),
         ),
         np.array(landmarks.column("projected").to_pylist(), np.float64),
         landmarks.column("cluster_id").to_numpy(),
@@ -104,8 +105,8 @@ def check_answers(
     for i, vector in enumerate(rows):
         octave = plain_octave(vector, layout)
         mean, scale = tables.projection.mean[octave], tables.projection.scale
-        roots = np.sqrt(vector.astype(np.float64))
-        point = ((roots - mean) / scale) @ tables.projection.components.astype(np.float64)
+        raised = vector.astype(np.float64) ** float(tables.projection.power)
+        point = ((raised - mean) / scale) @ tables.projection.components.astype(np.float64)
         apart = np.sqrt(((tables.landmarks - point) ** 2).sum(axis=1))
         member = apart[~is_noise].min(initial=np.inf)
         stray = apart[is_noise].min(initial=np.inf)

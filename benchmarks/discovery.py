@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError, by_key
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.algorithms import map_clusters
 from discovery.algorithms.metrics import map_quality
 from discovery.algorithms.pca import Moments, fit_projection
 from discovery.artifacts.classifier import Classifier
@@ -48,7 +49,7 @@ from discovery.options import DiscoverOptions
 from discovery.stages import neighbors as neighbors_stage
 from discovery.stages import quality as quality_stage
 from discovery.stages import umap as umap_stage
-from discovery.stages.cluster import LARGEST_CLUSTER, smallest_cluster
+from discovery.stages.cluster import smallest_cluster
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 
@@ -56,7 +57,12 @@ LEAST = 0.9
 # How many times as fast as the plain recipe the job must be.
 FASTER = 2.0
 FIRST_SEED = 42
-SPACES = ("plain vectors", "z-scores", "square roots", "square roots by octave")
+SPACES = ("plain vectors", "z-scores", "square roots", "the job's")
+
+
+def requests_of(rows: pa.RecordBatch | pa.Table) -> NDArray[np.int64]:
+    """A number for each row's request: int[n]."""
+    return np.unique(rows.column("request_id").to_pylist(), return_inverse=True)[1]
 
 
 class Planted:
@@ -65,6 +71,7 @@ class Planted:
     def __init__(self, rows: int, folder: Path) -> None:
         vectors, truth = planted(rows, seed=0)
         batch = planted_batch(vectors, common.NOW)
+        self.requests = requests_of(batch)
         table = pa.Table.from_batches([batch]).append_column("truth", pa.array(truth))
         self.db = common.make_store(folder / f"planted-{rows}.db", batch)
         self.records = by_key(table)
@@ -148,19 +155,19 @@ def measure_peer(data: Planted) -> dict[str, Any]:
     }
 
 
-def projected(vectors: NDArray[np.float32], space: str, layout: Layout) -> NDArray[np.float32]:
-    """The rows in one of `SPACES` after the job's PCA: float32[n, d]."""
-    if space == "square roots by octave":
-        moments = Moments.of(vectors, layout)
-        fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
-        return fitted(vectors, layout)
+def projected(
+    vectors: NDArray[np.float32], requests: NDArray[np.int64], space: str, layout: Layout
+) -> NDArray[np.float32]:
+    """The rows of these requests in one of `SPACES` after the job's PCA: float32[n, d]."""
+    if space == "the job's":
+        return Moments.of(vectors, layout, requests).projection()(vectors, layout)
     values = vectors.astype(np.float64)
     values = square_roots(values) if space == "square roots" else values
     mean, scale = values.mean(axis=0), np.ones(DIMENSIONS)
     if space == "z-scores":
         deviation = values.std(axis=0)
         scale = np.where(deviation > 0, deviation, 1.0)
-    fitted = fit_projection(mean, scale, np.cov(values.T, bias=True))
+    fitted = fit_projection(mean, scale, np.cov(values.T, bias=True), power=1.0)
     return np.asarray(((values - mean) / scale) @ fitted.components, np.float32)
 
 
@@ -175,8 +182,8 @@ def clusters_in(space: NDArray[np.float32], engine: CpuEngine) -> NDArray[np.int
         space, near, start, options.umap_min_dist, FIRST_SEED, lambda done, total: None
     )
     least = smallest_cluster(options.min_cluster_size, len(space), 1.0)
-    largest = max(least, int(LARGEST_CLUSTER * len(space)))
-    return engine.cluster(points, least, options.min_samples, largest).labels
+    largest = max(least, int(map_clusters.LARGEST_CLUSTER * len(space)))
+    return engine.cluster(points, least, map_clusters.LEAST_SAMPLES, largest).labels
 
 
 def measure_ablation(data: Planted, most: int) -> dict[str, dict[str, Any]]:
@@ -189,11 +196,13 @@ def measure_ablation(data: Planted, most: int) -> dict[str, dict[str, Any]]:
         chosen = np.random.default_rng(0).permutation(len(sample))[:most]
         sample = sample.take(pa.array(np.sort(chosen))).combine_chunks()
     for space in SPACES:
-        found = clusters_in(projected(data.vectors, space, Layout.LOG16), engine)
+        found = clusters_in(projected(data.vectors, data.requests, space, Layout.LOG16), engine)
         figures[space] = {"planted": agreement(data.truth, found)}
         if sample is not None:
             layout = Layout(sample.column("layout")[0].as_py())
-            found = clusters_in(projected(record_vectors(sample), space, layout), engine)
+            found = clusters_in(
+                projected(record_vectors(sample), requests_of(sample), space, layout), engine
+            )
             figures[space]["sample"] = {
                 "rows": len(sample),
                 "clusters": len(np.unique(found[found >= 0])),

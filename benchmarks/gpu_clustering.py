@@ -44,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
-from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.algorithms.pca import Moments, fit_projection
+from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.pca import Moments
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import ENGINES, Engine
 from discovery.engines.rapids import why_not
@@ -70,8 +70,7 @@ Clusterer = Callable[[NDArray[np.float32], int], Labels]
 def map_of_planted(rows: int, engine: Engine) -> NDArray[np.float32]:
     """The map that the engine makes of so many planted rows: float32[n, 2]."""
     vectors, _ = planted(rows, SEED)
-    moments = Moments.of(vectors, Layout.LOG16)
-    projection = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    projection = Moments.of(vectors, Layout.LOG16).projection()
     space = np.ascontiguousarray(projection(vectors, Layout.LOG16))
     indices = np.empty((rows, MAP_NEIGHBORS), np.int32)
     distances = np.empty((rows, MAP_NEIGHBORS), np.float32)

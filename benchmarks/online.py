@@ -245,7 +245,9 @@ def reclustered(seed: int) -> dict[str, float]:
     from sidecar.clusters.worker import run
 
     vectors, truth = stream(seed)
-    task = Task(Array.of(vectors[:ROUND_ROWS]), int(Layout.LOG16), "cpu", 42, None, None, None, 0)
+    rows = Array.of(vectors[:ROUND_ROWS])
+    requests = Array.of(np.arange(ROUND_ROWS, dtype=np.uint64))
+    task = Task(rows, requests, int(Layout.LOG16), "cpu", 42, None, None, None, 0)
     run(task)  # compiles
     began = time.process_time()
     result = run(task)

@@ -22,6 +22,12 @@ def string_hashes(strings: pa.Array) -> Hashes:
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
 
+def request_hashes(batch: pa.RecordBatch) -> Hashes:
+    """A hash of each row's request_id: uint64[n]."""
+    encoded = batch.column("request_id").dictionary_encode()
+    return string_hashes(encoded.dictionary)[encoded.indices.to_numpy()]
+
+
 def string_hash(text: str) -> int:
     """`string_hashes` of one string, without an array of Arrow, which takes a hundred times as
     long."""

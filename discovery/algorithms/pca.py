@@ -1,6 +1,7 @@
 """PCA from sums that are added up chunk by chunk: what standardize and pca learn.
 
-Vectors are square-rooted and centred by context octave first: see `discovery.artifacts.projection`.
+Shares are raised to a power first, and the effect of their context octave is taken out: see
+`discovery.artifacts.projection`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Ints, array_module, on_host
 from capture_kernels.fingerprint.vector import HIST_BINS, Layout
-from discovery.artifacts.projection import Projection, context_octave, square_roots
+from discovery.algorithms.octaves import MOST_CONTRASTS, Contrasts
+from discovery.artifacts.projection import POWER, Projection, context_octave, powers
 
 # cuVS's NN-descent keeps float32 distances only up to 16 dimensions.
 MAX_COMPONENTS = 16
@@ -21,8 +23,8 @@ EXPLAINED = 0.99
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over square-rooted vectors by context octave, added up chunk by chunk in float64. They
-    are on the host, wherever the vectors are.
+    """Sums over shares to the power by context octave, added up chunk by chunk in float64, and the
+    contrasts of octaves within requests. They are on the host, wherever the vectors are.
 
     counts int64[16], totals float64[16, 20], products float64[20, 20] (over all octaves).
     """
@@ -30,21 +32,38 @@ class Moments:
     counts: Ints
     totals: Doubles
     products: Doubles
+    contrasts: Contrasts
 
     def __add__(self, other: Moments) -> Moments:
-        counts, totals = self.counts + other.counts, self.totals + other.totals
-        return Moments(counts, totals, self.products + other.products)
+        return Moments(
+            self.counts + other.counts,
+            self.totals + other.totals,
+            self.products + other.products,
+            self.contrasts + other.contrasts,
+        )
 
     @classmethod
-    def of(cls, vectors: Floats, layout: Layout) -> Moments:
-        """Those of the vectors float32[n, 20], on any device."""
+    def of(
+        cls, vectors: Floats, layout: Layout, requests: Ints | None = None,
+        most_contrasts: int = MOST_CONTRASTS,
+    ) -> Moments:  # fmt: skip
+        """Those of the vectors float32[n, 20], on any device.
+
+        Args:
+            requests: int[n], a number for each row's request, there; None: nothing is known of
+                them, and octaves have no effect.
+        """
         xp = array_module(vectors)
-        roots = square_roots(vectors.astype(np.float64))
-        members = context_octave(vectors, layout)[:, None] == xp.arange(HIST_BINS)
+        raised = powers(vectors.astype(np.float64), POWER)
+        octave = context_octave(vectors, layout)
+        members = octave[:, None] == xp.arange(HIST_BINS)
         return cls(
             on_host(members.sum(axis=0)),
-            on_host(members.T.astype(np.float64) @ roots),
-            on_host(roots.T @ roots),
+            on_host(members.T.astype(np.float64) @ raised),
+            on_host(raised.T @ raised),
+            Contrasts.none()
+            if requests is None
+            else Contrasts.of(raised, octave, requests, most_contrasts),
         )
 
     @property
@@ -52,22 +71,28 @@ class Moments:
         return int(self.counts.sum())
 
     @property
-    def means(self) -> Doubles:
-        """float64[16, 20]: each octave's mean; an octave without rows has its nearest one's."""
-        seen = np.flatnonzero(self.counts)
-        nearest = seen[np.abs(np.arange(HIST_BINS)[:, None] - seen).argmin(axis=1)]
-        return self.totals[nearest] / self.counts[nearest, None]
+    def centre(self) -> Doubles:
+        """What is taken out of the rows of each octave: float64[16, 20]. Its effect, and the mean
+        of what is left."""
+        effects = self.contrasts.effects()
+        left = self.totals - self.counts[:, None] * effects
+        return effects + left.sum(axis=0) / max(self.rows, 1)
 
-    @property
-    def covariance(self) -> Doubles:
-        """float64[20, 20] about the octaves' means, over all rows."""
-        seen = self.counts > 0
-        means = self.totals[seen] / self.counts[seen, None]
-        between = (means * self.counts[seen, None]).T @ means
-        return (self.products - between) / self.rows
+    def covariance(self, centre: Doubles) -> Doubles:
+        """float64[20, 20], of all rows about the centres of their octaves."""
+        crossed = self.totals.T @ centre
+        squares = (centre * self.counts[:, None]).T @ centre
+        return (self.products - crossed - crossed.T + squares) / self.rows
+
+    def projection(self) -> Projection:
+        """PCA of the rows without the effect of their octaves."""
+        centre = self.centre
+        return fit_projection(centre, np.ones(centre.shape[1]), self.covariance(centre))
 
 
-def fit_projection(mean: Doubles, scale: Doubles, covariance: Doubles) -> Projection:
+def fit_projection(
+    mean: Doubles, scale: Doubles, covariance: Doubles, power: float = POWER
+) -> Projection:
     """PCA by the covariance: as many components as hold 99% of the variance, 2 to 16."""
     values, axes = np.linalg.eigh(covariance / np.outer(scale, scale))
     values, axes = values[::-1].clip(min=0), axes[:, ::-1]
@@ -79,4 +104,4 @@ def fit_projection(mean: Doubles, scale: Doubles, covariance: Doubles) -> Projec
     axes = axes[:, :count]
     signs = np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(count)])
     single = [array.astype(np.float32) for array in (mean, scale, axes * signs)]
-    return Projection(single[0], single[1], single[2], shares[:count])
+    return Projection(single[0], single[1], single[2], shares[:count], np.array(power))

@@ -30,12 +30,6 @@ def request_table(batch: pa.RecordBatch) -> tuple[Hashes, Int32s]:
     return string_hashes(encoded.dictionary), encoded.indices.to_numpy()
 
 
-def request_hashes(batch: pa.RecordBatch) -> Hashes:
-    """A 64-bit hash of each row's request_id: uint64[n]."""
-    table, request = request_table(batch)
-    return table[request]
-
-
 def row_hashes(requests: Hashes, batch: pa.RecordBatch, seed: int) -> Hashes:
     """Seeded 64-bit hashes uint64[n] of the rows' keys: their request hashes uint64[n], and the
     position and layer of a batch."""

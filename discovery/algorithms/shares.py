@@ -70,7 +70,7 @@ class RequestCounts:
         self.counts = np.zeros((BUCKETS, categories), np.int64)
 
     def add(self, requests: Hashes, category: NDArray[np.integer[Any]]) -> None:
-        """Count n rows: the hash of each one's request, uint64[n] (`sampling.request_hashes`), and
+        """Count n rows: the hash of each one's request, uint64[n] (`pipeline.hashing`), and
         its category, int[n] from 0."""
         # BUCKETS is a power of two: its remainder is these bits.
         bucket = (requests & np.uint64(BUCKETS - 1)).astype(np.int64)

@@ -34,7 +34,8 @@ def projection_table(codebook: Codebook, quantiles: Doubles) -> pa.Table:
     floats, doubles = pa.list_(pa.float32()), pa.list_(pa.float64())
     return pa.table(
         {
-            "transform": pa.array(["sqrt"]),
+            "transform": pa.array(["power"]),
+            "power": pa.array([float(projection.power)]),
             "mean": pa.array([projection.mean.reshape(-1)], floats),
             "scale": pa.array([projection.scale], floats),
             "components": pa.array([projection.components.reshape(-1)], floats),
@@ -63,6 +64,8 @@ def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Floats]:
         np.array(saved["scale"], np.float32),
         np.array(saved["components"], np.float32).reshape(DIMENSIONS, -1),
         np.array(saved["explained"], np.float64),
+        # Runs of before had square roots, and said so.
+        np.array(saved.get("power", 0.5), np.float64),
     )
     flat = landmarks.column("projected").combine_chunks().flatten().to_numpy()
     codebook = Codebook(

@@ -43,7 +43,10 @@ def discover(
         typer.Option(help="Also take rows that old which the last run came too early for."),
     ] = 24.0,
     min_rows: Annotated[int, typer.Option(help="Fewest rows that a run needs.")] = 100,
-    min_samples: Annotated[int, typer.Option(help="HDBSCAN's min_samples.")] = 10,
+    min_samples: Annotated[
+        int | None,
+        typer.Option(help="HDBSCAN's min_samples. Default: 0.5% of the fitted rows, 10 to 30."),
+    ] = None,
     min_cluster_size: Annotated[
         int | None,
         typer.Option(help="Fewest rows of a cluster. Default: 1% of the fitted rows, at least 20."),

@@ -1,7 +1,7 @@
 """PCA axes in words, each from its own loadings.
 
-An axis is a direction among square-rooted shares without the mean of the context octave
-(`discovery.artifacts.projection`): "more" is more than other rows with as much context.
+An axis is a direction among shares to a power without the effect of the context octave
+(`discovery.artifacts.projection`): "more" is more than other rows, as if all had as much context.
 """
 
 from __future__ import annotations

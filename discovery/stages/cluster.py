@@ -1,4 +1,4 @@
-"""cluster: HDBSCAN on the map, the other rows by a vote of their neighbours, and prototypes."""
+"""cluster: clusters of the map, the other rows by a vote of their neighbours, and prototypes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Int32s, Ints
+from discovery.algorithms.map_clusters import (
+    LARGEST_CLUSTER,
+    LEAST_SAMPLES,
+    MOST_SAMPLES,
+    SAMPLES_SHARE,
+    SPARSE,
+    SPARSE_NEIGHBOR,
+    VOTERS,
+    clusters_of_map,
+    default_samples,
+)
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
-from discovery.algorithms.sampling import held_out, request_hashes
+from discovery.algorithms.sampling import held_out
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
-from discovery.engines.protocol import Clustering, Engine
+from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
 from discovery.runs.chunks import chunk_file
-from pipeline.hashing import Hashes
+from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
@@ -30,14 +41,6 @@ from .project import saved_projection
 LEAST_CLUSTER = 5
 # What --min-cluster-size is when it is not given.
 DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
-# No cluster may hold more of the map than this: attention is a continuum, and HDBSCAN's most
-# persistent answer to a continuum is one cluster.
-LARGEST_CLUSTER = 0.5
-# A row is noise if its neighbours in PCA space are this many times as far as the median row's. UMAP
-# evens out density: sparse rows become an island, or the rim of a behaviour. On planted runs the
-# limit finds 87% to 98% of the noise (0% to 85% without), and costs the widest behaviour 6% of its
-# rows and the others 0.5% (limits of 3.5 and 2.5: 23% to 94%; 29% of its rows).
-SPARSE = 3.0
 # Share of the fit rows that prototypes are not trained on, to measure the classifier on: whole
 # requests, because a row's nearest neighbours are often rows of the same request.
 HELD_OUT = 0.2
@@ -47,7 +50,11 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 def parameters(context: RunContext) -> dict[str, Any]:
     given = context.options.some("min_cluster_size", "min_samples", "seed")
-    return {**given, "largest": LARGEST_CLUSTER, "sparse": SPARSE}
+    limits = {
+        "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
+        "samples": (SAMPLES_SHARE, LEAST_SAMPLES, MOST_SAMPLES),
+    }  # fmt: skip
+    return {**given, **limits}
 
 
 class Fitted(NamedTuple):
@@ -68,9 +75,12 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
-    largest = max(size, int(LARGEST_CLUSTER * len(points)))
+    samples = context.options.min_samples or default_samples(len(points))
     if not context.checkpoint.has("fit.npz"):
-        dense = dense_clusters(context, points, size, largest)
+        dense = clusters_of_map(
+            context.engine, fit["projected"], points, fit_distances(context, SPARSE_NEIGHBOR), size,
+            samples,
+        )  # fmt: skip
         context.checkpoint.write_arrays("fit.npz", **dense._asdict())
     found = context.checkpoint.read_arrays("fit.npz")
     clusters = len(found.pop("persistence"))
@@ -90,22 +100,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     prototypes = save_prototypes(context, fitted)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
-               "landmarks": prototypes}  # fmt: skip
+               "min_samples": samples, "landmarks": prototypes}  # fmt: skip
     return summary, f"{clusters} clusters, {noise:.1%} noise"
-
-
-def dense_clusters(context: RunContext, points: Floats, size: int, largest: int) -> Clustering:
-    """HDBSCAN of the map points float32[n, 2] of all rows but the sparse ones, which are noise."""
-    least = context.options.min_samples
-    apart = fit_distances(context, least)
-    # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
-    alone = apart[apart > 0]
-    dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
-    found = context.engine.cluster(points[dense], size, least, largest)
-    labels = np.full(len(points), NOISE, np.int32)
-    probabilities = np.zeros(len(points), np.float32)
-    labels[dense], probabilities[dense] = found.labels, found.probabilities
-    return Clustering(labels, probabilities, found.persistence)
 
 
 def votes_of_rest(

@@ -17,13 +17,13 @@ import pyarrow as pa
 from capture_kernels.arrays import Ints, Mask
 from capture_kernels.errors import NewRunNeededError, RunError
 from capture_kernels.fingerprint.vector import Layout
-from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.algorithms.sampling import row_hashes
 from discovery.artifacts.schema import identity_of
 from discovery.execution.request_limit import RequestLimit
 from discovery.options import DiscoverOptions, option_name
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.runs.state import survey
-from pipeline.hashing import Hashes
+from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import impossible_rows
 from pipeline.record import vectors as batch_vectors
 from pipeline.store.base import Group, Selection, Store

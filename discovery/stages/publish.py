@@ -184,7 +184,11 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
         "model": window["model"],
         "engine": context.engine.name,
         "versions": context.engine.versions,
-        "parameters": {name: value for name, value in given if name not in left_out},
+        "parameters": {
+            **{name: value for name, value in given if name not in left_out},
+            # The number, where none was given: readers of version 1 rely on one.
+            "min_samples": summaries["cluster"]["min_samples"],
+        },
         "window": {k: window[k] for k in ("start", "end", "snapshot", "late")},
         "counts": {
             **{name: summaries[stage][name] for stage, names in COUNTS for name in names},

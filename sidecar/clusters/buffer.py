@@ -10,6 +10,7 @@ import numpy as np
 from capture_kernels.arrays import Floats
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import DIMENSIONS
+from pipeline.hashing import Hashes, request_hashes
 from sidecar.processed import Processed
 
 from .groups import Group, GroupChoice
@@ -17,17 +18,18 @@ from .live import GetServed, group_of
 
 
 class Recent(NamedTuple):
-    """The rows of a moment: vectors float32[n, 20], oldest first; their group, None before the
-    first row; version, which changes when rows come."""
+    """The rows of a moment: vectors float32[n, 20], oldest first, and hashes of their requests
+    uint64[n]; their group, None before the first row; version, which changes when rows come."""
 
     vectors: Floats
+    requests: Hashes
     group: Group | None
     version: int
 
 
 class RecentRows:
     """Observer of processed batches that keeps the vectors of the last `size` rows of one group, in
-    memory of 80 bytes a row that is taken once. Safe in several threads.
+    memory of 88 bytes a row that is taken once. Safe in several threads.
 
     Args:
         size: rows that are kept (--buffer-size).
@@ -41,6 +43,7 @@ class RecentRows:
         if size < 1:
             raise OptionError(f"--buffer-size must be 1 or more, got {size}")
         self._ring = np.zeros((size, DIMENSIONS), np.float32)
+        self._requests = np.zeros(size, np.uint64)
         self._choice = GroupChoice(lambda: group_of(served()))
         self._lock = threading.Lock()
         self._group: Group | None = None
@@ -67,24 +70,22 @@ class RecentRows:
 
     def __call__(self, processed: Processed) -> None:
         with self._lock:
-            rows = self._choice.rows_of(processed)
+            own = np.flatnonzero(self._choice.own(processed))
             if self._choice.group != self._group:
                 self._group, self._seen = self._choice.group, 0
             size = len(self._ring)
-            last = rows[-size:]
-            first = (self._seen + len(rows) - len(last)) % size
-            head = last[: size - first]
-            self._ring[first : first + len(head)] = head
-            self._ring[: len(last) - len(head)] = last[len(head) :]
-            self._seen += len(rows)
-            self._version += len(rows) > 0
+            last = own[-size:]
+            if len(last):
+                place = (self._seen + len(own) - len(last) + np.arange(len(last))) % size
+                self._ring[place] = processed.vectors[last]
+                self._requests[place] = request_hashes(processed.batch)[last]
+            self._seen += len(own)
+            self._version += len(own) > 0
 
     def snapshot(self) -> Recent:
         """A copy of the rows."""
         with self._lock:
-            at = self._seen % len(self._ring)
-            if self._seen <= len(self._ring):
-                vectors = self._ring[: self._seen].copy()
-            else:
-                vectors = np.concatenate([self._ring[at:], self._ring[:at]])
-            return Recent(vectors, self._group, self._version)
+            seen = np.arange(max(0, self._seen - len(self._ring)), self._seen)
+            oldest_first = seen % len(self._ring)
+            rows = self._ring[oldest_first], self._requests[oldest_first]
+            return Recent(*rows, self._group, self._version)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
-from capture_kernels.arrays import Floats
+from capture_kernels.arrays import Floats, Mask
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.store.columns import matching_rows
 from sidecar.processed import Processed
@@ -48,9 +49,14 @@ class GroupChoice:
 
     def rows_of(self, processed: Processed) -> Floats:
         """The vectors of the group watched, float32[m, 20]; `group` may change."""
-        batch, vectors = processed.batch, processed.vectors
+        own, vectors = self.own(processed), processed.vectors
+        return vectors if own.all() else vectors[own]
+
+    def own(self, processed: Processed) -> Mask:
+        """Which rows are of the group watched: bool[n]; `group` may change."""
+        batch = processed.batch
         if not batch.num_rows:
-            return vectors
+            return np.zeros(0, bool)
         self.group = self._served_group() or self.group or last_group(batch)
         own = matching_rows(batch, **self.group._asdict())
         if not own.any() and self._served_group() is None:
@@ -60,10 +66,8 @@ class GroupChoice:
                 own = matching_rows(batch, **self.group._asdict())
         if own.any():
             self._since = 0
-        if own.all():
-            return vectors
         self.other_rows += int(len(own) - own.sum())
-        return vectors[own]
+        return own
 
 
 def last_group(batch: pa.RecordBatch) -> Group:

@@ -189,8 +189,8 @@ class Reclusterer:
         space = Space.of(served.classifier.codebook.projection) if served and same else None
         previous = self._rule if self._last.group == recent.group else None
         return Task(
-            Array.of(recent.vectors), recent.group.layout, self._engine, self._seed, self._size,
-            space, previous, self._next_id,
+            Array.of(recent.vectors), Array.of(recent.requests), recent.group.layout, self._engine,
+            self._seed, self._size, space, previous, self._next_id,
         )  # fmt: skip
 
     def _ask(self, task: Task) -> Result:

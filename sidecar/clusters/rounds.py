@@ -24,11 +24,11 @@ class Array(msgspec.Struct):
 
     data: bytes
     shape: tuple[int, ...]
-    kind: Literal["<f4", "<f8", "<i4"]
+    kind: Literal["<f4", "<f8", "<i4", "<u8"]
 
     @classmethod
     def of(cls, values: np.ndarray) -> Array:
-        kinds = {"f4": "<f4", "f8": "<f8", "i4": "<i4"}
+        kinds = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u8": "<u8"}
         kind = kinds[values.dtype.str[1:]]
         return cls(np.ascontiguousarray(values, kind).tobytes(), values.shape, kind)  # type: ignore[arg-type]
 
@@ -43,6 +43,7 @@ class Space(msgspec.Struct):
     scale: Array
     components: Array
     explained: Array
+    power: Array
 
     @classmethod
     def of(cls, projection: Projection) -> Space:
@@ -85,13 +86,14 @@ class Rule(msgspec.Struct):
 
 
 class Task(msgspec.Struct):
-    """Rows to cluster: vectors float32[n, 20] of a layout.
+    """Rows to cluster: vectors float32[n, 20] of a layout, and hashes of their requests uint64[n].
 
     space: of the served run; None to fit one. min_cluster_size: None for one by the number of
     rows. previous: of the round before, whose cluster ids go on; next_id: never given yet.
     """
 
     vectors: Array
+    requests: Array
     layout: int
     engine: str
     seed: int

@@ -20,7 +20,8 @@ from capture_kernels.arrays import Floats, Int32s
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.lineage import cluster_ids, match
-from discovery.algorithms.pca import Moments, fit_projection
+from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, clusters_of_map, default_samples
+from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
@@ -28,7 +29,7 @@ from discovery.artifacts.schema import NOISE
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import Engine
 from discovery.options import DiscoverOptions
-from discovery.stages.cluster import LARGEST_CLUSTER, QUANTILES, SPARSE, smallest_cluster
+from discovery.stages.cluster import QUANTILES, smallest_cluster
 from discovery.stages.neighbors import self_first
 from discovery.stages.umap import INIT_SPREAD
 
@@ -50,7 +51,7 @@ def run(task: Task) -> Result:
     began = time.perf_counter()
     engine = engine_called(task.engine)
     vectors, layout = floats(task.vectors), Layout(task.layout)
-    projection = task.space.projection() if task.space else fitted_projection(vectors, layout)
+    projection = task.space.projection() if task.space else fitted_projection(task)
     step = -(-len(vectors) // MOST_FITTED)
     projected = projection(vectors[::step], layout)
     labels = cluster(engine, projected, task.min_cluster_size, 1 / step, task.seed)
@@ -82,10 +83,10 @@ def run(task: Task) -> Result:
     )
 
 
-def fitted_projection(vectors: Floats, layout: Layout) -> Projection:
+def fitted_projection(task: Task) -> Projection:
     """PCA of these rows, as a run without a parent fits it."""
-    moments = Moments.of(vectors, layout)
-    return fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    _, requests = np.unique(task.requests.array(), return_inverse=True)
+    return Moments.of(floats(task.vectors), Layout(task.layout), requests).projection()
 
 
 def cluster(
@@ -104,15 +105,12 @@ def cluster(
     points = engine.layout(
         projected, (indices, distances), init, defaults.umap_min_dist, seed, lambda done, of: None
     )
-    apart = distances[:, min(defaults.min_samples, k - 1)]
-    alone = apart[apart > 0]
-    dense = apart <= SPARSE * (np.median(alone) if len(alone) else 0.0)
-    labels = np.full(len(points), NOISE, np.int32)
+    apart = distances[:, min(SPARSE_NEIGHBOR, k - 1)]
     size = smallest_cluster(asked, len(points), fraction)
-    if dense.sum() > size:
-        largest = max(size, int(LARGEST_CLUSTER * len(points)))
-        labels[dense] = engine.cluster(points[dense], size, defaults.min_samples, largest).labels
-    return labels
+    if len(points) <= size:
+        return np.full(len(points), NOISE, np.int32)
+    samples = default_samples(len(points))
+    return clusters_of_map(engine, projected, points, apart, size, samples).labels
 
 
 def trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from discovery.algorithms import map_clusters
+from discovery.algorithms.map_clusters import SPARSE, SPARSE_NEIGHBOR, clusters_of_map
 from discovery.engines.cpu import CpuEngine
 from discovery.engines.protocol import Clustering
 from discovery.runs.checkpoint import StageCheckpoint
-from discovery.stages.cluster import SPARSE, dense_clusters
-from discovery.stages.neighbors import self_first
+from discovery.stages.neighbors import fit_distances, self_first
 
 MIN_SAMPLES = 5
 K = 12
@@ -24,7 +26,7 @@ Find = Callable[..., Clustering]
 
 @pytest.fixture(scope="module")
 def find(tmp_path_factory) -> Find:
-    """dense_clusters of rows float32[n, d] and their map: a job with no more than it looks at."""
+    """clusters_of_map of rows float32[n, d] and their map, as a job has their distances."""
 
     def run(
         rows: NDArray[np.float32],
@@ -39,12 +41,12 @@ def find(tmp_path_factory) -> Find:
             found = engine.neighbors(rows, rows[start : start + chunk], k)
             indices, distances = self_first(*found, start)
             parts.write_arrays(f"fit-{start:09d}.npz", indices=indices, distances=distances)
-        context = SimpleNamespace(
-            options=SimpleNamespace(min_samples=min_samples),
-            engine=engine,
-            checkpoint_of={"neighbors": parts}.__getitem__,
-        )
-        return dense_clusters(context, points, 20, len(points))  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(checkpoint_of={"neighbors": parts}.__getitem__)
+        apart = fit_distances(context, SPARSE_NEIGHBOR)
+        # A behaviour may be more than half of these maps.
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(map_clusters, "LARGEST_CLUSTER", 1.0)
+            return clusters_of_map(engine, rows, points, apart, 20, min_samples)
 
     return run
 
@@ -90,9 +92,9 @@ def test_the_others_are_clustered_as_if_there_were_no_sparse_rows(find):
 
 @pytest.mark.parametrize(("apart", "is_noise"), [(SPARSE - 0.1, False), (SPARSE + 0.1, True)])
 def test_the_limit_is_three_times_the_median_rows_distance(find, apart, is_noise):
-    # One apart on a line: the fifth nearest of a row is 3 away, of the last one as far as asked.
+    # One apart on a line: the tenth nearest of a row is 5 away, of the last one as far as asked.
     line = np.arange(400.0)
-    line[-1] = line[-6] + 3 * apart
+    line[-1] = line[-11] + 5 * apart
     points = two_behaviours(sparse=0)[1]
     points[-1] = points[200:].mean(axis=0)
     found = find(line.astype(np.float32)[:, None], points)
@@ -128,16 +130,37 @@ def test_rows_that_are_all_alike_do_not_make_the_others_noise(find, share):
     assert (found.labels[430:] >= 0).mean() > 0.9
 
 
-@pytest.mark.parametrize("min_samples", [3, 11, 12, 100])
-def test_it_is_the_neighbour_at_min_samples_or_else_the_last_that_counts(find, min_samples):
+@pytest.mark.parametrize("k", [5, 11, 12])
+def test_it_is_the_tenth_neighbour_or_else_the_last_that_counts(find, k):
     rows, points = two_behaviours(sparse=0)
     # Pairs far from all others: their nearest is near, and from the second on they are sparse.
     far = np.repeat(np.arange(1.0, 11.0)[:, None] * 100, 2, axis=0) + [[0.0], [0.01]] * 10
     rows = np.concatenate([rows, np.repeat(far, 6, axis=1)]).astype(np.float32)
     points = np.concatenate([points, points[:20] + np.float32(0.01)])
-    assert (find(rows, points, min_samples).labels[400:] == -1).all()
+    assert (find(rows, points, k=k).labels[400:] == -1).all()
     # With one neighbour to be near to, a pair is as dense as any.
-    assert (find(rows, points, 1).labels[400:] >= 0).mean() > 0.5
+    assert (find(rows, points, k=2).labels[400:] >= 0).mean() > 0.5
+
+
+def test_rows_between_clusters_join_the_one_that_most_of_their_neighbours_are_in(find):
+    """A bridge of rows between two behaviours: no valley of the map is sparse enough for noise."""
+    rng = np.random.default_rng(5)
+    along = np.concatenate([np.zeros(300), np.full(300, 6.0), np.linspace(1, 5, 9)])
+    rows = (along[:, None] / 3 + rng.normal(0, 1, (609, 6))).astype(np.float32)
+    points = np.column_stack([along, np.zeros(609)]) + rng.normal(0, 0.1, (609, 2))
+    found = find(rows, points.astype(np.float32))
+    bridge = found.labels[600:]
+    assert len(np.unique(found.labels[found.labels >= 0])) == 2
+    assert (bridge >= 0).all()
+    assert set(bridge.tolist()) == {found.labels[0], found.labels[300]}
+    sure = found.probabilities[600:]
+    assert ((sure > 0) & (sure <= 1)).all()
+
+
+def test_without_a_cluster_nothing_joins(find):
+    rows = np.random.default_rng(0).normal(size=(15, 6)).astype(np.float32)
+    found = find(rows, rows[:, :2].copy())
+    assert (found.labels == -1).all() and not found.probabilities.any()
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2.0**-10, 0.5, 64.0]))

@@ -22,7 +22,7 @@ from discovery import job
 from discovery.algorithms import prototypes
 from discovery.algorithms.consistency import inconsistent
 from discovery.algorithms.metrics import distinct_rows, map_quality
-from discovery.algorithms.pca import Moments, fit_projection
+from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import learn_borders, train_prototypes
 from discovery.algorithms.sampling import drawn_rows, stratified_rows
 from discovery.algorithms.voting import vote
@@ -46,8 +46,12 @@ def vectors_of(layout: Layout, rows: int = ROWS) -> np.ndarray:
 
 
 def fitted(vectors: np.ndarray, layout: Layout) -> Projection:
-    moments = Moments.of(vectors, layout)
-    return fit_projection(moments.means, np.ones(20), moments.covariance)
+    return Moments.of(vectors, layout, requests_of(vectors)).projection()
+
+
+def requests_of(vectors: np.ndarray) -> np.ndarray:
+    """Requests of eleven rows each, in no order."""
+    return np.random.default_rng(1).permutation(len(vectors)) // 11
 
 
 def assert_same(found, wanted) -> None:
@@ -111,9 +115,15 @@ def test_the_formulas_of_a_row_are_the_same_on_a_device(layout):
     assert_same(rules.classify(there, layout), rules.classify(vectors, layout))
     projection = fitted(vectors, layout)
     assert_same(projection(there, layout), projection(vectors, layout))
-    on_device, on_cpu = Moments.of(there, layout), Moments.of(vectors, layout)
-    for name, sums in vars(on_cpu).items():
-        np.testing.assert_allclose(getattr(on_device, name), sums)
+    requests = requests_of(vectors)
+    on_cpu = Moments.of(vectors, layout, requests)
+    on_device = Moments.of(there, layout, moved(requests))
+    for name in ("counts", "totals", "products"):
+        np.testing.assert_allclose(getattr(on_device, name), getattr(on_cpu, name))
+    assert len(on_cpu.contrasts.octave) > 100 or layout is Layout.LAYERED
+    for found, wanted in zip(on_device.contrasts, on_cpu.contrasts, strict=True):
+        assert type(found) is np.ndarray and found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("noise", [0, 5, 30])

@@ -14,7 +14,7 @@ from planted import planted, planted_batch
 from shared import NOW
 
 from capture_kernels.errors import WriteError
-from discovery.algorithms.sampling import request_hashes, row_hashes
+from discovery.algorithms.sampling import row_hashes
 from discovery.execution.request_limit import RequestLimit
 from discovery.runs.checkpoint import StageCheckpoint
 from discovery.stages.extract import (
@@ -24,6 +24,7 @@ from discovery.stages.extract import (
     merge,
     write_chunks,
 )
+from pipeline.hashing import request_hashes
 
 
 def scanned(rows: int, cuts: list[int]) -> list[pa.RecordBatch]:

@@ -122,7 +122,7 @@ def too_even(rows: int) -> NDArray[np.float32]:
 
 
 POISON = {
-    "noise that could be real": (dirichlet_noise(ROWS), "noise"),
+    "noise that could be real": (dirichlet_noise(ROWS), "recognise"),
     "more entropy than their histograms allow": (too_even(ROWS), "contradict one another"),
     "another model's vectors": (another_model(ROWS), "earlier run"),
     "half of the rows missing": (planted(ROWS, 1)[0][: ROWS // 2], "smallest of the last"),

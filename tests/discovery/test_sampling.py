@@ -15,14 +15,13 @@ from discovery.algorithms.sampling import (
     cell_fit_rows,
     drawn_rows,
     fit_cells,
-    request_hashes,
     row_hashes,
     stratified_rows,
     within_request_limit,
 )
 from discovery.artifacts.prototypes import nearest_prototype
 from discovery.execution.request_limit import HASHED_BYTES, RequestLimit
-from pipeline.hashing import mix64
+from pipeline.hashing import mix64, request_hashes
 
 
 def keys(requests: list[str], positions: list[int], layers: list[int]) -> pa.RecordBatch:

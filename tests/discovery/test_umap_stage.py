@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planted import planted
 
-from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.algorithms.pca import Moments, fit_projection
+from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.pca import Moments
 from discovery.engines import cpu as cpu_engine
 from discovery.engines.cpu import CpuEngine, EpochCounter, prunes
 from discovery.engines.rapids import engine as rapids_engine
@@ -81,8 +81,7 @@ def test_a_map_whose_rows_are_all_in_one_place_is_shifted_there():
 def projected(rows: int, seed: int) -> NDArray[np.float32]:
     """Planted fingerprints in the space that neighbours are looked for in."""
     vectors = planted(rows, seed)[0]
-    moments = Moments.of(vectors, Layout.LOG16)
-    fitted = fit_projection(moments.means, np.ones(DIMENSIONS), moments.covariance)
+    fitted = Moments.of(vectors, Layout.LOG16).projection()
     return fitted(vectors, Layout.LOG16)
 
 

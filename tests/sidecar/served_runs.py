@@ -58,7 +58,7 @@ def publish_layered(output: Path, number: int = 0, *, latest: bool = True) -> st
     projection = Projection(
         mean.reshape(1, -1).astype(np.float32).repeat(16, axis=0),
         np.ones(DIMENSIONS, np.float32), axes[:8].T.astype(np.float32).copy(),
-        spread[:8] ** 2 / (spread**2).sum(),
+        spread[:8] ** 2 / (spread**2).sum(), np.array(0.5),
     )  # fmt: skip
     kind = np.argmax(vectors[:, :3], axis=1)
     picked = np.concatenate([np.flatnonzero(kind == k)[:10] for k in range(3)])

@@ -22,7 +22,7 @@ from discovery.artifacts.projection import context_octave
 from discovery.artifacts.read import Artifacts
 from discovery.runs.parent import index_of
 from pipeline import record
-from pipeline.hashing import Hashes, string_hashes
+from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import PHASES
 from sidecar.watch.drift import Baseline, read_baseline
 
@@ -200,12 +200,6 @@ def side_of_rows(rows: Rows, run: Run | None) -> Side:
 
 def _axes(run: Run | None) -> int:
     return int(run.classifier.codebook.projection.components.shape[1]) if run else 0
-
-
-def request_hashes(batch: pa.RecordBatch) -> Hashes:
-    """A hash of each row's request: uint64[n]."""
-    encoded = batch.column("request_id").dictionary_encode()
-    return string_hashes(encoded.dictionary)[encoded.indices.to_numpy()]
 
 
 def add_classified(
