@@ -200,13 +200,18 @@ def prometheus(watched: Watched, tmp_path_factory) -> Iterator[httpx.Client]:
 def has_scraped(client: httpx.Client) -> bool:
     """Whether both targets were scraped twice: a rate needs two samples."""
     try:
+        # As it starts it answers 503, which is no JSON.
+        if not client.get("/status/runtimeinfo").is_success:
+            return False
         return len(answer(client, "count_over_time(up[5m]) >= 3")) == 2 and len(rules(client)) > 0
     except (httpx.TransportError, AssertionError):
         return False
 
 
 def answer(client: httpx.Client, query: str) -> list[Any]:
-    found = client.get("/query", params={"query": query}).json()
+    response = client.get("/query", params={"query": query})
+    assert response.status_code != 503, "it is starting"
+    found = response.json()
     assert found["status"] == "success", (query, found)
     return found["data"]["result"]
 
