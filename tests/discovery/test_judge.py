@@ -158,6 +158,7 @@ def test_means_are_over_the_figures_that_all_have():
     assert mean_of([]) == {}
 
 
+@pytest.mark.slow
 def test_todays_method_labels_each_row_where_it_stands(rows):
     """Rows in any order: a label belongs to its row, and the classifier gives the same ones."""
     order = np.random.default_rng(0).permutation(ROWS)
@@ -179,6 +180,7 @@ def test_tied_and_mixed_rows_of_the_sample_are_judged(plugged):
     assert figures["facts"]["tied"]["tasks_log2_position"] > 0.85
 
 
+@pytest.mark.slow
 def test_a_quick_run_prints_a_table_and_writes_its_figures(tmp_path):
     path = tmp_path / "figures.json"
     done = behaviours(
@@ -192,6 +194,7 @@ def test_a_quick_run_prints_a_table_and_writes_its_figures(tmp_path):
     assert set(figures["data"]["few"]["methods"]) == {"today", "k-means"}
 
 
+@pytest.mark.slow
 def test_a_method_from_elsewhere_is_judged_and_a_held_out_half_says_so(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
@@ -210,6 +213,7 @@ def test_a_method_from_elsewhere_is_judged_and_a_held_out_half_says_so(tmp_path)
     assert line.split()[-2:] == ["0.000", "(1)"]
 
 
+@pytest.mark.slow
 def test_the_words_of_a_finished_run_are_reported(tmp_path):
     path = tmp_path / "figures.json"
     run = REPO / "tests/golden/run_v1"  # of rows of the sample, where the plain recipe finds them
@@ -236,6 +240,7 @@ def test_what_cannot_be_judged_is_refused(arguments, says):
     assert done.returncode == 2 and says in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_every_method_of_the_judge_labels_rows_of_either_layout():
     pytest.importorskip("igraph")
     for kind in ("layered", "sparse"):

@@ -63,6 +63,7 @@ def saved(output: Path, run_id: str = RUN_ID) -> Path:
     return output / run_id / ".checkpoint" / "run.json"
 
 
+@pytest.mark.slow
 def test_one_line_killed_again_and_again_ends_in_the_same_artifacts(attn, job):
     line, output, expected = job
     process = AttnProcess(*line, *AT_NOW)
@@ -103,6 +104,7 @@ def test_a_run_that_another_process_works_on_is_not_taken_over(attn, small):
     assert run_ids(output) == [RUN_ID]
 
 
+@pytest.mark.slow
 def test_a_run_of_other_options_is_left_and_the_line_says_so(attn, small, tmp_path):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW, "--seed", "9", "--no-gate")
@@ -138,6 +140,7 @@ def test_another_store_is_another_job(attn, small, tmp_path):
     assert len(run_ids(output)) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_finished_does_not_block_the_nights_after_it(attn, tmp_path):
     db = make_store(tmp_path / "old.db", planted(600, 1)[0])
     line = ["discover", "--db", str(db), "--output", str(tmp_path / "out"), *OPTIONS, *AUTO]
@@ -228,6 +231,7 @@ def test_a_run_stopped_by_its_time_limit_is_finished_by_the_same_line(attn, smal
     assert run_ids(output) == [RUN_ID]
 
 
+@pytest.mark.slow
 def test_a_night_that_is_finished_late_is_followed_by_the_one_that_is_due(attn, tmp_path):
     """Rows of the last day would lie in no run's window if the line only finished what was left."""
     now = dt.datetime.now(dt.UTC)
