@@ -16,8 +16,8 @@ without StandardScaler; Leiden on the neighbour graph; k-means with as many cent
 clusters. Each sees vectors, positions and requests; neither truth nor task.
 
 Figures: ARI is the adjusted Rand index, 1 for the same clusters, 0 for chance; noise is a cluster
-of its own in it, and planted noise is left out. `told` is the ARI of a vote of the nearest rows
-that was told the truth on other rows. AMI is adjusted mutual information. Of real rows: the ARI of
+of its own in it, and planted noise is left out. `ceiling` is the ARI of a vote of the nearest
+of other rows, whose truth is known. AMI is adjusted mutual information. Of real rows: the ARI of
 pairs of seeds; that of the clusters of two halves of the requests, each given to the other half's
 rows; AMI with the task; and the share of log2(position) that the clusters explain, beside the share
 that the tasks do. Below these stands what the sample's clusters say (`judge/words.py`): those of

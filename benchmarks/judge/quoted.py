@@ -10,10 +10,10 @@ def of_behaviours(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     methods = found.get("methods", [])
     for name, one in found.get("data", {}).items():
         cells = [one["methods"][method] for method in methods]
-        if "told" in one["facts"]:
+        if "ceiling" in one["facts"]:
             yield (
-                f"{name}: ARI of {', '.join(methods)} (told the truth)",
-                f"{_each(cells, 'ari')} ({one['facts']['told']:.3f})",
+                f"{name}: ARI of {', '.join(methods)} (ceiling)",
+                f"{_each(cells, 'ari')} ({one['facts']['ceiling']:.3f})",
             )
         elif "tied" in one["facts"]:
             for way in ("tied", "mixed"):

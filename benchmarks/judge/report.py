@@ -17,7 +17,7 @@ def print_report(figures: Figures) -> None:
     if figures["half"] == "held_out":
         print("held out: these figures are only reported; no method may be chosen or changed by")
         print("them. Use --half develop for that.")
-    planted = {name: one for name, one in data.items() if "told" in one["facts"]}
+    planted = {name: one for name, one in data.items() if "ceiling" in one["facts"]}
     tied = {name: one for name, one in data.items() if name.endswith(TIED)}
     real = {n: one for n, one in data.items() if n not in planted and n not in tied}
     if planted:
@@ -38,13 +38,13 @@ def _heading(text: str, facts: str, methods: list[str]) -> None:
 
 
 def print_planted(data: dict[str, Figures], methods: list[str]) -> None:
-    _heading("planted rows: ARI with the truth (clusters found)", "behaviours noise told", methods)
+    _heading("planted rows: ARI with the truth (clusters found)", "behavs noise ceiling", methods)
     for name, one in data.items():
         facts = one["facts"]
         cells = [one["methods"][m] for m in methods]
         _line(
             name,
-            f"{facts['behaviours']} {facts['noise_share']:>6.0%} {facts['told']:.3f}",
+            f"{facts['behaviours']} {facts['noise_share']:>6.0%}   {facts['ceiling']:.3f}",
             [f"{cell['ari']:.3f} ({cell['clusters']})" for cell in cells],
         )
     for what, cell_of in SUMMARIES:
@@ -53,11 +53,11 @@ def print_planted(data: dict[str, Figures], methods: list[str]) -> None:
 
 
 def _mean(name: str, form: str) -> Callable[[list[Figures]], str]:
-    def told(figures: list[Figures]) -> str:
+    def mean(figures: list[Figures]) -> str:
         values = [one[name] for one in figures if one[name] is not None]
         return format(sum(values) / len(values), form) if values else "-"
 
-    return told
+    return mean
 
 
 SUMMARIES: tuple[tuple[str, Callable[[list[Figures]], str]], ...] = (

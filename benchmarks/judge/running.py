@@ -27,7 +27,7 @@ def judged(tasks: Sequence[Task], workers: int, warm: bool) -> dict[str, Figures
     if workers == 1:
         if warm and tasks:
             warm_up(tasks[0].methods)
-        return {task.name: told(task, judge(task)) for task in tasks}
+        return {task.name: reported(task, judge(task)) for task in tasks}
     # Processes are started anew, and read these as they start.
     before = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(dict.fromkeys(THREADS, "1"))
@@ -38,7 +38,7 @@ def judged(tasks: Sequence[Task], workers: int, warm: bool) -> dict[str, Figures
             running = {pool.submit(judge, task): task for task in tasks}
             try:
                 found = {
-                    running[one].name: told(running[one], one.result())
+                    running[one].name: reported(running[one], one.result())
                     for one in as_completed(running)
                 }
             except BaseException:
@@ -59,7 +59,7 @@ def warm_up(methods: Sequence[str]) -> None:
     found_by(methods, plant(recipe, WARM_ROWS), FIRST_SEED)
 
 
-def told(task: Task, figures: Figures) -> Figures:
+def reported(task: Task, figures: Figures) -> Figures:
     """The figures, once a line says that they are there."""
     print(f"judged: {task.name}", file=sys.stderr, flush=True)
     return figures

@@ -14,7 +14,7 @@ import numpy as np
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, array_module, on_host
 from capture_kernels.fingerprint.vector import DIMENSIONS, HIST_BINS
 
-# Contrasts of a run that are kept: a median of so many is known to 0.5% of their spread.
+# Contrasts of a run that are kept, which bounds their memory: 6 MB.
 MOST_CONTRASTS = 65_536
 # Rows' worth of contrasts at which half of an effect is believed.
 SHRINK_ROWS = 50.0

@@ -134,13 +134,13 @@ def test_a_half_labels_the_others_rows_by_the_methods_own_classifier(rows, plugg
 
 
 def test_without_a_classifier_the_nearest_rows_vote(rows):
-    told = Found(rows.truth)
-    assert agreement(placed(told, rows, rows), rows.truth)["ari"] > 0.8
+    known = Found(rows.truth)
+    assert agreement(placed(known, rows, rows), rows.truth)["ari"] > 0.8
 
 
 def test_what_can_be_reached_stands_beside_the_figures(rows):
     facts = facts_of(rows)
-    assert facts["behaviours"] == 3 and facts["rows"] == ROWS and facts["told"] > 0.95
+    assert facts["behaviours"] == 3 and facts["rows"] == ROWS and facts["ceiling"] > 0.95
 
 
 @pytest.mark.parametrize(

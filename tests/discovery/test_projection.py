@@ -37,7 +37,7 @@ def test_moments_of_chunks_add_up_to_those_of_all_rows(vectors, cuts, data):
     requests += data.draw(arrays(np.int64, len(vectors), elements=st.integers(0, 2)))
     whole = Moments.of(vectors, Layout.LOG16, requests)
     chunks = zip(np.split(vectors, ends), np.split(requests, ends), strict=True)
-    in_chunks = reduce(add, (Moments.of(*(v, Layout.LOG16, r)) for v, r in chunks))
+    in_chunks = reduce(add, (Moments.of(v, Layout.LOG16, r) for v, r in chunks))
     assert in_chunks.rows == whole.rows == len(vectors)
     np.testing.assert_array_equal(in_chunks.counts, whole.counts)
     np.testing.assert_array_equal(in_chunks.contrasts.octave, whole.contrasts.octave)
@@ -107,10 +107,8 @@ def test_requests_that_have_a_length_of_their_own_stay_apart():
     assert np.ptp(projection.mean, axis=0).max() == 0
     projected = projection(vectors, Layout.LOG16)
     centres = np.array([projected[requests % 3 == kind].mean(axis=0) for kind in range(3)])
-    within = max(projected[requests % 3 == kind].std() for kind in range(3))
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)
     assert apart[np.triu_indices(3, 1)].min() > 0.3
-    assert np.isfinite(within)
 
 
 def test_of_more_contrasts_than_asked_for_every_so_manieth_is_kept():

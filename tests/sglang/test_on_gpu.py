@@ -8,18 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_server import MODEL, NEW, generate, prompts_of, start
-
-from pipeline.serve_command import has_sglang
+from gpu_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
-    pytest.mark.skipif(not has_sglang(), reason="SGLang is not installed"),
-]
+pytestmark = ON_A_GPU
 # SGLang's kernels for a GPU need half precision, which moves the hidden states of four layers.
 SHARE, LOGIT = 2e-2, 5e-2
 

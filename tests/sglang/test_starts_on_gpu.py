@@ -14,21 +14,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from gpu_server import MODEL, NEW, generate, prompts_of, start
+from gpu_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
 from shared import REPO
 
 from pipeline.record import vectors
-from pipeline.serve_command import has_sglang
 from pipeline.store.open import open_store
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
-    pytest.mark.skipif(not has_sglang(), reason="SGLang is not installed"),
-]
+pytestmark = ON_A_GPU
 
 
 def test_8_bit_keys_are_read_with_their_scale(tmp_path):
