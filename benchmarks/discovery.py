@@ -183,7 +183,7 @@ def clusters_in(space: NDArray[np.float32], engine: CpuEngine) -> NDArray[np.int
     )
     least = smallest_cluster(options.min_cluster_size, len(space), 1.0)
     largest = max(least, int(map_clusters.LARGEST_CLUSTER * len(space)))
-    return engine.cluster(points, least, map_clusters.LEAST_SAMPLES, largest).labels
+    return engine.cluster(points, least, least, largest).labels
 
 
 def measure_ablation(data: Planted, most: int) -> dict[str, dict[str, Any]]:

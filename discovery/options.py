@@ -54,7 +54,7 @@ class DiscoverOptions:
     hours: float = 24.0  # 0: all
     late_hours: float = 24.0
     min_rows: int = 100
-    min_samples: int | None = None  # None: 0.5% of the fitted rows, 10 to 30
+    min_samples: int | None = None  # None: as the smallest cluster
     min_cluster_size: int | None = None  # None: 1% of the fitted rows, 20 at least
     max_per_request: int = 256
     umap_neighbors: int = 30

@@ -45,7 +45,7 @@ def discover(
     min_rows: Annotated[int, typer.Option(help="Fewest rows that a run needs.")] = 100,
     min_samples: Annotated[
         int | None,
-        typer.Option(help="HDBSCAN's min_samples. Default: 0.5% of the fitted rows, 10 to 30."),
+        typer.Option(help="HDBSCAN's min_samples. Default: as the smallest cluster has rows."),
     ] = None,
     min_cluster_size: Annotated[
         int | None,

@@ -12,14 +12,12 @@ import pyarrow as pa
 from capture_kernels.arrays import Floats, Int32s, Ints
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
-    LEAST_SAMPLES,
-    MOST_SAMPLES,
-    SAMPLES_SHARE,
+    SAMPLE_ROWS,
+    SAMPLED_LEAST,
     SPARSE,
     SPARSE_NEIGHBOR,
     VOTERS,
     clusters_of_map,
-    default_samples,
 )
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
@@ -52,7 +50,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
     given = context.options.some("min_cluster_size", "min_samples", "seed")
     limits = {
         "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
-        "samples": (SAMPLES_SHARE, LEAST_SAMPLES, MOST_SAMPLES),
+        "sample": (SAMPLE_ROWS, SAMPLED_LEAST),
     }  # fmt: skip
     return {**given, **limits}
 
@@ -75,16 +73,15 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
-    samples = context.options.min_samples or default_samples(len(points))
     if not context.checkpoint.has("fit.npz"):
-        dense = clusters_of_map(
+        found, samples = clusters_of_map(
             context.engine, fit["projected"], points, fit_distances(context, SPARSE_NEIGHBOR), size,
-            samples,
+            context.options.min_samples, context.options.seed,
         )  # fmt: skip
-        context.checkpoint.write_arrays("fit.npz", **dense._asdict())
-    found = context.checkpoint.read_arrays("fit.npz")
-    clusters = len(found.pop("persistence"))
-    fitted = Fitted(fit["rows"], fit["projected"], points, **found)
+        context.checkpoint.write_arrays("fit.npz", **found._asdict(), min_samples=np.array(samples))
+    saved = context.checkpoint.read_arrays("fit.npz")
+    clusters, samples = len(saved.pop("persistence")), int(saved.pop("min_samples"))
+    fitted = Fitted(fit["rows"], fit["projected"], points, **saved)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(

@@ -20,7 +20,7 @@ from capture_kernels.arrays import Floats, Int32s
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.lineage import cluster_ids, match
-from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, clusters_of_map, default_samples
+from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, clusters_of_map
 from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.artifacts.projection import Projection
@@ -109,8 +109,8 @@ def cluster(
     size = smallest_cluster(asked, len(points), fraction)
     if len(points) <= size:
         return np.full(len(points), NOISE, np.int32)
-    samples = default_samples(len(points))
-    return clusters_of_map(engine, projected, points, apart, size, samples).labels
+    found, _ = clusters_of_map(engine, projected, points, apart, size, None, seed)
+    return found.labels
 
 
 def trained(

@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sklearn.metrics import adjusted_rand_score
 
 from discovery.algorithms import map_clusters
-from discovery.algorithms.map_clusters import SPARSE, SPARSE_NEIGHBOR, clusters_of_map
+from discovery.algorithms.map_clusters import (
+    SPARSE,
+    SPARSE_NEIGHBOR,
+    clusters_of_map,
+    seen_rows,
+)
 from discovery.engines.cpu import CpuEngine
 from discovery.engines.protocol import Clustering
 from discovery.runs.checkpoint import StageCheckpoint
@@ -46,7 +52,7 @@ def find(tmp_path_factory) -> Find:
         # A behaviour may be more than half of these maps.
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(map_clusters, "LARGEST_CLUSTER", 1.0)
-            return clusters_of_map(engine, rows, points, apart, 20, min_samples)
+            return clusters_of_map(engine, rows, points, apart, 20, min_samples, 0)[0]
 
     return run
 
@@ -174,3 +180,46 @@ def test_the_unit_of_the_space_does_not_matter(find, seed, scale):
     # vote on a row either may win.
     assert np.count_nonzero(found.labels != scaled.labels) <= 2
     np.testing.assert_allclose(found.probabilities, scaled.probabilities, atol=0.02)
+
+
+@pytest.mark.parametrize(("rows", "size", "seen"), [
+    (0, 20, 0), (19, 20, 19), (25_000, 20, 25_000), (25_013, 250, 25_000),
+    (1_000_000, 10_000, 25_000), (1_000_000, 100, 200_000), (1_000_000, 20, 1_000_000),
+])  # fmt: skip
+def test_of_a_large_map_hdbscan_sees_a_sample_that_holds_the_smallest_cluster(rows, size, seen):
+    assert seen_rows(rows, size) == seen
+
+
+def chain(rows: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Eight behaviours on a map float32[n, 2], in pairs that a few rows join; the behaviour of each
+    row, -1 for those that join."""
+    rng = np.random.default_rng(seed)
+    behaviour, joins = rng.integers(0, 8, rows), rng.random(rows) < 0.004
+    centre = np.stack([6.0 * (behaviour % 2), 30.0 * (behaviour // 2)], axis=1)
+    points = centre + rng.normal(0, 1, (rows, 2))
+    points[joins] = centre[joins] * [0, 1] + rng.uniform([0, -0.3], [6, 0.3], (joins.sum(), 2))
+    return points.astype(np.float32), np.where(joins, -1, behaviour)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_clusters_of_a_large_map_are_those_of_its_sample_and_all_rows_join(seed):
+    points, square = chain(40_009, seed)
+    space = np.concatenate([points, np.zeros((len(points), 4), np.float32)], axis=1)
+    apart = np.ones(len(points), np.float32)
+    engine = CpuEngine()
+    seen: list[tuple[int, int, int, int]] = []
+
+    class Watched(CpuEngine):
+        def cluster(self, points, *limits):
+            seen.append((len(points), *limits))
+            return super().cluster(points, *limits)
+
+    found, samples = clusters_of_map(Watched(), space, points, apart, 400, None, seed)
+    assert seen == [(25_000, 250, 250, 12_500)] and samples == 250
+    inside = square >= 0
+    assert adjusted_rand_score(square[inside], found.labels[inside]) > 0.99
+    assert (found.labels >= 0).all() and (found.probabilities > 0).all()
+    again, _ = clusters_of_map(engine, space, points, apart, 400, None, seed)
+    assert np.array_equal(found.labels, again.labels)
+    other, _ = clusters_of_map(engine, space, points, apart, 400, None, seed + 1)
+    assert adjusted_rand_score(found.labels, other.labels) > 0.98
