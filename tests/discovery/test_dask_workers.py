@@ -364,6 +364,7 @@ TWO_RUNS = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_no_worker_does_the_other_runs_of_a_script_without_a_guard_again(planted_store, tmp_path):
     script = tmp_path / "nightly.py"
     script.write_text(TWO_RUNS)

@@ -76,6 +76,7 @@ def test_a_long_running_run_killed_with_its_cluster_ends_in_the_same_artifacts(
     assert fingerprint_of(output / RUN_ID) == expected
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once_and_still_says_how_to_finish(attn, left_alone, tmp_path):
     db, expected = left_alone
     output = tmp_path / "impatient"

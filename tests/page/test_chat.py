@@ -251,6 +251,7 @@ def test_an_engine_that_was_killed_is_said_and_comes_back(chat: Chat, with_engin
     expect(page.locator("[data-turn-state=done]")).to_be_visible(timeout=60_000)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_it_answers_leaves_what_came(chat: Chat, with_engine, watched):
     watched.allowed += ["502", "ERR_"]
     engine = with_engine[1]
@@ -268,6 +269,7 @@ def test_an_engine_that_dies_while_it_answers_leaves_what_came(chat: Chat, with_
         engine.start()
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_was_killed_is_said_and_comes_back(
     runs, tmp_path: Path, watched, with_engine
 ):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from map_reading import pixel_of, state
+from map_reading import ABOVE_ZERO, NOT_ZOOMED, expect_state, pixel_of, state
 from map_runs import lonely, publish_map
 from playwright.sync_api import Page, expect
 from running import Sidecar, post_rows, running, until
@@ -30,8 +31,8 @@ def lasso(page: Page, corners: list[tuple[float, float]]) -> None:
 def test_the_map_of_the_served_run_has_every_point_and_a_card_of_each_cluster(manifold, nights):
     page = manifold()
     last = nights[1][-1]
-    assert state(page, "run") == last.run_id
-    assert int(state(page, "drawn")) == last.rows.num_rows
+    expect_state(page, "run", last.run_id)
+    expect_state(page, "drawn", str(last.rows.num_rows))
     expect(page.locator(".card")).to_have_count(len(last.clusters))
     expect(page.locator("[data-map-status]")).to_contain_text("600 points")
 
@@ -102,7 +103,7 @@ def test_the_keyboard_alone_selects_lists_and_follows(manifold, nights):
     expect(page.locator("#cluster-3.chosen")).to_be_visible()
     assert "cluster=3" in page.url
     ids = np.array(nights[1][-1].rows["cluster_id"].to_pylist())
-    assert int(state(page, "lit")) == int((ids == 3).sum())
+    expect_state(page, "lit", str(int((ids == 3).sum())))
     page.get_by_role("button", name="List its rows").focus()
     page.keyboard.press("Enter")
     expect(page.locator("[data-rows]")).to_have_attribute("data-rows", str((ids == 3).sum()))
@@ -111,9 +112,9 @@ def test_the_keyboard_alone_selects_lists_and_follows(manifold, nights):
     page.locator("[data-map]").focus()
     for key in ("+", "+", "ArrowLeft", "ArrowUp"):
         page.keyboard.press(key)
-    assert float(state(page, "zoom")) == pytest.approx(2.25, abs=0.01)
+    expect_state(page, "zoom", re.compile(r"^2\.25"))
     page.keyboard.press("0")
-    assert float(state(page, "zoom")) == 1
+    expect_state(page, "zoom", NOT_ZOOMED)
     page.keyboard.press("[")
     expect(page.locator(f".manifold[data-run='{nights[1][1].run_id}']")).to_be_visible()
 
@@ -160,7 +161,7 @@ def test_zones_can_be_hidden_and_clusters_grouped(manifold, nights):
     page = manifold("?color=zone")
     zones = np.array(nights[1][-1].rows["zone"].to_pylist())
     page.locator("[data-zones]").get_by_role("button", name="long range").click()
-    assert int(state(page, "drawn")) == int((zones != "long_range").sum())
+    expect_state(page, "drawn", str(int((zones != "long_range").sum())))
     page.get_by_role("radio", name="By zone").click()
     expect(page.locator("details.group")).to_have_count(
         len({c["zone"] for c in nights[1][-1].clusters})
@@ -179,7 +180,7 @@ def test_requests_appear_as_they_arrive_and_leave_a_trail(
     arriving = rows_of(40, "arriving")
     assert post_rows(sidecar, arriving).status_code == 200
     expect(page.locator(".arrivals .row-line").first).to_contain_text("arriving")
-    assert int(state(page, "marked")) > 0
+    expect_state(page, "marked", ABOVE_ZERO)
     page.locator(".arrivals .row-line").first.click()
     expect(page.locator("[data-request^='arriving']")).to_contain_text(
         "10 of 10 rows from the store"
@@ -196,14 +197,14 @@ def test_the_scope_shows_the_requests_of_a_session(watched, site, sidecar: Sidec
     page = watched.open(f"{site}/manifold?scope=session&session=s-1")
     page.wait_for_selector("[data-map][data-frames]")
     expect(page.locator("[data-scope-says]")).to_have_text("30 rows of 3 requests")
-    assert int(state(page, "marked")) == 30
-    assert int(state(page, "lit")) == 0
+    expect_state(page, "marked", "30")
+    expect_state(page, "lit", "0")
     page.get_by_role("radio", name="Recent").click()
     expect(page.locator("[data-scope-says]")).to_contain_text("rows of")
     page.get_by_role("radio", name="Saved").click()
     expect(page.locator("[data-scope-says]")).to_contain_text("No trace is open")
     page.get_by_role("radiogroup", name="Scope").get_by_role("radio", name="All").click()
-    assert int(state(page, "lit")) > 0
+    expect_state(page, "lit", ABOVE_ZERO)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 997])
@@ -212,14 +213,14 @@ def test_maps_of_hardly_any_points_are_shown(watched, tmp_path: Path, rows: int)
     with running(tmp_path, "--page", runs=tmp_path / "runs") as sidecar:
         page = watched.open(f"{sidecar.url}/manifold")
         page.wait_for_selector("[data-map][data-frames]")
-        assert int(state(page, "drawn")) == rows
+        expect_state(page, "drawn", str(rows))
         page.get_by_role("button", name="Take the rows in view").click()
         taken = int(page.locator("[data-rows]").get_attribute("data-rows"))
         assert taken == rows if rows < 3 else taken > 900
         page.locator("[data-map]").focus()
         for key in ("+", "ArrowLeft", "0"):
             page.keyboard.press(key)
-        assert float(state(page, "zoom")) == 1
+        expect_state(page, "zoom", NOT_ZOOMED)
         page.close()
 
 
@@ -254,7 +255,7 @@ def test_a_run_that_is_swapped_in_is_shown_without_a_refresh_and_a_deleted_one_s
         second = publish_map(runs, 1, rows=997, parent=first, seed=1)
         followed.wait_for_selector(f"[data-map][data-run='{second.run_id}']", timeout=60_000)
         expect(followed.locator("[data-map-status]")).to_contain_text("997 points")
-        assert state(pinned, "run") == first.run_id
+        expect_state(pinned, "run", first.run_id)
         shutil.rmtree(runs / first.run_id)
         watched.allowed += ["404", "410"]
         expect(pinned.locator(".notice[role=alert]").first).to_contain_text(
@@ -300,7 +301,7 @@ PICTURE = """() => {
 @pytest.mark.parametrize("painter", ["image", "webgl"])
 def test_both_painters_draw_the_points_where_they_lie(manifold, nights, painter: str):
     page = manifold(f"?painter={painter}")
-    assert state(page, "painter") == painter
+    expect_state(page, "painter", painter)
     until(lambda: page.evaluate(PICTURE) > 300, "no points are drawn")
     page.keyboard.press("m")
     page.keyboard.press("l")
@@ -328,4 +329,4 @@ def test_both_painters_draw_the_points_where_they_lie(manifold, nights, painter:
 def test_nothing_is_wider_than_the_window(manifold, width: int, scheme: str):
     page = manifold(viewport={"width": width, "height": 900}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert int(state(page, "drawn")) == 600
+    expect_state(page, "drawn", "600")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from map_reading import pixel_of, state
+from map_reading import expect_state, pixel_of
 from page_engine import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
 from playwright.sync_api import Page, expect
 from running import Sidecar
@@ -218,6 +218,7 @@ def test_a_trace_without_segments_opens(show: Show):
     assert tokens(page) == 1
 
 
+@pytest.mark.slow
 def test_100_000_tokens_scroll_and_answer(show: Show):
     rng = random.Random(1)
     words = ["the ", "lighthouse ", "keeper ", "\n", "finds ", "a ", "letter, ", "שלום ", "灯台"]
@@ -227,6 +228,8 @@ def test_100_000_tokens_scroll_and_answer(show: Show):
     page = show("/chat")
     import_file(page, lines_of(*trace_of(texts, prompt, steps)))
     assert tokens(page) == MANY
+    # Before the first layout there is nothing to go to the end of.
+    expect(token(page, 0)).to_be_visible()
     flow = page.locator(".flow")
     flow.focus()
     page.keyboard.press("End")
@@ -275,7 +278,8 @@ def test_an_imported_trace_is_a_way_over_the_map(show: Show, sidecar: Sidecar, w
         {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": measured_trace(vectors)}
     )
     expect(page.locator("[data-scope-says]")).to_have_text("12 rows of 1 trace")
-    assert (state(page, "ways"), state(page, "marked")) == ("1", "12")
+    expect_state(page, "ways", "1")
+    expect_state(page, "marked", "12")
     expect(page.locator("[data-map-status]")).to_contain_text("12 marked · 1 trace")
     # A row of it opens it; its rows are where the sidecar puts them, and lead to its tokens.
     last = placed[-1]
@@ -305,7 +309,7 @@ def test_traces_that_cannot_be_placed_say_why(show: Show):
         {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": content}
     )
     expect(page.locator("[data-scope-says]")).to_contain_text("1 trace open, without fingerprints")
-    assert state(page, "ways") == "0"
+    expect_state(page, "ways", "0")
     page.goto(page.url.split("/manifold")[0] + "/compare?a=trace:t-1&b=run:latest")
     page.locator("[data-import]").first.set_input_files(
         {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": content}

@@ -103,6 +103,7 @@ def test_a_signal_ends_all_of_it(tmp_path, number):
     assert "stopped; 0 fingerprints received, 0 stored" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_second_signal_ends_all_of_it_at_once(tmp_path, at_once):
     """Also one that comes before the first was noticed."""

@@ -49,6 +49,7 @@ function addTokens(lines, source, segment, width, measure) {
 
 /** The number of the line that holds a token, or the fold that hides it; -1 if there is none. */
 export function lineOf(lines, index) {
+  if (!lines.length) return -1;
   let [low, high] = [0, lines.length - 1];
   // The last line that begins at or before it ...
   while (low < high) {

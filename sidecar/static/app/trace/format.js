@@ -60,8 +60,8 @@ const CHECKS = {
   header(record) {
     const version = text(record, "version");
     if (!/^1(\.|$)/.test(version)) refuse(`the trace is of version ${version.slice(0, 20)}: this page reads version ${VERSION}`);
-    for (const name of ["trace_id", "model"]) text(record, name);
-    for (const name of ["run_id", "response_id"]) text(record, name, { optional: true });
+    text(record, "trace_id");
+    for (const name of ["model", "run_id", "response_id"]) text(record, name, { optional: true });
   },
   message(record) {
     for (const name of ["id", "role", "content"]) text(record, name);
