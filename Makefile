@@ -9,7 +9,7 @@ DB ?= build/fingerprints.db
 OUTPUT ?= build/discovery_outputs
 SAMPLE := examples/sample/fingerprints.parquet
 
-.PHONY: discover test test-all lint bench sample test-gpu sanitize-gpu bench-gpu sglang clean
+.PHONY: discover test test-all lint bench sample notebooks test-gpu sanitize-gpu bench-gpu sglang clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -69,6 +69,17 @@ sample: $(VENV)/.dev
 		--db build/sample.db --layers auto --stride 5 --max-new-tokens 64 --think-tags \
 		--session-id sample
 	$(BIN)/attn db export $(SAMPLE) --db build/sample.db
+
+$(VENV)/.notebooks: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks,capture,texts]'
+	touch $@
+
+# JupyterLab on the notebooks, with their data: the sample, a run of it, and three nights.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python -m discovery.notebook build/notebooks
+	$(BIN)/jupytext --quiet --sync notebooks/*.py
+	$(BIN)/jupyter lab notebooks
 
 # On a machine with an NVIDIA GPU, with the Python that has its packages: make test-gpu PYTHON=...
 test-gpu:

@@ -40,17 +40,7 @@ def diff(
     first: RunId, second: RunId, output: Output = Path("discovery_outputs"), as_json: AsJson = False
 ) -> None:
     """What changed from one run to another of its lineage: clusters, zones, quality."""
-    readable, unreadable = runs_in(output)
-    given = [manifest_of(output, run, readable, unreadable) for run in (first, second)]
-    before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
-    known = history.ancestry(after["run_id"], readable)
-    history.check_descent(before, after, known)
-    then, now = (own_clusters(output, manifest) for manifest in (before, after))
-    found = history.compare(before, after, then, now, known)
-    says = [] if before is given[0] else [
-        f"{after['run_id']} is the later of the two: this is what changed up to it"
-    ]  # fmt: skip
-    says += diff_in_words(found, unreadable)
+    found, says = changes_between(output, first, second)
     if as_json:
         print(json.dumps({**found, "says": says}))
         return
@@ -69,27 +59,7 @@ def lineage(
     as_json: AsJson = False,
 ) -> None:
     """The life of a cluster id: where it came from, its share in each run, how it ended."""
-    readable, unreadable = runs_in(output)
-    manifest = manifest_of(output, run, readable, unreadable)
-    known = history.ancestry(manifest["run_id"], readable)
-    own = {}
-    for run_id in known.runs:
-        if run_id in readable:
-            try:
-                own[run_id] = own_clusters(output, readable[run_id])
-            except ArtifactError as error:
-                if run_id == manifest["run_id"]:
-                    raise
-                unreadable[run_id] = str(error)
-    known = known._replace(gone=tuple(run_id for run_id in known.runs if run_id not in own))
-    seen = history.clusters_by_run(known, readable, own)
-    found = history.story(cluster, manifest, known, seen)
-    if found is None:
-        raise ArtifactError(
-            f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
-            + elsewhere(cluster, readable, seen[manifest["run_id"]])
-        )
-    says = story_in_words(found, unreadable)
+    found, says = story_of(output, cluster, run)
     print(json.dumps({**found, "says": says}) if as_json else legible("\n".join(says)))
 
 
@@ -128,6 +98,55 @@ def gc(
     would = " would be" if dry_run else ""
     count = plural(len(done["deleted"]), "run")
     print(f"{count}{would} deleted, {in_bytes(done['bytes'])} freed")
+
+
+def changes_between(output: Path, first: str, second: str) -> tuple[dict[str, Any], list[str]]:
+    """What changed from one run to another of its lineage (`history.compare`), and the same in
+    sentences; the earlier one comes first, whichever is named first.
+
+    Raises:
+        ArtifactError: there is no such run, it is damaged, or they are not of one lineage.
+    """
+    readable, unreadable = runs_in(output)
+    given = [manifest_of(output, run, readable, unreadable) for run in (first, second)]
+    before, after = sorted(given, key=lambda manifest: runs.run_order(manifest["run_id"]))
+    known = history.ancestry(after["run_id"], readable)
+    history.check_descent(before, after, known)
+    then, now = (own_clusters(output, manifest) for manifest in (before, after))
+    found = history.compare(before, after, then, now, known)
+    says = [] if before is given[0] else [
+        f"{after['run_id']} is the later of the two: this is what changed up to it"
+    ]  # fmt: skip
+    return found, says + diff_in_words(found, unreadable)
+
+
+def story_of(output: Path, cluster: int, run: str) -> tuple[dict[str, Any], list[str]]:
+    """The life of a cluster id up to a run (`history.story`), and the same in sentences.
+
+    Raises:
+        ArtifactError: there is no such run, it is damaged, or its lineage never had the cluster.
+    """
+    readable, unreadable = runs_in(output)
+    manifest = manifest_of(output, run, readable, unreadable)
+    known = history.ancestry(manifest["run_id"], readable)
+    own = {}
+    for run_id in known.runs:
+        if run_id in readable:
+            try:
+                own[run_id] = own_clusters(output, readable[run_id])
+            except ArtifactError as error:
+                if run_id == manifest["run_id"]:
+                    raise
+                unreadable[run_id] = str(error)
+    known = known._replace(gone=tuple(run_id for run_id in known.runs if run_id not in own))
+    seen = history.clusters_by_run(known, readable, own)
+    found = history.story(cluster, manifest, known, seen)
+    if found is None:
+        raise ArtifactError(
+            f"no cluster {cluster} in the lineage of run {manifest['run_id']}"
+            + elsewhere(cluster, readable, seen[manifest["run_id"]])
+        )
+    return found, story_in_words(found, unreadable)
 
 
 def runs_in(output: Path) -> tuple[dict[str, Manifest], dict[str, str]]:

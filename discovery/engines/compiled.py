@@ -55,8 +55,12 @@ def keep_compiled(function: Any) -> None:
 
 
 def umap_class() -> Any:
-    """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk."""
+    """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk, and with a
+    progress bar that prints, in a notebook too, where tqdm.auto would draw a widget."""
+    from tqdm.std import tqdm
     from umap import UMAP, layouts, umap_
+
+    layouts.tqdm = tqdm
 
     for module, name in (
         (umap_, "smooth_knn_dist"),

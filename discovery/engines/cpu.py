@@ -97,7 +97,7 @@ class CpuEngine:
         seed: int,
         on_epoch: Callable[[int, int], None],
     ) -> Floats:
-        from tqdm.auto import tqdm
+        from tqdm.std import tqdm
 
         from .compiled import umap_class
 
