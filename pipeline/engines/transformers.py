@@ -59,7 +59,10 @@ class TransformersEngine:
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config()
         self.tags = think_tags(tokenizer) if options.think_tags else None
-        self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
+        accepted = inspect.signature(model.forward).parameters
+        self._one_logit = "logits_to_keep" in accepted
+        # Renamed in transformers 5.24, which warns of the old name.
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         try:
             self.layers, self.heads = self._probe()
         except NeedsEagerError:
@@ -152,12 +155,12 @@ class TransformersEngine:
     def forward(self, tokens: list[int], cache: DynamicCache) -> Tensor:
         """Logits float[n, V]: of the last token, or of all if the model cannot choose."""
         device = self.model.device
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {self._cache_name: cache}
         if self._one_logit:
             # As indices: some models skip the other tokens' attention for a plain 1.
             extra["logits_to_keep"] = torch.tensor([len(tokens) - 1], device=device)
         ids = torch.tensor([tokens], device=device)
-        return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[0]
+        return self.model(input_ids=ids, use_cache=True, **extra).logits[0]
 
     @cached_property
     def end_tokens(self) -> set[int]:

@@ -1,6 +1,7 @@
 """Fingerprints captured from a running model are those of the attention it says it computed."""
 
 import copy
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -339,3 +340,10 @@ def test_a_local_folder_has_the_revision_of_its_weights(tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert local_revision(folder) != revision
+
+
+def test_a_capture_uses_nothing_that_transformers_will_remove():
+    engine = make_engine(make_model("llama"), max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert engine.capture(words(8), request_id="r").batch.num_rows
