@@ -50,14 +50,15 @@ captured = engine.capture(prompt, request_id="needle")
 
 tokens = engine.tokenizer(prompt)["input_ids"] + captured.new_tokens
 texts = [engine.tokenizer.decode([token]) for token in tokens]
-print(f"layers {engine.layers} of {engine.name}, capture {engine.capture_id}")
+print(f"layers {engine.layers}, capture {engine.capture_id}")
 answer = "".join(texts[captured.prompt_tokens :])
 print(f"{captured.prompt_tokens} tokens of prompt, answer {answer!r}")
-print(f"{captured.batch.num_rows} rows, {captured.blind_rows} tokens without a visible key")
+print(f"{captured.batch.num_rows} rows")
 
 # %% [markdown]
-# The first token has no row: the sink token is all that it sees. Each other token has one. The last
-# rows are those that found the number which the prompt gives to `alpha`.
+# A row is named after the token that looks, and leads to the token after it. The first token has no
+# row: it sees only itself, and as the sink it does not count. The last one has none, as the model
+# was not run on it. All others have one.
 
 # %%
 vectors = vectors_of(captured.batch)
@@ -69,11 +70,12 @@ plot_fingerprints(vectors[last], names, title="The last 16 rows: where each look
 # %% [markdown]
 # ## The 20 numbers
 #
-# Three bands, the entropy, and the histogram. Each band is the sum of its bins.
+# Three bands, the entropy, and the histogram. Each band is the sum of its bins. Here is the last
+# row of the prompt, which led to the first token of the answer.
 
 # %%
-row = -1
-print("row of", names[row])
+row = list(positions).index(captured.prompt_tokens - 1)
+print(f"the row of {texts[positions[row]]!r}, which led to {texts[positions[row] + 1]!r}")
 for name, value in zip(Layout.LOG16.columns, vectors[row], strict=True):
     if value >= 0.005:
         print(f"{name:>12} {value:.3f}  {'█' * round(40 * float(value))}")
@@ -85,23 +87,24 @@ print(f"largest difference of a band from its bins: {np.abs(sums - vectors[:, :3
 # ## Checked against the model's attention
 #
 # `transformers` gives the attention probabilities of a model in plain torch. Without the sink
-# token and renormalised, the bins of their distances must be the fingerprint, head by head, and
-# then on average.
+# token and renormalised for each head, the bins of their distances are on average the fingerprint.
+# What differs is the rounding of float16, in which the demo model computes.
 
 # %%
 model = AutoModelForCausalLM.from_pretrained(demo_model(), attn_implementation="eager").eval()
 with torch.inference_mode():
-    attentions = model(
-        torch.tensor([tokens[: positions[-1] + 1]]), output_attentions=True
-    ).attentions
+    attentions = model(torch.tensor([tokens[:-1]]), output_attentions=True).attentions
+heads = torch.cat([attentions[layer][0] for layer in engine.layers]).double().numpy()
 
-position = int(positions[row])
-heads = torch.cat([attentions[layer][0, :, position, 1:] for layer in engine.layers]).double()
-shares = (heads / heads.sum(1, keepdim=True)).mean(0).numpy()
-distance = position - np.arange(1, position + 1)
-by_hand = np.bincount(np.log2(np.maximum(distance, 1)).astype(int), shares, minlength=16)
-difference = float(np.abs(by_hand - histogram[row]).max())
-print(f"{len(heads)} heads, {len(shares)} keys, largest difference of a bin: {difference:.1e}")
+differences = []
+for position, fingerprint in zip(positions, vectors, strict=True):
+    seen = heads[:, position, 1 : position + 1]
+    shares = (seen / seen.sum(axis=1, keepdims=True)).mean(axis=0)
+    distance = position - np.arange(1, position + 1)
+    by_hand = np.bincount(np.log2(np.maximum(distance, 1)).astype(int), shares, minlength=16)
+    differences.append(np.abs(by_hand - fingerprint[4:]).max())
+difference = max(differences)
+print(f"{len(positions)} rows, {len(heads)} heads, largest difference of a bin: {difference:.1e}")
 assert difference < 1e-3
 
 # %% [markdown]

@@ -14,9 +14,8 @@
 # in which a selection on the map is a selection in PCA space.
 
 # %%
-import pandas as pd
-
 from discovery.notebook import (
+    KEY,
     Run,
     frame,
     linked_maps,
@@ -25,6 +24,7 @@ from discovery.notebook import (
     plot_fingerprints,
     plot_map,
     read_rows,
+    shown,
     with_task,
 )
 
@@ -42,8 +42,7 @@ print(f"{len(rows):,} rows, {run.manifest['counts']['clusters']} clusters")
 clusters = run.clusters()
 noise = float((rows["cluster_id"] == -1).mean())
 print(f"{noise:.1%} of the rows are in no cluster")
-names = dict(zip(clusters["cluster_id"], clusters["label"], strict=True))
-plot_map(rows, "cluster_id", labels=names)
+plot_map(rows, "cluster_id", labels=run.classifier.labels)
 
 # %%
 plot_map(rows, "zone")
@@ -58,9 +57,9 @@ plot_map(rows, "zone")
 clusters["tokens"] = [
     " ".join(one["text"] or "" for one in tokens[:5]) for tokens in clusters["tokens"]
 ]
-shown = ["cluster_id", "label", "zone", "size", "share", "persistence", "tokens"]
-forms = {"share": "{:.1%}", "persistence": "{:.2f}"}
-clusters.head(12)[shown].style.format(forms).hide(axis="index")
+columns = ["cluster_id", "label", "zone", "size", "share", "persistence", "tokens"]
+forms = {"size": "{:,}", "share": "{:.1%}", "persistence": "{:.2f}"}
+shown(clusters.head(12)[columns], forms)
 
 # %%
 centroids, labels = run.centroids()
@@ -69,7 +68,8 @@ plot_fingerprints(centroids[:12], labels[:12], title="Mean fingerprints of the l
 # %% [markdown]
 # ## What the rows were doing
 #
-# The sample's request ids begin with the task of their prompt. The run never saw the tasks.
+# The sample's request ids begin with the task of their prompt. The run never saw the tasks. A line
+# is a cluster, and says of which tasks its rows are.
 
 # %%
 tasks = frame(with_task(on_host(rows)[["request_id", "cluster_id"]]))
@@ -87,19 +87,17 @@ shares.style.format("{:.0%}").background_gradient("Blues", vmin=0, vmax=1)
 # hover: both views follow. PCA space is where neighbours are found, and its axes have words.
 
 # %%
-vectors = read_rows(data.store)
-numbers = vectors[list(run.layout.columns)].to_numpy()
-space = run.classifier.codebook.projection(numbers, run.layout)
-points = vectors[["request_id", "position", "layer"]].assign(pc1=space[:, 0], pc2=space[:, 1])
-both = on_host(rows).merge(points, on=["request_id", "position", "layer"])
+stored = read_rows(data.store)
+space = run.projected(stored)
+stored = stored[KEY].assign(pc1=space[:, 0], pc2=space[:, 1])
+both = on_host(rows).merge(stored, on=KEY)
 widget, scatters = linked_maps(
     both, {"map": ("x", "y"), "PC1 and PC2": ("pc1", "pc2")}, tooltip=("zone", "request_id")
 )
 widget
 
 # %%
-pd.set_option("display.max_colwidth", 90)
-run.axes().head(4).style.format({"explained": "{:.1%}"}).hide(axis="index")
+shown(run.axes().head(4), {"explained": "{:.1%}"})
 
 # %% [markdown]
 # A selection is a list of rows, in both directions. Here the largest cluster is selected; the views

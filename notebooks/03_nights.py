@@ -10,11 +10,12 @@
 # # 3. Nights and lineage
 #
 # A nightly run follows the run before it: a cluster that is found again keeps its id, and the map
-# moves little. Here the requests of the sample are spread over three nights. The first night has no
-# prompts with brackets, the third has none that count. So the nights share no row, and a kind of
-# behaviour may come and go.
+# starts from the last one. Here the requests of the sample are spread over three nights, so that
+# no row is in two of them. The first night has no prompts with brackets, and the third has none
+# that count: a kind of behaviour may come and go.
 
 # %%
+import numpy as np
 import pandas as pd
 
 from discovery.notebook import (
@@ -27,6 +28,7 @@ from discovery.notebook import (
     plot_map,
     plot_shares,
     read_rows,
+    shown,
     with_task,
 )
 
@@ -42,7 +44,7 @@ for night in nights:
     counts, gate = run.manifest["counts"], run.manifest["quality"]["gate"]
     print(
         f"{night}: {counts['rows']:,} rows, {counts['clusters']} clusters, parent "
-        f"{run.manifest['parent_run']}, gate {'passed' if gate['passed'] else 'failed'}"
+        f"{run.manifest['parent_run'] or '-'}, gate {'passed' if gate['passed'] else 'failed'}"
     )
     for reason in gate["reasons"]:
         print("   ", reason)
@@ -88,23 +90,31 @@ print("\n".join(life(data.nights, int(chosen), nights[-1])))
 # %%
 newest = Run(data.nights / nights[-1])
 checks = newest.checks()
-checks[["name", "value", "limit", "passed"]].style.format(
-    {"value": "{:.3g}", "limit": "{:.3g}"}, na_rep="-"
-).hide(axis="index")
+shown(checks[["name", "value", "limit", "passed"]], {"value": "{:.3g}", "limit": "{:.3g}"})
 
 # %%
 zones = {night: Run(data.nights / night).manifest["stages"]["zones"]["shares"] for night in nights}
 plot_shares(pd.DataFrame(zones).T.fillna(0.0), title="Zones of each night")
 
 # %% [markdown]
-# The same map, one night later: a cluster is where it was, and has the same colour.
+# ## The map, one night later
+#
+# The map of a run starts from that of its parent, and a cluster that kept its id kept its colour.
+# How far did such clusters move?
 
 # %%
-names = dict(zip(last["cluster_id"], last["label"], strict=True))
-plot_map(Run(data.nights / nights[-2]).map(), labels=names)
+parent = Run(data.nights / nights[-2])
+before, after = (run.clusters().set_index("cluster_id")[["x", "y"]] for run in (parent, newest))
+moved = np.hypot(*(after - before).dropna().to_numpy().T)
+width = np.hypot(*(newest.map(gpu=False)[["x", "y"]].std()))
+print(f"{len(moved)} clusters kept their id; the median one moved by {np.median(moved):.2f}")
+print(f"the rows of the map lie {width:.2f} from its middle (root mean square)")
 
 # %%
-plot_map(newest.map(), labels=names)
+plot_map(parent.map(), labels=parent.classifier.labels, around=newest.map())
+
+# %%
+plot_map(newest.map(), labels=newest.classifier.labels, around=parent.map())
 
 # %% [markdown]
 # `attn runs diff` and `attn runs lineage` print the same in a terminal. Next:

@@ -17,7 +17,7 @@
 import numpy as np
 import pandas as pd
 
-from discovery.notebook import Run, open_data, plot_fingerprints
+from discovery.notebook import Run, open_data, plot_fingerprints, shown
 from pipeline.analysis import build_token_map, collect_entries, find_tokens, read_raw
 from pipeline.examples.files import demo_model
 from sidecar.notebook import LocalEngine, LocalSidecar, TokenView, stored_rows
@@ -71,13 +71,13 @@ print(f"pinned: token {view.pinned}, {texts[view.pinned]!r}")
 entries = read_raw(collect_entries(response))
 top = [
     {
-        "token": texts.get(first + entry.step, ""), "layer": entry.layer,
+        "token": repr(texts.get(first + entry.step, "")), "layer": entry.layer,
         "looks at": " ".join(repr(texts[p]) for p in entry.token_positions[:4]),
         "most": float(entry.probabilities[0]), "in 16 keys": entry.mass_captured,
     }
     for entry in entries if entry.step is not None and entry.step < 4
 ]  # fmt: skip
-pd.DataFrame(top).style.format({"most": "{:.0%}", "in 16 keys": "{:.0%}"}).hide(axis="index")
+shown(pd.DataFrame(top), {"most": "{:.0%}", "in 16 keys": "{:.0%}"})
 
 # %% [markdown]
 # How much of each row, and of each layer, lies on the line that has the answer?
@@ -102,9 +102,8 @@ known = pd.DataFrame(rows)
 known["token"] = [repr(texts[position]) for position in known["position"]]
 labels = {-1: ""} | run.classifier.labels
 known["cluster"] = [labels[cluster] for cluster in known["cluster_id"]]
-known[["position", "token", "phase", "zone", "cluster", "sink_mass"]].style.format(
-    {"sink_mass": "{:.1%}"}
-).hide(axis="index")
+columns = ["position", "token", "phase", "zone", "cluster", "sink_mass"]
+shown(known[columns], {"sink_mass": "{:.1%}"})
 
 # %%
 vectors = np.array(known["vector"].to_list())

@@ -26,6 +26,7 @@ from discovery.notebook import (
     open_data,
     plot_seconds,
     plot_shares,
+    shown,
     stored_table,
     trial,
 )
@@ -42,7 +43,7 @@ print(f"engine {engine.name}; RAPIDS: {why_not() or 'works here'}")
 
 # %%
 trial(table.slice(0, 200))
-sizes = [len(table) // part for part in (12, 6, 3)]
+sizes = [len(table) // part for part in (16, 8, 4)]
 runs = {size: trial(table.take(list(range(0, len(table), len(table) // size)))) for size in sizes}
 here = pd.Series({run.manifest["counts"]["rows"]: run.seconds().sum() for run in runs.values()})
 for rows, seconds in here.items():
@@ -84,7 +85,7 @@ same = [
     name for name, facts in whole.manifest["files"].items()
     if facts == spread.manifest["files"][name]
 ]  # fmt: skip
-print("the same files:", ", ".join(name for name in same if name != "report.html"))
+print("the same files:", ", ".join(same))
 
 # %% [markdown]
 # ## Larger machines
@@ -108,19 +109,19 @@ def result(name):
     return found, machine, {found["job"]["rows"]: seeds["42"]} if seeds else {}
 
 
+RUNS = ("discovery", "discovery-gpu", "discovery-1m-gpu", "discovery-100m-gpu")
 measured, points = [], {}
-for name in ("discovery", "discovery-gpu", "discovery-100m-gpu"):
+for name in RUNS:
     found, machine, jobs = result(name)
     for size, job in jobs.items():
         answer = job.get("answer", job)
         measured.append({
-            "machine": machine, "rows": size, "seconds": job["seconds"],
-            "fitted": job["fit_rows"], "ARI to the planted": answer["ari"], "date": found["date"],
+            "machine": machine, "date": found["date"], "rows": size, "fitted": job["fit_rows"],
+            "seconds": job["seconds"], "ARI to the planted": answer["ari"],
         })  # fmt: skip
-        points.setdefault(machine, {})[size] = job["seconds"]
-pd.DataFrame(measured).style.format(
-    {"rows": "{:,}", "fitted": "{:,}", "seconds": "{:.1f}", "ARI to the planted": "{:.3f}"}
-).hide(axis="index")
+        points.setdefault(f"{machine}, {found['date']}", {})[size] = job["seconds"]
+forms = {"rows": "{:,}", "fitted": "{:,}", "seconds": "{:.1f}", "ARI to the planted": "{:.3f}"}
+shown(pd.DataFrame(measured), forms)
 
 # %%
 lines = {f"{engine.name}, here": here} | {name: pd.Series(one) for name, one in points.items()}
@@ -129,16 +130,16 @@ plot_seconds(lines, title="Seconds of a discovery run")
 # %% [markdown]
 # ## Where the time goes
 #
-# Shares of the stages. On a CPU the layout of the map takes most of it. On GPUs with a hundred
-# million rows, it is everything that touches each row.
+# Shares of the stages. What is fitted to a sample (the map, its clusters) takes no longer with more
+# rows than the sample has. What touches each row does: reading, finding neighbours, writing.
 
 # %%
 stages = {f"{engine.name}, here, {len(rows):,} rows": whole.seconds()}
-for name in ("discovery", "discovery-gpu", "discovery-100m-gpu"):
+for name in RUNS:
     _, machine, jobs = result(name)
     size = max(jobs)
     stages[f"{machine}, {size:,} rows"] = pd.Series(jobs[size]["stage_seconds"])
-shares = pd.DataFrame(stages).T.fillna(0.0)
+shares = pd.concat(stages, axis=1, sort=False).T.fillna(0.0)
 shares = shares.div(shares.sum(axis=1), axis=0)
 large = shares.columns[shares.max() >= 0.05]
 shares = shares[large].assign(other=1.0 - shares[large].sum(axis=1))

@@ -94,6 +94,11 @@ class Run:
             ["name", "explained", "low", "high"]
         ]
 
+    def projected(self, rows: pd.DataFrame) -> Floats:
+        """Rows of `read_rows` in PCA space: float32[n, d]."""
+        vectors = rows[list(self.layout.columns)].to_numpy(np.float32)
+        return self.classifier.codebook.projection(vectors, self.layout)
+
     @cached_property
     def classifier(self) -> Classifier:
         """The classifier that the sidecar would serve."""

@@ -8,8 +8,8 @@ from typing import Any
 import jscatter
 import pandas as pd
 
-from .plots import color_of
 from .runs import on_host
+from .style import color_of
 
 
 def linked_maps(

@@ -35,7 +35,7 @@ from discovery.notebook import (
     with_task,
 )
 from discovery.notebook.data import ABSENT, rows_of_night, sample_rows
-from discovery.notebook.plots import bin_names, color_of, palette
+from discovery.notebook.style import bin_names, color_of, palette
 from pipeline.store.open import open_store
 
 
@@ -109,8 +109,7 @@ def test_lineage_is_what_the_commands_print(notebook_data: NotebookData, attn: A
     printed = attn("runs", "diff", nights[0], nights[1], "--output", notebook_data.nights)
     said = changes(notebook_data.nights, nights[0], nights[1])
     assert printed.stdout.splitlines()[: len(said)] == said
-    second = events[events["run_id"] == nights[1]]
-    kept = int(second[second["event"] == "kept"]["cluster_id"].iloc[0])
+    kept = int(shares[shares["run_id"] == nights[1]]["cluster_id"].max())
     story = attn("runs", "lineage", str(kept), "--run", nights[1], "--output", notebook_data.nights)
     assert story.stdout.splitlines()[:2] == life(notebook_data.nights, kept, nights[1])[:2]
     with pytest.raises(ArtifactError, match="no cluster 999"):

@@ -60,7 +60,7 @@ def test_nights_are_those_of_the_runs(notebooks_folder: Path, notebook_data: Not
     assert len(nights) == 3
     for night in nights:
         manifest = Run(notebook_data.nights / night).manifest
-        counts, parent = manifest["counts"], manifest["parent_run"]
+        counts, parent = manifest["counts"], manifest["parent_run"] or "-"
         assert (
             f"{night}: {counts['rows']:,} rows, {counts['clusters']} clusters, parent {parent}"
         ) in done.printed
