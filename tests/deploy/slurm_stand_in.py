@@ -7,12 +7,10 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from deploy_files import executable
+from stopping import Act, started
 
 JOB_ID = "4711"
 # What sbatch(1) knows of the options that the script may use.
@@ -20,8 +18,6 @@ KNOWN = {
     "job-name", "gres", "cpus-per-task", "mem", "time", "requeue", "open-mode", "dependency",
     "signal", "output",
 }  # fmt: skip
-# Acts on a job at a line of its log; gets the process of the batch shell.
-Act = Callable[[subprocess.Popen[bytes]], None]
 
 
 def directives(script: Path) -> dict[str, str]:
@@ -72,26 +68,10 @@ class Job:
         self._requests.unlink(missing_ok=True)
         if self.restarts:
             self._environment["SLURM_RESTART_COUNT"] = str(self.restarts)
-        read, write = os.pipe()
-        process = subprocess.Popen(
-            ["bash", str(self._spooled), *self._arguments], stdout=write, stderr=write,
-            env=self._environment, cwd=self._folder, start_new_session=True,
+        code = started(
+            ["bash", self._spooled, *self._arguments], self._environment, self._folder, self.log,
+            until, act,
         )  # fmt: skip
-        os.close(write)
-        # A killed job's children keep the pipe: they are killed with it, as by Slurm's cgroup.
-        guard = threading.Timer(240, lambda: os.killpg(process.pid, signal.SIGKILL))
-        guard.start()
-        acted = False
-        with os.fdopen(read, "rb") as lines, self.log.open("ab") as log:
-            for line in lines:
-                log.write(line)
-                log.flush()
-                if until and act and not acted and until.encode() in line:
-                    acted = True
-                    act(process)
-        code = process.wait()
-        guard.cancel()
-        assert acted or not until, f"no {until!r} in\n{self.log.read_text()}"
         # A node that is lost takes the job with it: with --requeue it is queued again.
         if self._requests.exists() or (code < 0 and "requeue" in self.options):
             self.restarts += 1
@@ -103,12 +83,3 @@ def time_is_nearly_over(job: Job) -> Act:
     """--signal=B:TERM@600: the signal, to the batch shell alone."""
     number = job.options["signal"].removeprefix("B:").split("@")[0]
     return lambda process: os.kill(process.pid, getattr(signal, f"SIG{number}"))
-
-
-def preempt(process: subprocess.Popen[bytes]) -> None:
-    """PreemptMode=REQUEUE: every process of the job gets TERM."""
-    os.killpg(process.pid, signal.SIGTERM)
-
-
-def lose_the_node(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)

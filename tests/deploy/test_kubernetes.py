@@ -15,11 +15,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from collected import commands
-from deploy_files import DEPLOY, tool
+from deploy_files import DEPLOY, attn_on_path, tool
 from jsonschema import Draft202012Validator
 from pages import table
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
+from shared import REPO
+from stopping import Act, kill_all, started, terminate
 
 ROOT = DEPLOY / "kubernetes"
 OVERLAYS = ("base", "multi-node")
@@ -130,6 +132,47 @@ def test_only_a_preempted_night_is_tried_again():
     assert set(policy["values"]) == again == {5, 143}
     # Kubernetes' condition for a policy of failures.
     assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def action_on(job: dict[str, Any], code: int, *, disrupted: bool) -> str:
+    """What the Job's podFailurePolicy makes of a pod that ended with a code: the action of the
+    first rule that matches; without one, the failure counts for backoffLimit."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        if policy := rule.get("onExitCodes"):
+            inside = code in policy["values"]
+            if code and inside == (policy["operator"] == "In"):
+                return str(rule["action"])
+        elif disrupted:
+            return str(rule["action"])
+    return "Count"
+
+
+@pytest.mark.slow
+def test_a_night_that_kubernetes_stops_and_tries_again_ends_in_the_same_artifacts(
+    whole_night, tmp_path
+):
+    job = one(written("base"), "CronJob", "attn-nightly")["spec"]["jobTemplate"]["spec"]
+    pod = job["template"]["spec"]["containers"][0]
+    command = [word.replace("/opt/attn", str(REPO)) for word in pod["command"]]
+    environment = {**attn_on_path(tmp_path / "bin"), **whole_night.settings(tmp_path)}
+
+    def try_of(number: int, until: str | None = None, act: Act | None = None) -> int:
+        # A pod has its own /tmp, and keeps the volume alone.
+        temporary = tmp_path / f"tmp-{number}"
+        temporary.mkdir()
+        own = {**environment, "TMPDIR": str(temporary)}
+        return started(command, own, temporary, tmp_path / "log", until, act)
+
+    # A pod is stopped by TERM to its first process: by hand it counts, a preemption does not.
+    code = try_of(1, "pca", terminate)
+    assert action_on(job, code, disrupted=False) == "Count" and job["backoffLimit"] > 0
+    assert action_on(job, code, disrupted=True) == "Ignore"
+    # The node is lost, or terminationGracePeriodSeconds are over: 137.
+    assert try_of(2, "umap", kill_all) == -9
+    assert action_on(job, 137, disrupted=True) == "Ignore"
+    assert action_on(job, 137, disrupted=False) == "FailJob"
+    assert try_of(3) == 0
+    whole_night.assert_same(tmp_path, tmp_path / "log", resumed=2)
 
 
 def test_one_night_at_a_time_on_one_gpu_with_the_stores_node():

@@ -4,17 +4,14 @@ an uninterrupted one."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from deploy_files import DEPLOY, attn_on_path, executable, settings, tool
-from planted import planted
-from published import make_store
 from shared import REPO
-from slurm_stand_in import Job, directives, lose_the_node, preempt, time_is_nearly_over
-from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of
+from slurm_stand_in import Job, directives, time_is_nearly_over
+from stopping import kill_all, terminate_all
 
 SBATCH = DEPLOY / "slurm" / "attn-nightly.sbatch"
 
@@ -36,27 +33,15 @@ WAITING = "trap 'exit 143' TERM\necho at work\nwhile :; do sleep 0.05; done\n"
 
 
 @pytest.mark.slow
-def test_a_night_that_slurm_stops_in_every_way_ends_in_the_same_artifacts(attn, tmp_path):
-    db = make_store(tmp_path / "fingerprints.db", planted(1_501, 0)[0])
-    shutil.copy(db, tmp_path / "other.db")
-    done = attn("discover", "--db", tmp_path / "other.db", "--output", tmp_path / "alone", *AT_NOW,
-                *OPTIONS)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    slurm = job(tmp_path, attn_on_path(tmp_path / "attn-bin"), {
-        "ATTN_DB": str(db), "ATTN_OUTPUT": str(tmp_path / "out"),
-        "ATTN_OPTIONS": " ".join([*OPTIONS, *AT_NOW]),
-        "ATTN_METRICS_FILE": str(tmp_path / "attn.prom"),
-    })  # fmt: skip
+def test_a_night_that_slurm_stops_in_every_way_ends_in_the_same_artifacts(whole_night, tmp_path):
+    slurm = job(tmp_path, attn_on_path(tmp_path / "attn-bin"), whole_night.settings(tmp_path))
     assert slurm.run("pca", time_is_nearly_over(slurm)) is None
-    assert slurm.run("neighbors", lose_the_node) is None
-    assert slurm.run("umap", preempt) is None
+    # A node is lost, and PreemptMode=REQUEUE.
+    assert slurm.run("neighbors", kill_all) is None
+    assert slurm.run("umap", terminate_all) is None
     assert slurm.run() == 0, slurm.log.read_text()
-    log = slurm.log.read_text()
-    assert slurm.restarts == 3 and log.count(f"run {RUN_ID} resumed") == 3, log
-    assert "Traceback" not in log
-    assert fingerprint_of(tmp_path / "out" / RUN_ID) == fingerprint_of(tmp_path / "alone" / RUN_ID)
-    assert (tmp_path / "out" / "latest").readlink() == Path(RUN_ID)
-    assert "attn_discover_last_exit_code 0.0" in (tmp_path / "attn.prom").read_text()
+    assert slurm.restarts == 3
+    whole_night.assert_same(tmp_path, slurm.log, resumed=3)
 
 
 def test_a_signal_to_the_batch_shell_reaches_the_job_which_is_queued_again(tmp_path):

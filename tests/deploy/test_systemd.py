@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from configparser import ConfigParser
+from functools import partial
 from pathlib import Path
 
 import pytest
-from deploy_files import DEPLOY, executable, tool
+from deploy_files import DEPLOY, attn_on_path, executable, tool
+from shared import REPO
+from stopping import kill_the_command, started, terminate
 
 UNITS = DEPLOY / "systemd"
 
@@ -50,13 +53,18 @@ def test_the_services_are_exposed_little(installed, unit, most):
     assert done.returncode == 0, done.stdout[-2_000:] + done.stderr
 
 
-def test_the_job_still_reaches_its_gpus(installed):
+def service() -> dict[str, str]:
+    """The settings of the nightly service. Of a name with several lines, the last one."""
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNITS / "attn-nightly.service")
-    service = unit["Service"]
-    assert "PrivateDevices" not in service and "MemoryDenyWriteExecute" not in service
-    assert service["DevicePolicy"] == "closed" and service["DeviceAllow"] == "char-nvidia* rw"
+    return dict(unit["Service"])
+
+
+def test_the_job_still_reaches_its_gpus():
+    found = service()
+    assert "PrivateDevices" not in found and "MemoryDenyWriteExecute" not in found
+    assert found["DevicePolicy"] == "closed" and found["DeviceAllow"] == "char-nvidia* rw"
 
 
 def test_the_timer_is_of_every_night():
@@ -65,3 +73,20 @@ def test_the_timer_is_of_every_night():
     done = analyze("calendar", "--iterations=2", when)
     assert done.returncode == 0 and "02:00:00" in done.stdout, done.stderr
     assert "Persistent=true" in timer
+
+
+@pytest.mark.slow
+def test_a_night_that_systemd_stops_and_starts_again_ends_in_the_same_artifacts(
+    whole_night, tmp_path
+):
+    unit = service()
+    command = unit["ExecStart"].replace("/opt/attn", str(REPO))
+    environment = {**attn_on_path(tmp_path / "bin"), **whole_night.settings(tmp_path)}
+    night = partial(started, [command], environment, tmp_path, tmp_path / "log")
+    # systemctl stop, or RuntimeMaxSec: TERM to the script alone. Not a failure: the next night.
+    assert unit["KillMode"] == "mixed" and "KillSignal" not in unit
+    assert str(night("pca", terminate)) in unit["SuccessExitStatus"].split()
+    # Memory runs out. The service is started again.
+    assert str(night("umap", kill_the_command)) in unit["RestartForceExitStatus"].split()
+    assert night() == 0
+    whole_night.assert_same(tmp_path, tmp_path / "log", resumed=2)
