@@ -101,6 +101,9 @@ class GateRules:
         at_most=True,
     )  # fmt: skip
     mean_persistence: float = check(0.08, "mean persistence of the clusters", ".3f", NOISY)
+    mean_stability: float = check(
+        0.4, "mean share by which half of the requests find a cluster again", ".3f", NOISY
+    )
     classifier_agreement: float = check(
         0.85, "share of unseen rows on which the classifier agrees", ".1%",
         "check the capture for rows that are all the same, or for noise",
@@ -179,6 +182,7 @@ class Measures:
     neighbor_recall: float
     noise_share: float
     mean_persistence: float | None = None
+    mean_stability: float | None = None
     classifier_agreement: float | None = None
     held_out_rows: int = 0
     effective_rows: float = 0

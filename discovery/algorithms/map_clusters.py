@@ -1,34 +1,90 @@
-"""Clusters of a map: HDBSCAN, and what it leaves out.
+"""Clusters of the fitted rows: by what many trees agree on, or by HDBSCAN of the map.
 
-Noise are the sparse rows, which are like nothing. What HDBSCAN leaves out of the others lies
-between clusters: attention is a continuum, and such a row is a little of each. It joins the one
-that most of its neighbours are in, with their share as its probability. Of a large map HDBSCAN sees
-a sample, and all others join.
+Noise are the sparse rows, which are like nothing. All others are in a cluster: attention is a
+continuum, and a row between two clusters is a little of each. Of many rows a sample is clustered,
+and the others join the cluster that most of their neighbours are in, with their share as their
+probability; so do rows that HDBSCAN leaves out.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from capture_kernels.arrays import Floats
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from discovery.artifacts.schema import NOISE
-from discovery.engines.protocol import Clustering, Engine
+from discovery.engines.protocol import Engine
 
+from .consensus.clusters import stable_clusters
 from .voting import vote
 
-# HDBSCAN sees at most so many rows, or as give the smallest cluster `SAMPLED_LEAST`.
-# Its neighbours are then few enough to search for, and a large map has the clusters of a small one:
-# the rows between two behaviours, ever more of them, would grow into a bridge.
+# At most so many rows are clustered, or as give the smallest cluster `SAMPLED_LEAST`. For HDBSCAN
+# their neighbours are then few enough to search for, and a large map has the clusters of a small
+# one: the rows between two behaviours, ever more of them, would grow into a bridge.
 SAMPLE_ROWS, SAMPLED_LEAST = 25_000, 20
-# No cluster may hold more of the map than this: attention is a continuum, and HDBSCAN's most
-# persistent answer to a continuum is one cluster.
+# HDBSCAN's most persistent answer to a continuum is one cluster, so none may hold more than this.
 LARGEST_CLUSTER = 0.5
 # A row is noise if its tenth neighbour in PCA space is this many times as far as the median row's.
 # UMAP evens out density: sparse rows become an island, or the rim of a behaviour. Of 6,000 and
 # 20,000 planted rows the limit finds 92% and 99% of the noise, and costs 1% and 2% of the others.
 SPARSE, SPARSE_NEIGHBOR = 3.0, 10
-# Members of clusters that vote on a row between them.
+# Members of clusters that vote on a row outside of them.
 VOTERS = 5
+# Neighbours by which cells are joined.
+NEIGHBORS = 30
+
+
+class FoundClusters(NamedTuple):
+    """Clusters of n rows, numbered by falling size among those that were clustered.
+
+    labels int32[n] (-1: noise); probabilities float32[n] in [0, 1]; of each cluster, float64[c],
+    how often trees of half of the requests have it (NaN by HDBSCAN), and HDBSCAN's persistence (NaN
+    by trees); family int32[c], -1 by HDBSCAN.
+    """
+
+    labels: Int32s
+    probabilities: Floats
+    stability: Doubles
+    persistence: Doubles
+    family: Int32s
+
+
+def clusters_of_rows(
+    engine: Engine,
+    projected: Floats,
+    points: Floats,
+    apart: Floats,
+    requests: Ints,
+    size: int,
+    seed: int,
+) -> FoundClusters:
+    """Clusters of n rows in PCA space that are found again in other requests.
+
+    Args:
+        projected: float32[n, d], the rows; points: float32[n, 2], on the map.
+        apart: float32[n], distance of each row to its `SPARSE_NEIGHBOR`th neighbour.
+        requests: int64[n], a number for the request of each.
+        size: fewest rows of a cluster.
+        seed: of the sample and of the trees.
+    """
+    dense = dense_rows(apart)
+    seen = sample_of(dense, size, seed)
+    labels = np.full(len(projected), NOISE, np.int32)
+    probabilities = np.zeros(len(projected), np.float32)
+    least = sampled_size(size, len(seen), len(dense))
+    if len(seen) <= max(least, 1):
+        nothing = np.empty(0)
+        return FoundClusters(labels, probabilities, nothing, nothing, np.empty(0, np.int32))
+    rows = projected[seen]
+    near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
+    _, numbers = np.unique(requests[seen], return_inverse=True)
+    # A row's nearest is itself, or one like it.
+    found = stable_clusters(engine, rows, near[:, 1:], numbers, least, seed)
+    labels[seen], probabilities[seen] = found.labels, found.probabilities
+    join(engine, projected, points, dense, labels, probabilities)
+    unknown = np.full(len(found.stability), np.nan)
+    return FoundClusters(labels, probabilities, found.stability, unknown, found.family)
 
 
 def clusters_of_map(
@@ -39,8 +95,8 @@ def clusters_of_map(
     size: int,
     min_samples: int | None,
     seed: int,
-) -> tuple[Clustering, int]:
-    """Clusters of n rows, those of no cluster -1; and the min_samples that HDBSCAN had.
+) -> FoundClusters:
+    """Clusters of n rows by HDBSCAN of their map.
 
     Args:
         projected: float32[n, d], the rows in PCA space; points: float32[n, 2], on the map.
@@ -50,31 +106,65 @@ def clusters_of_map(
             which is its own default.
         seed: of the sample of a large map.
     """
-    # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
-    alone = apart[apart > 0]
-    dense = np.flatnonzero(apart <= SPARSE * (np.median(alone) if len(alone) else 0.0))
+    dense = dense_rows(apart)
+    seen = sample_of(dense, size, seed)
     labels = np.full(len(points), NOISE, np.int32)
     probabilities = np.zeros(len(points), np.float32)
-    rng = np.random.default_rng(seed)
-    seen = np.sort(rng.choice(dense, seen_rows(len(dense), size), replace=False))
-    share = len(seen) / max(len(dense), 1)
-    least, most = round(size * share), int(LARGEST_CLUSTER * len(points) * share)
-    min_samples = min_samples or least
-    found = engine.cluster(points[seen], least, min_samples, max(least, most))
+    least = sampled_size(size, len(seen), len(dense))
+    most = int(LARGEST_CLUSTER * len(points) * len(seen) / max(len(dense), 1))
+    found = engine.cluster(points[seen], least, min_samples or least, max(least, most))
     labels[seen], probabilities[seen] = found.labels, found.probabilities
+    join(engine, projected, points, dense, labels, probabilities)
+    clusters = len(found.persistence)
+    return FoundClusters(
+        labels, probabilities, np.full(clusters, np.nan), found.persistence,
+        np.full(clusters, NOISE, np.int32),
+    )  # fmt: skip
+
+
+def dense_rows(apart: Floats) -> Ints:
+    """The rows that are not sparse, by the distance float32[n] to their `SPARSE_NEIGHBOR`th
+    neighbour: int64[m]."""
+    # Exact duplicates, as a shared prompt makes them, are left out of the median distance.
+    alone = apart[apart > 0]
+    return np.flatnonzero(apart <= SPARSE * (np.median(alone) if len(alone) else 0.0))
+
+
+def sample_of(dense: Ints, size: int, seed: int) -> Ints:
+    """Those of the rows int64[m] that are clustered, ascending."""
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.choice(dense, seen_rows(len(dense), size), replace=False))
+
+
+def sampled_size(size: int, seen: int, rows: int) -> int:
+    """Fewest rows of a cluster among `seen` of so many rows."""
+    return round(size * seen / max(rows, 1))
+
+
+def join(
+    engine: Engine,
+    projected: Floats,
+    points: Floats,
+    dense: Ints,
+    labels: Int32s,
+    probabilities: Floats,
+) -> None:
+    """Put the rows `dense` that are in no cluster to the one that most of their neighbours among
+    members are in. Changes labels int32[n] and probabilities float32[n] in place."""
     members, others = np.flatnonzero(labels != NOISE), dense[labels[dense] == NOISE]
-    if len(members) and len(others):
-        voters = min(VOTERS, len(members))
-        near, distances = engine.neighbors(projected[members], projected[others], voters)
-        voting = engine.array(members)[engine.array(near)]
-        votes = vote(
-            engine.array(distances), engine.array(labels)[voting], engine.array(points)[voting]
-        )
-        sure = votes.share * engine.array(probabilities)[voting].max(axis=1)
-        labels[others], probabilities[others] = engine.host(votes.cluster), engine.host(sure)
-    return Clustering(labels, probabilities, found.persistence), min_samples
+    if not (len(members) and len(others)):
+        return
+    near, distances = engine.neighbors(
+        projected[members], projected[others], min(VOTERS, len(members))
+    )
+    voting = engine.array(members)[engine.array(near)]
+    votes = vote(
+        engine.array(distances), engine.array(labels)[voting], engine.array(points)[voting]
+    )
+    sure = votes.share * engine.array(probabilities)[voting].max(axis=1)
+    labels[others], probabilities[others] = engine.host(votes.cluster), engine.host(sure)
 
 
 def seen_rows(rows: int, size: int) -> int:
-    """How many of so many rows HDBSCAN sees, where a cluster has at least `size` of them."""
+    """How many of so many rows are clustered, where a cluster has at least `size` of them."""
     return min(rows, max(SAMPLE_ROWS, -(-SAMPLED_LEAST * rows // size)))

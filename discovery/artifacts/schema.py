@@ -147,6 +147,8 @@ CLUSTER_COLUMNS = pa.schema(
         ("size", pa.int64()),
         ("share", pa.float64()),
         ("persistence", pa.float64()),
+        ("stability", pa.float64()),
+        ("family", pa.int32()),
         ("centroid", pa.list_(pa.float32(), DIMENSIONS)),
         ("x", pa.float32()),
         ("y", pa.float32()),

@@ -43,6 +43,12 @@ def discover(
         typer.Option(help="Also take rows that old which the last run came too early for."),
     ] = 24.0,
     min_rows: Annotated[int, typer.Option(help="Fewest rows that a run needs.")] = 100,
+    clustering: Annotated[
+        str,
+        typer.Option(
+            help="consensus: what trees of many halves of the requests agree on; or hdbscan."
+        ),
+    ] = "consensus",
     min_samples: Annotated[
         int | None,
         typer.Option(help="HDBSCAN's min_samples. Default: as the smallest cluster has rows."),

@@ -62,6 +62,9 @@ def list_runs(output: Output = Path("discovery_outputs"), as_json: AsJson = Fals
 def show(
     run: Annotated[str, typer.Argument(help="Run id, or latest.")] = "latest",
     output: Output = Path("discovery_outputs"),
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Clusters below the families that they are of.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one run: its clusters, zones and quality."""
@@ -70,18 +73,35 @@ def show(
         clusters = artifacts.table("clusters").to_pylist()
         print(json.dumps({"manifest": artifacts.manifest, "clusters": clusters}))
     else:
-        show_run(artifacts.folder, artifacts.manifest)
+        show_run(artifacts.folder, artifacts.manifest, tree)
 
 
-def show_run(folder: Path, manifest: Manifest) -> None:
-    """Print a run for a person: clusters by size, zones, and quality."""
+def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
+    """Print a run for a person: clusters by size, zones, and quality.
+
+    Args:
+        tree: whether the clusters stand below their families.
+    """
     screen = console()
-    table = Table("id", "cluster", "traits", "rows", "share", "persistence", box=None)
-    for cluster in open_artifacts(folder).table("clusters").to_pylist():
-        table.add_row(
-            str(cluster["cluster_id"]), cluster["label"], ", ".join(cluster["traits"]),
-            f"{cluster['size']:,}", f"{cluster['share']:.1%}", f"{cluster['persistence']:.2f}",
-        )  # fmt: skip
+    clusters = open_artifacts(folder).table("clusters").to_pylist()
+    table = Table("id", "cluster", "traits", "rows", "share", "stability", box=None)
+    for family in families(clusters) if tree else [clusters]:
+        indent = ""
+        if tree and len(family) > 1:
+            # A family has no name of its own: its largest cluster says what it is like.
+            rows, share = (sum(cluster[name] for cluster in family) for name in ("size", "share"))
+            table.add_row(
+                "", f"{len(family)} like {family[0]['label']}", "", f"{rows:,}", f"{share:.1%}", ""
+            )
+            indent = "  "
+        for cluster in family:
+            # By HDBSCAN, and in runs of earlier versions, it was not measured.
+            stability = cluster.get("stability")
+            table.add_row(
+                str(cluster["cluster_id"]), indent + cluster["label"], ", ".join(cluster["traits"]),
+                f"{cluster['size']:,}", f"{cluster['share']:.1%}",
+                "-" if stability is None else f"{stability:.2f}",
+            )  # fmt: skip
     screen.print(table)
     quality = manifest["quality"]
     zones = sorted(manifest["stages"]["zones"]["shares"].items(), key=lambda item: -item[1])
@@ -94,6 +114,18 @@ def show_run(folder: Path, manifest: Manifest) -> None:
         + (f", classifier agreement {agreement:.1%}" if agreement is not None else "")
         + f"\n{folder}"
     )
+
+
+def families(clusters: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The clusters by family, the largest family first; one without a family is alone."""
+    by_family: dict[tuple[bool, int], list[dict[str, Any]]] = {}
+    for cluster in clusters:
+        family = cluster.get("family")
+        alone = family is None
+        by_family.setdefault((alone, cluster["cluster_id"] if alone else family), []).append(
+            cluster
+        )
+    return sorted(by_family.values(), key=lambda own: -sum(cluster["size"] for cluster in own))
 
 
 class Screen(Console):

@@ -7,10 +7,11 @@ import { count, el, figure, given, listed, percent, plural, spaced, swatch } fro
 const field = (name, ...content) =>
   el("div", { class: "field" }, el("h4", { text: name }), ...content);
 
-function cameFrom({ born_in: born, parents, persistence }, { runId, says }) {
+function cameFrom({ born_in: born, parents, persistence, stability }, { runId, says }) {
   const words = [`born in ${born === runId ? "this run" : born}`];
   if (parents?.length) words[0] += `, from ${listed(parents.map(String))}`;
   if (given(persistence)) words.push(`persistence ${persistence.toFixed(2)}`);
+  if (given(stability)) words.push(`found again in half of the requests by ${percent(stability)}`);
   if (says) words.push(says);
   return el("p", { class: "quiet", text: words.join(" · ") });
 }

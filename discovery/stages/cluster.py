@@ -10,14 +10,31 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Int32s, Ints
+from discovery.algorithms.consensus.cell_tree import POWER, ROUNDS
+from discovery.algorithms.consensus.clusters import (
+    ATOM_ROWS,
+    ATOMS,
+    CELL_ROWS,
+    CELLS,
+    DETAIL,
+    FAMILY_DETAIL,
+    LARGEST,
+    LEAST_GROUP,
+    TREES,
+)
+from discovery.algorithms.consensus.found_again import CHANCE, COMPARED
+from discovery.algorithms.consensus.partition import STARTS, TOGETHER
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
+    NEIGHBORS,
     SAMPLE_ROWS,
     SAMPLED_LEAST,
     SPARSE,
     SPARSE_NEIGHBOR,
     VOTERS,
+    FoundClusters,
     clusters_of_map,
+    clusters_of_rows,
 )
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
@@ -47,10 +64,12 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    given = context.options.some("min_cluster_size", "min_samples", "seed")
+    given = context.options.some("clustering", "min_cluster_size", "min_samples", "seed")
     limits = {
         "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
-        "sample": (SAMPLE_ROWS, SAMPLED_LEAST),
+        "sample": (SAMPLE_ROWS, SAMPLED_LEAST), "neighbors": NEIGHBORS,
+        "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
+        "groups": (CHANCE, COMPARED, LARGEST, DETAIL, FAMILY_DETAIL, TOGETHER, STARTS),
     }  # fmt: skip
     return {**given, **limits}
 
@@ -74,14 +93,14 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
     if not context.checkpoint.has("fit.npz"):
-        found, samples = clusters_of_map(
-            context.engine, fit["projected"], points, fit_distances(context, SPARSE_NEIGHBOR), size,
-            context.options.min_samples, context.options.seed,
-        )  # fmt: skip
-        context.checkpoint.write_arrays("fit.npz", **found._asdict(), min_samples=np.array(samples))
+        found = clusters_of_fit(context, fit["rows"], fit["projected"], points, size)
+        context.checkpoint.write_arrays("fit.npz", **found._asdict())
     saved = context.checkpoint.read_arrays("fit.npz")
-    clusters, samples = len(saved.pop("persistence")), int(saved.pop("min_samples"))
-    fitted = Fitted(fit["rows"], fit["projected"], points, **saved)
+    labels, probabilities, stability, family = (
+        saved[name] for name in ("labels", "probabilities", "stability", "family")
+    )
+    clusters = len(stability)
+    fitted = Fitted(fit["rows"], fit["projected"], points, labels, probabilities)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(
@@ -97,8 +116,28 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     prototypes = save_prototypes(context, fitted)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
-               "min_samples": samples, "landmarks": prototypes}  # fmt: skip
-    return summary, f"{clusters} clusters, {noise:.1%} noise"
+               "landmarks": prototypes}  # fmt: skip
+    says = f"{clusters} clusters, {noise:.1%} noise"
+    if clusters and context.options.clustering == "consensus":
+        summary |= {"families": int(family.max()) + 1, "mean_stability": float(stability.mean())}
+        says += (
+            f", {summary['families']} families; half of the requests find them again by "
+            f"{stability.mean():.0%}"
+        )
+    return summary, says
+
+
+def clusters_of_fit(
+    context: RunContext, rows: Ints, projected: Floats, points: Floats, size: int
+) -> FoundClusters:
+    """Clusters of the fit rows, as --clustering says."""
+    apart, options = fit_distances(context, SPARSE_NEIGHBOR), context.options
+    if options.clustering == "hdbscan":
+        return clusters_of_map(
+            context.engine, projected, points, apart, size, options.min_samples, options.seed
+        )
+    _, requests = np.unique(requests_of(context, rows), return_inverse=True)
+    return clusters_of_rows(context.engine, projected, points, apart, requests, size, options.seed)
 
 
 def votes_of_rest(

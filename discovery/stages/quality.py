@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from capture_kernels.arrays import Floats, Ints
+from capture_kernels.arrays import Doubles, Floats, Ints
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.drift import drift
 from discovery.algorithms.metrics import MapQuality, distinct_rows, map_quality
@@ -35,7 +35,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     points = context.saved("umap", "map.npz")["points"]
     found, distinct = quality_of_map(context.engine, projected, points, context.options.seed)
     held = {name: array.item() for name, array in context.saved("cluster", "agreement.npz").items()}
-    persistence = context.saved("cluster", "fit.npz")["persistence"]
+    found_clusters = context.saved("cluster", "fit.npz")
     # The rows that extract left out contradict themselves as well.
     impossible = sum(context.summaries["extract"]["impossible"].values())
     inconsistent = impossible + int(context.saved("lineage", "counts.npz")["inconsistent"])
@@ -45,7 +45,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         "distinct_rows": distinct,
         "sampled_rows": min(SAMPLE_ROWS, distinct),
         "noise_share": context.summaries["cluster"]["noise_share"],
-        "mean_persistence": float(persistence.mean()) if len(persistence) else None,
+        "mean_persistence": mean_known(found_clusters["persistence"]),
+        "mean_stability": mean_known(found_clusters["stability"]),
         "classifier_agreement": held["agreement"] if held["rows"] else None,
         "classifier_held_out_rows": held["rows"],
         "classifier_effective_rows": round(held["effective_rows"], 1),
@@ -65,6 +66,11 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         says += f", agreement with {context.follows['parent']} {summary['agreement']:.2f}"
     says += "".join(f"; FAILED: {reason}" for reason in summary["gate"]["reasons"])
     return summary, says
+
+
+def mean_known(figures: Doubles) -> float | None:
+    """The mean of figures float64[c], None where there are none or they are unknown."""
+    return None if not len(figures) or np.isnan(figures).any() else float(figures.mean())
 
 
 def quality_of_map(

@@ -103,7 +103,10 @@ def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
                 "zone": max(ZONES, key=profile.zones.__getitem__),
                 "size": profile.size,
                 "share": profile.share,
-                "persistence": float(fit["persistence"][index]),
+                # One of them is unknown, by the way in which clusters were found.
+                "persistence": known(fit["persistence"][index]),
+                "stability": known(fit["stability"][index]),
+                "family": int(fit["family"][index]) if fit["family"][index] >= 0 else None,
                 "centroid": centroids[index].tolist(),
                 "x": x,
                 "y": y,
@@ -116,6 +119,11 @@ def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(out, schema=CLUSTER_COLUMNS)
+
+
+def known(figure: float) -> float | None:
+    """The figure, None for NaN."""
+    return None if np.isnan(figure) else float(figure)
 
 
 def token_text(context: RunContext) -> TokenText:

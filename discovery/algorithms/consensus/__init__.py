@@ -1,0 +1,10 @@
+"""Clusters that are found again: many trees of cells, each of half of the requests, and what they
+agree on.
+
+    cell_tree     cells of PCA space, and the tree of groups that they merge into
+    found_again   how often each group of a tree has one like it in the trees of other requests
+    partition     one partition of what many agree on, and the families above it
+    clusters      rows to clusters, by all of these
+
+Imports what `discovery.algorithms` may import.
+"""

@@ -1,0 +1,175 @@
+"""Rows to clusters that other requests would give as well.
+
+A tree of cells is made of one half of the requests, and of the other, many times. Of each tree
+those groups are taken that the other trees have too (`found_again`), and the clusters are what most
+of these agree on (`partition`). What half of the requests shows by chance, the others do not show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
+from discovery.algorithms.threads import one_thread
+from discovery.artifacts.schema import NOISE
+from discovery.engines.protocol import Engine
+
+from .cell_tree import cell_centres, cells_of, merge_cells, shared_neighbors
+from .found_again import Halving, chosen_groups, found_again, large_groups, likest
+from .partition import families_of, median_partition, without_small
+
+# Trees, two of each division of the requests into halves.
+TREES = 200
+# Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
+# where they would have fewer rows than that.
+CELLS, CELL_ROWS = 200, 15
+ATOMS, ATOM_ROWS = 300, 10
+# No cluster holds more of the rows than this: that is what attention has in common.
+LARGEST = 0.5
+# How much more a group must be worth than the groups in it, to be taken in their place: for
+# clusters, and for the families above them.
+DETAIL, FAMILY_DETAIL = 1.15, 0.6
+# A group of fewer rows than this share of the smallest cluster merges before all others.
+LEAST_GROUP = 0.3
+
+
+class Clusters(NamedTuple):
+    """Clusters of n rows, numbered by falling size.
+
+    labels: int32[n], -1 for noise. probabilities: float32[n], how far each row belongs to its own,
+    0 for noise. stability: float64[c], how far the trees of half of the requests have each one.
+    family: int32[c], numbered by falling size.
+    """
+
+    labels: Int32s
+    probabilities: Floats
+    stability: Doubles
+    family: Int32s
+
+
+def stable_clusters(
+    engine: Engine, rows: Floats, near: Int32s, requests: Ints, size: int, seed: int
+) -> Clusters:
+    """Clusters of n rows that are not sparse.
+
+    Args:
+        rows: float32[n, d], in PCA space; near: int32[n, k], numbers of each one's neighbours among
+            them, without itself.
+        requests: int64[n], a number for the request of each.
+        size: fewest rows of a cluster; n is at least that.
+        seed: of cells and halves.
+    """
+    with one_thread():
+        rng = np.random.default_rng(seed)
+        on_device = engine.array(rows)
+        atom = cells_of(on_device, cell_centres(on_device, number_of(ATOMS, ATOM_ROWS, rows), rng))
+        _, atom = np.unique(atom, return_inverse=True)
+        atoms = np.bincount(atom)
+        halvings = []
+        for half in halves(requests, rng):
+            taken = engine.array(rows[half])
+            centres = cell_centres(taken, number_of(CELLS, CELL_ROWS, taken), rng)
+            cell = cells_of(on_device, centres)
+            halvings.append(halving(cell, len(centres), near, half, atom, atoms, size))
+        again = found_again(halvings, atoms, size)
+        together, starts = agreement(halvings, again, atoms, size, DETAIL)
+        labels = without_small(median_partition(together, atoms, starts), together, atoms, size)
+        coarse, _ = agreement(halvings, again, atoms, size, FAMILY_DETAIL)
+        family = families_of(labels, coarse, atoms)
+        shares = row_shares(labels, together, atoms, atom, near)
+        stability = stability_of(labels, halvings, atoms, size)
+    return named(shares, stability, family)
+
+
+def number_of(most: int, each: int, rows: Floats) -> int:
+    """How many cells such rows are put into."""
+    return max(1, min(most, len(rows) // each))
+
+
+def halves(requests: Ints, rng: np.random.Generator) -> list[Mask]:
+    """Rows of one half of the requests and of the other, of many divisions: `TREES` of bool[n]."""
+    count = int(requests.max(initial=-1)) + 1
+    found = []
+    for _ in range(TREES // 2):
+        first = rng.permutation(count) < count / 2
+        # A single request has no other half.
+        found += [first[requests], ~first[requests]]
+    return [half if half.any() else ~half for half in found]
+
+
+def halving(
+    cell: Ints, count: int, near: Int32s, half: Mask, atom: Ints, atoms: Ints, size: int
+) -> Halving:
+    """The tree of one half of the requests, and where all rows are in it.
+
+    Args:
+        cell: int64[n], of all rows; count: of cells; atom: int64[n]; atoms: int64[a], rows of each.
+    """
+    shared = shared_neighbors(cell, near, half, count)
+    sizes = np.bincount(cell[half], minlength=count)
+    tree = merge_cells(shared, sizes, LEAST_GROUP * size * half.mean())
+    rows = np.bincount(cell * len(atoms) + atom, minlength=count * len(atoms))
+    share = tree.groups(rows.reshape(count, len(atoms)) / atoms)
+    return Halving(tree, share.astype(np.float32), share @ atoms)
+
+
+def agreement(
+    halvings: list[Halving], again: list[Doubles], atoms: Ints, size: int, detail: float
+) -> tuple[Doubles, list[Ints]]:
+    """How often two atoms are together in the groups that are taken of each tree: float64[a, a];
+    and the partitions int64[a] that these are."""
+    together = np.zeros((len(atoms), len(atoms)))
+    partitions = []
+    for one, own in zip(halvings, again, strict=True):
+        groups = chosen_groups(one, own, size, LARGEST * atoms.sum(), detail)
+        share = one.share[groups]
+        together += share.T @ share
+        partitions.append(share.argmax(axis=0) if len(groups) else np.zeros(len(atoms), np.int64))
+    return together / len(halvings), partitions
+
+
+def row_shares(labels: Ints, together: Doubles, atoms: Ints, atom: Ints, near: Int32s) -> Doubles:
+    """How far each row belongs to each cluster: float64[n, c], each row's sum is 1.
+
+    An atom belongs to a cluster as often as it is together with its rows. A row belongs as its
+    neighbours and itself do on average, so that clusters end where rows do and not where atoms do.
+    """
+    inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
+    of_atom = together @ inside / inside.sum(axis=0)
+    total = of_atom.sum(axis=1, keepdims=True)
+    # An atom that no tree has in a group belongs to what it was put to.
+    of_atom = np.where(
+        total > 0, of_atom / np.maximum(total, 1e-12), np.eye(len(of_atom.T))[labels]
+    )
+    of_row = of_atom[atom]
+    found = of_row.copy()
+    for column in near.T:
+        found += of_row[column]
+    return np.asarray(found / found.sum(axis=1, keepdims=True))
+
+
+def stability_of(labels: Ints, halvings: list[Halving], atoms: Ints, size: int) -> Doubles:
+    """How far each cluster is found again in a tree, as the mean over all: float64[c]."""
+    own = np.eye(labels.max() + 1, dtype=np.float32)[labels].T
+    found = [likest(own, large_groups(one, size), atoms) for one in halvings]
+    return np.asarray(np.mean(found, axis=0))
+
+
+def named(shares: Doubles, stability: Doubles, family: Ints) -> Clusters:
+    """Each row's likest cluster; clusters without a row are gone."""
+    likest = shares.argmax(axis=1)
+    sizes = np.bincount(likest, minlength=shares.shape[1])
+    order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
+    number = np.full(len(sizes), NOISE, np.int32)
+    number[order] = np.arange(len(order))
+    family = family[order]
+    in_family = np.bincount(family, sizes[order])
+    by_rows = np.argsort(np.argsort(-in_family, kind="stable"))
+    return Clusters(
+        number[likest],
+        shares.max(axis=1).astype(np.float32),
+        stability[order],
+        by_rows[family].astype(np.int32),
+    )

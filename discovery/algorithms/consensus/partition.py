@@ -1,0 +1,116 @@
+"""One partition of what many clusterings agree on, and the families above it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from capture_kernels.arrays import Doubles, Ints
+
+# Two atoms belong together where more than this share of the clusterings has them together: then
+# the partition is the median one, which disagrees with the fewest (Filkov & Skiena 2004).
+TOGETHER = 0.5
+# Clusterings that the search starts from; of what it ends in the best is taken.
+STARTS = 12
+
+
+def median_partition(together: Doubles, atoms: Ints, starts: Sequence[Ints]) -> Ints:
+    """The partition that most agree with, by local search: int64[a], numbered from 0.
+
+    Args:
+        together: float64[a, a], how often each two atoms are in one cluster.
+        atoms: int64[a], rows of each; starts: partitions int64[a] to begin with.
+    """
+    gain = (together - TOGETHER) * np.outer(atoms, atoms)
+    np.fill_diagonal(gain, 0.0)
+    best, most = np.zeros(len(atoms), np.int64), -np.inf
+    for start in starts[:STARTS]:
+        found = improved(gain, numbered(start))
+        reached = float(gain[found[:, None] == found].sum())
+        if reached > most:
+            best, most = found, reached
+    return best
+
+
+def improved(gain: Doubles, labels: Ints) -> Ints:
+    """Atoms moved one by one, and clusters joined, as long as that gains: int64[a]."""
+    # Below that a gain is rounding, and atoms would go to and fro.
+    least = 1e-9 * float(np.abs(gain).sum())
+    while True:
+        before = labels.copy()
+        # One column more, for an atom that is best alone.
+        inside = np.eye(labels.max() + 2)[labels]
+        to_cluster = gain @ inside
+        for atom in range(len(labels)):
+            own, other = labels[atom], int(to_cluster[atom].argmax())
+            if to_cluster[atom, other] > to_cluster[atom, own] + least:
+                to_cluster[:, own] -= gain[atom]
+                to_cluster[:, other] += gain[atom]
+                labels[atom] = other
+                if other == to_cluster.shape[1] - 1:
+                    to_cluster = np.pad(to_cluster, ((0, 0), (0, 1)))
+        labels = joined(gain, numbered(labels), least)
+        if np.array_equal(labels, before):
+            return labels
+
+
+def joined(gain: Doubles, labels: Ints, least: float) -> Ints:
+    """Clusters joined in pairs, those that gain most first, and more than `least`."""
+    inside = np.eye(labels.max() + 1)[labels]
+    between = inside.T @ gain @ inside
+    name = np.arange(len(between))
+    np.fill_diagonal(between, -np.inf)
+    while between.size and between.max() > least:
+        first, second = np.unravel_index(int(between.argmax()), between.shape)
+        between[first] += between[second]
+        between[:, first] += between[:, second]
+        between[second] = between[:, second] = between[first, first] = -np.inf
+        name[name == second] = first
+    return numbered(name[labels])
+
+
+def without_small(labels: Ints, together: Doubles, atoms: Ints, least: float) -> Ints:
+    """Clusters of fewer than `least` rows, the smallest first, put to the one that most agree they
+    belong to: int64[a]."""
+    while True:
+        labels = numbered(labels)
+        inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
+        rows = inside.sum(axis=0)
+        small = int(rows.argmin())
+        if rows[small] >= least or len(rows) == 1:
+            return labels
+        share = inside[:, small] @ together @ inside / rows
+        share[small] = -1.0
+        labels = np.where(labels == small, int(share.argmax()), labels)
+
+
+def families_of(labels: Ints, together: Doubles, atoms: Ints) -> Ints:
+    """The family of each cluster, by average linkage as long as more than `TOGETHER` of the
+    clusterings have two together: int64[clusters].
+
+    Args:
+        together: float64[a, a], by coarser clusterings than those that `labels` int64[a] are of.
+    """
+    inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
+    rows = inside.sum(axis=0)
+    sums = inside.T @ together @ inside
+    family = np.arange(len(rows))
+    while len(rows) > 1:
+        share = sums / np.outer(rows, rows)
+        np.fill_diagonal(share, -1.0)
+        first, second = sorted(np.unravel_index(int(share.argmax()), share.shape))
+        if share[first, second] <= TOGETHER:
+            break
+        for table in (sums, sums.T):
+            table[first] += table[second]
+        rows[first] += rows[second]
+        sums = np.delete(np.delete(sums, second, axis=0), second, axis=1)
+        rows = np.delete(rows, second)
+        family = np.where(family == second, first, family - (family > second))
+    return numbered(family)
+
+
+def numbered(labels: Ints) -> Ints:
+    """The same partition with the numbers 0, 1, 2: int64[a]."""
+    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
