@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -118,13 +118,11 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
 
 def families(clusters: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The clusters by family, the largest family first; one without a family is alone."""
-    by_family: dict[tuple[bool, int], list[dict[str, Any]]] = {}
+    by_family: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for cluster in clusters:
-        family = cluster.get("family")
-        alone = family is None
-        by_family.setdefault((alone, cluster["cluster_id"] if alone else family), []).append(
-            cluster
-        )
+        alone = cluster.get("family") is None
+        key = ("alone", cluster["cluster_id"]) if alone else ("family", cluster["family"])
+        by_family.setdefault(key, []).append(cluster)
     return sorted(by_family.values(), key=lambda own: -sum(cluster["size"] for cluster in own))
 
 

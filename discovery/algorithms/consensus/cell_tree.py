@@ -51,10 +51,18 @@ def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
     for _ in range(ROUNDS):
         cell = nearest_prototype(rows, centres).row
         sizes = xp.bincount(cell, minlength=count)
-        sums = xp.stack([xp.bincount(cell, column, count) for column in rows.T], axis=1)
-        means = (sums / xp.maximum(sizes, 1)[:, None]).astype(np.float32)
+        means = (cell_sums(rows, cell, count) / xp.maximum(sizes, 1)[:, None]).astype(np.float32)
         centres = xp.where(sizes[:, None] > 0, means, centres)
     return centres
+
+
+def cell_sums(rows: Floats, cell: Ints, count: int) -> Any:
+    """The sums of the rows float32[n, d] of each cell: float[count, d]."""
+    xp = array_module(rows)
+    if xp is np:
+        return np.stack([np.bincount(cell, column, count) for column in rows.T], axis=1)
+    # A matrix product, because the order of atomic additions varies and so does their rounding.
+    return (xp.arange(count)[:, None] == cell).astype(np.float32) @ rows
 
 
 def cells_of(rows: Floats, centres: Floats) -> Ints:
