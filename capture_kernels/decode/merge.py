@@ -29,7 +29,7 @@ from capture_kernels.decode.step.schedule import (
 )
 from capture_kernels.decode.topk.merge import merge_top_k
 from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
-from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST
+from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST, after_last_kernel
 
 from .key_pass import PARTIAL
 
@@ -134,9 +134,10 @@ def finish(
     top_mass, num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr,
     K: tl.constexpr, SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HEAD_WORDS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows and heads of all pending layers in turns."""
+    after_last_kernel(EARLY)
     c = tl.arange(0, 32)
     for turn in range(tl.program_id(0), layers * num_rows * HEADS, tl.num_programs(0)):
         # A tensor, which the interpreter would not make of it.

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.launch import after_last_kernel, early
 from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
 
 from . import ring as ring_module
@@ -89,8 +90,9 @@ def append_records(
     rows, layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
     LAYOUT: tl.constexpr, CAPACITY: tl.constexpr, SCAN_ROWS: tl.constexpr, SCAN_ITEMS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BY_REQUEST: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr, ONE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_last_kernel(EARLY)
     if HAS_ACTIVE:
         rows = tl.minimum(tl.load(num_active), rows)
     if not ONE_BLOCK:
@@ -377,4 +379,5 @@ class AppendPlan:
                 ONE_BLOCK=programs == 1,
                 num_warps=WARPS,
                 maxnreg=REGISTERS,
+                **early(),
             )
