@@ -222,8 +222,8 @@ def of_gpu_transports(found: dict[str, Any]) -> Iterator[Figure]:
         if killed := run.get("killed"):
             yield (
                 f"{what}, killed in the middle",
-                f"resumed in {killed['resumed_seconds']:.1f} s, ARI {killed['ari']:.4f} with the "
-                "run left alone",
+                f"resumed in {killed['resumed_seconds']:.1f} s, ARI {killed['ari_with_first']:.4f} "
+                "with the first run",
             )
 
 

@@ -97,16 +97,15 @@ class HeadGroups:
 
 @triton.jit
 def after_last_kernel(EARLY: tl.constexpr) -> None:
-    """The first thing that a kernel does which may be launched EARLY: while the kernel ahead of it
-    still runs, so that the way to its first instruction costs no time. Here it waits until that
-    one has ended, and all that it has written can be read; then the next may be launched.
+    """The first thing that a kernel does which may be launched EARLY: when the programs of the
+    kernel ahead of it have ended, but what they have written is still on its way. Here it waits for
+    that, and so do all of its programs: the kernel behind it waits for this one alone.
 
-    What a kernel reads before this must be older than the kernel ahead of it. All programs have to
-    come here: the next kernel waits for this one alone, and so for those ahead of it as well.
+    To be launched while programs of the kernel ahead still run was slower: those that wait are in
+    their way.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def early() -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Kernels that are launched while the one ahead of them still runs read what that one has written.
+"""Kernels that are launched before the one ahead of them is over read what that one has written.
 
 `test_compiled` shows that none touches memory before it has waited; this, that waiting is enough.
 """
@@ -40,7 +40,7 @@ class Work:
             layers=LAYERS, max_rows=max_rows, max_length=max_length, heads=8, key_heads=2,
             head_dim=64, scale=0.125, device=DEVICE, top_k=4, mean_top_k=4,
         )  # fmt: skip
-        self.ring = Ring(64, DEVICE)
+        self.ring = Ring(256, DEVICE)
         self.append = AppendPlan(self.ring, max_rows=max_rows, layers=range(LAYERS))
         handles = torch.arange(rows, device=DEVICE)
         self.rows = StepRows(self.length, handles, handles.to(torch.uint8) % 3, self.flags)
