@@ -60,15 +60,27 @@ Method = Callable[[Rows, int], Found]
 
 def today(rows: Rows, seed: int) -> Found:
     """The product: `attn discover --engine cpu`, and the classifier of its run."""
+    return discovered(rows, seed, "hdbscan")
+
+
+def consensus(rows: Rows, seed: int) -> Found:
+    """The same with `--clustering consensus`, and its families."""
+    return discovered(rows, seed, "consensus")
+
+
+def discovered(rows: Rows, seed: int, clustering: str) -> Found:
+    """What a run finds, and where its classifier puts other rows."""
     with tempfile.TemporaryDirectory() as made:
         db = common.make_store(Path(made) / "rows.db", batch_of(rows))
         output = Path(made) / "out"
         options = DiscoverOptions(
-            db=str(db), output=str(output), hours=0, seed=seed, engine="cpu", max_per_request=0
-        )
+            db=str(db), output=str(output), hours=0, seed=seed, engine="cpu", max_per_request=0,
+            clustering=clustering,
+        )  # fmt: skip
         # By its own name: `latest` does not move to a run that fails its gate.
         artifacts = open_artifacts(output / discover(options, now=NOW)["run_id"])
         found = common.by_key(artifacts.table("embedding"))
+        clusters = artifacts.table("clusters")
         classifier = Classifier(artifacts)
     order = np.lexsort((rows.positions, rows.requests))
     if found.column("request_id").to_pylist() != rows.requests[order].tolist():
@@ -77,11 +89,16 @@ def today(rows: Rows, seed: int) -> Found:
     labels[order] = found.column("cluster_id").to_numpy()
     probabilities = np.empty(len(rows))
     probabilities[order] = found.column("probability").to_numpy()
-    return Found(
-        labels,
-        lambda others: classifier.classify(others.vectors).cluster_id.astype(np.int64),
-        probabilities,
-    )
+
+    def place(others: Rows) -> Codes:
+        return classifier.classify(others.vectors).cluster_id.astype(np.int64)
+
+    if clustering == "hdbscan":
+        return Found(labels, place, probabilities)
+    # The last one is that of noise, whose id is -1.
+    family = np.full(int(max(clusters["cluster_id"].to_pylist(), default=-1)) + 2, -1, np.int64)
+    family[clusters["cluster_id"].to_numpy()] = clusters["family"].to_numpy()
+    return Found(labels, place, probabilities, family[labels], lambda rows: family[place(rows)])
 
 
 def plain(rows: Rows, seed: int) -> Found:
@@ -146,7 +163,8 @@ def k_means(rows: Rows, seed: int, clusters: int = CENTRES) -> Found:
 
 
 METHODS: dict[str, Method] = {
-    "today": today, "plain": plain, "unscaled": unscaled, "leiden": leiden, "k-means": k_means,
+    "today": today, "consensus": consensus, "plain": plain, "unscaled": unscaled,
+    "leiden": leiden, "k-means": k_means,
 }  # fmt: skip
 
 

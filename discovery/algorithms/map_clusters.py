@@ -40,7 +40,7 @@ class FoundClusters(NamedTuple):
 
     labels int32[n] (-1: noise); probabilities float32[n] in [0, 1]; of each cluster, float64[c],
     how often trees of half of the requests have it (NaN by HDBSCAN), and HDBSCAN's persistence (NaN
-    by trees); family int32[c], -1 by HDBSCAN.
+    by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN had, or has by default.
     """
 
     labels: Int32s
@@ -48,6 +48,7 @@ class FoundClusters(NamedTuple):
     stability: Doubles
     persistence: Doubles
     family: Int32s
+    min_samples: int
 
 
 def clusters_of_rows(
@@ -75,16 +76,17 @@ def clusters_of_rows(
     least = sampled_size(size, len(seen), len(dense))
     if len(seen) <= max(least, 1):
         nothing = np.empty(0)
-        return FoundClusters(labels, probabilities, nothing, nothing, np.empty(0, np.int32))
+        no_family = np.empty(0, np.int32)
+        return FoundClusters(labels, probabilities, nothing, nothing, no_family, least)
     rows = projected[seen]
     near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
     _, numbers = np.unique(requests[seen], return_inverse=True)
     # A row's nearest is itself, or one like it.
-    found = stable_clusters(engine, rows, near[:, 1:], numbers, least, seed)
+    found = stable_clusters(rows, near[:, 1:], numbers, least, seed)
     labels[seen], probabilities[seen] = found.labels, found.probabilities
     join(engine, projected, points, dense, labels, probabilities)
     unknown = np.full(len(found.stability), np.nan)
-    return FoundClusters(labels, probabilities, found.stability, unknown, found.family)
+    return FoundClusters(labels, probabilities, found.stability, unknown, found.family, least)
 
 
 def clusters_of_map(
@@ -112,13 +114,14 @@ def clusters_of_map(
     probabilities = np.zeros(len(points), np.float32)
     least = sampled_size(size, len(seen), len(dense))
     most = int(LARGEST_CLUSTER * len(points) * len(seen) / max(len(dense), 1))
-    found = engine.cluster(points[seen], least, min_samples or least, max(least, most))
+    min_samples = min_samples or least
+    found = engine.cluster(points[seen], least, min_samples, max(least, most))
     labels[seen], probabilities[seen] = found.labels, found.probabilities
     join(engine, projected, points, dense, labels, probabilities)
     clusters = len(found.persistence)
     return FoundClusters(
         labels, probabilities, np.full(clusters, np.nan), found.persistence,
-        np.full(clusters, NOISE, np.int32),
+        np.full(clusters, NOISE, np.int32), min_samples,
     )  # fmt: skip
 
 

@@ -46,9 +46,9 @@ def discover(
     clustering: Annotated[
         str,
         typer.Option(
-            help="consensus: what trees of many halves of the requests agree on; or hdbscan."
+            help="hdbscan, or consensus: what trees of many halves of the requests agree on."
         ),
-    ] = "consensus",
+    ] = "hdbscan",
     min_samples: Annotated[
         int | None,
         typer.Option(help="HDBSCAN's min_samples. Default: as the smallest cluster has rows."),

@@ -84,7 +84,11 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
     """
     screen = console()
     clusters = open_artifacts(folder).table("clusters").to_pylist()
-    table = Table("id", "cluster", "traits", "rows", "share", "stability", box=None)
+    # By HDBSCAN, and in runs of earlier versions, stability was not measured.
+    figure = "persistence"
+    if any(cluster.get("stability") is not None for cluster in clusters):
+        figure = "stability"
+    table = Table("id", "cluster", "traits", "rows", "share", figure, box=None)
     for family in families(clusters) if tree else [clusters]:
         indent = ""
         if tree and len(family) > 1:
@@ -95,12 +99,10 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
             )
             indent = "  "
         for cluster in family:
-            # By HDBSCAN, and in runs of earlier versions, it was not measured.
-            stability = cluster.get("stability")
             table.add_row(
                 str(cluster["cluster_id"]), indent + cluster["label"], ", ".join(cluster["traits"]),
                 f"{cluster['size']:,}", f"{cluster['share']:.1%}",
-                "-" if stability is None else f"{stability:.2f}",
+                f"{cluster[figure]:.2f}",
             )  # fmt: skip
     screen.print(table)
     quality = manifest["quality"]

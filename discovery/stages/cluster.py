@@ -10,20 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Int32s, Ints
-from discovery.algorithms.consensus.cell_tree import POWER, ROUNDS
-from discovery.algorithms.consensus.clusters import (
-    ATOM_ROWS,
-    ATOMS,
-    CELL_ROWS,
-    CELLS,
-    DETAIL,
-    FAMILY_DETAIL,
-    LARGEST,
-    LEAST_GROUP,
-    TREES,
-)
-from discovery.algorithms.consensus.found_again import CHANCE, COMPARED
-from discovery.algorithms.consensus.partition import STARTS, TOGETHER
+from discovery.algorithms.consensus.clusters import settings
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
     NEIGHBORS,
@@ -68,8 +55,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
     limits = {
         "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
         "sample": (SAMPLE_ROWS, SAMPLED_LEAST), "neighbors": NEIGHBORS,
-        "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
-        "groups": (CHANCE, COMPARED, LARGEST, DETAIL, FAMILY_DETAIL, TOGETHER, STARTS),
+        "consensus": settings(),
     }  # fmt: skip
     return {**given, **limits}
 
@@ -94,7 +80,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
     if not context.checkpoint.has("fit.npz"):
         found = clusters_of_fit(context, fit["rows"], fit["projected"], points, size)
-        context.checkpoint.write_arrays("fit.npz", **found._asdict())
+        arrays = found._asdict() | {"min_samples": np.array(found.min_samples)}
+        context.checkpoint.write_arrays("fit.npz", **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
     labels, probabilities, stability, family = (
         saved[name] for name in ("labels", "probabilities", "stability", "family")
@@ -116,7 +103,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     prototypes = save_prototypes(context, fitted)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
-               "landmarks": prototypes}  # fmt: skip
+               "min_samples": int(saved["min_samples"]), "landmarks": prototypes}  # fmt: skip
     says = f"{clusters} clusters, {noise:.1%} noise"
     if clusters and context.options.clustering == "consensus":
         summary |= {"families": int(family.max()) + 1, "mean_stability": float(stability.mean())}

@@ -187,8 +187,7 @@ def build_manifest(context: RunContext, clusters: list[dict[str, Any]]) -> dict[
         "parameters": {
             **{name: value for name, value in given if name not in left_out},
             # The number, where none was given: readers of version 1 rely on one.
-            "min_samples": context.options.min_samples
-            or summaries["cluster"]["min_cluster_size_fitted"],
+            "min_samples": summaries["cluster"]["min_samples"],
         },
         "window": {k: window[k] for k in ("start", "end", "snapshot", "late")},
         "counts": {

@@ -52,7 +52,7 @@ def find(tmp_path_factory) -> Find:
         # A behaviour may be more than half of these maps.
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(map_clusters, "LARGEST_CLUSTER", 1.0)
-            return clusters_of_map(engine, rows, points, apart, 20, min_samples, 0)[0]
+            return clusters_of_map(engine, rows, points, apart, 20, min_samples, 0)
 
     return run
 
@@ -214,12 +214,12 @@ def test_the_clusters_of_a_large_map_are_those_of_its_sample_and_all_rows_join(s
             seen.append((len(points), *limits))
             return super().cluster(points, *limits)
 
-    found, samples = clusters_of_map(Watched(), space, points, apart, 400, None, seed)
-    assert seen == [(25_000, 250, 250, 12_500)] and samples == 250
+    found = clusters_of_map(Watched(), space, points, apart, 400, None, seed)
+    assert seen == [(25_000, 250, 250, 12_500)] and found.min_samples == 250
     inside = square >= 0
     assert adjusted_rand_score(square[inside], found.labels[inside]) > 0.99
     assert (found.labels >= 0).all() and (found.probabilities > 0).all()
-    again, _ = clusters_of_map(engine, space, points, apart, 400, None, seed)
+    again = clusters_of_map(engine, space, points, apart, 400, None, seed)
     assert np.array_equal(found.labels, again.labels)
-    other, _ = clusters_of_map(engine, space, points, apart, 400, None, seed + 1)
+    other = clusters_of_map(engine, space, points, apart, 400, None, seed + 1)
     assert adjusted_rand_score(found.labels, other.labels) > 0.98

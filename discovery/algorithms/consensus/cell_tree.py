@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask, array_module, on_host
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.artifacts.prototypes import nearest_prototype
 
 # Rounds of k-means that cells are made by. Cells need not be the best ones, only of like rows.
@@ -42,32 +42,17 @@ class Tree(NamedTuple):
 
 
 def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """The centres of `count` cells of the rows float32[n, d], on their device: float32[count, d].
+    """The centres of `count` cells of the rows float32[n, d]: float32[count, d].
 
     k-means from random rows. A cell that lost all its rows stays where it was.
     """
-    xp = array_module(rows)
-    centres = rows[xp.asarray(rng.choice(len(rows), count, replace=False))].astype(np.float32)
+    centres = rows[rng.choice(len(rows), count, replace=False)]
     for _ in range(ROUNDS):
         cell = nearest_prototype(rows, centres).row
-        sizes = xp.bincount(cell, minlength=count)
-        means = (cell_sums(rows, cell, count) / xp.maximum(sizes, 1)[:, None]).astype(np.float32)
-        centres = xp.where(sizes[:, None] > 0, means, centres)
+        sizes = np.bincount(cell, minlength=count)[:, None]
+        sums = np.stack([np.bincount(cell, column, count) for column in rows.T], axis=1)
+        centres = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres).astype(np.float32)
     return centres
-
-
-def cell_sums(rows: Floats, cell: Ints, count: int) -> Any:
-    """The sums of the rows float32[n, d] of each cell: float[count, d]."""
-    xp = array_module(rows)
-    if xp is np:
-        return np.stack([np.bincount(cell, column, count) for column in rows.T], axis=1)
-    # A matrix product, because the order of atomic additions varies and so does their rounding.
-    return (xp.arange(count)[:, None] == cell).astype(np.float32) @ rows
-
-
-def cells_of(rows: Floats, centres: Floats) -> Ints:
-    """The number of each row's cell, on the host: int64[n]."""
-    return on_host(nearest_prototype(rows, centres).row)
 
 
 def shared_neighbors(cell: Ints, near: Int32s, taken: Mask, count: int) -> Doubles:

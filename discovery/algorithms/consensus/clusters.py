@@ -7,21 +7,24 @@ of these agree on (`partition`). What half of the requests shows by chance, the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
-from discovery.algorithms.threads import one_thread
+from discovery.algorithms.threads import one_thread, usable_cpus
+from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE
-from discovery.engines.protocol import Engine
 
-from .cell_tree import cell_centres, cells_of, merge_cells, shared_neighbors
-from .found_again import Halving, chosen_groups, found_again, large_groups, likest
-from .partition import families_of, median_partition, without_small
+from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, shared_neighbors
+from .found_again import CHANCE, COMPARED, Halving, chosen_groups, found_again, large_groups, likest
+from .partition import STARTS, TOGETHER, families_of, median_partition, without_small
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
+# Threads that they are made by; each tree has random numbers of its own.
+MOST_THREADS = 8
 # Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
 # where they would have fewer rows than that.
 CELLS, CELL_ROWS = 200, 15
@@ -49,10 +52,16 @@ class Clusters(NamedTuple):
     family: Int32s
 
 
-def stable_clusters(
-    engine: Engine, rows: Floats, near: Int32s, requests: Ints, size: int, seed: int
-) -> Clusters:
-    """Clusters of n rows that are not sparse.
+def settings() -> dict[str, Any]:
+    """All constants that shape the clusters, for the hash of a checkpoint's inputs."""
+    return {
+        "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
+        "groups": (CHANCE, COMPARED, LARGEST, DETAIL, FAMILY_DETAIL, TOGETHER, STARTS),
+    }
+
+
+def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed: int) -> Clusters:
+    """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
 
     Args:
         rows: float32[n, d], in PCA space; near: int32[n, k], numbers of each one's neighbours among
@@ -61,19 +70,21 @@ def stable_clusters(
         size: fewest rows of a cluster; n is at least that.
         seed: of cells and halves.
     """
+    rng = np.random.default_rng(seed)
     with one_thread():
-        rng = np.random.default_rng(seed)
-        on_device = engine.array(rows)
-        atom = cells_of(on_device, cell_centres(on_device, number_of(ATOMS, ATOM_ROWS, rows), rng))
-        _, atom = np.unique(atom, return_inverse=True)
+        centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
+        _, atom = np.unique(nearest_prototype(rows, centres).row, return_inverse=True)
         atoms = np.bincount(atom)
-        halvings = []
-        for half in halves(requests, rng):
-            taken = engine.array(rows[half])
-            centres = cell_centres(taken, number_of(CELLS, CELL_ROWS, taken), rng)
-            cell = cells_of(on_device, centres)
-            halvings.append(halving(cell, len(centres), near, half, atom, atoms, size))
-        again = found_again(halvings, atoms, size)
+        divided = halves(requests, rng)
+        with ThreadPoolExecutor(min(MOST_THREADS, usable_cpus())) as pool:
+            halvings = list(
+                pool.map(
+                    lambda half, own: halving(rows, near, half, own, atom, atoms, size),
+                    divided,
+                    rng.spawn(len(divided)),
+                )
+            )
+            again = found_again(halvings, atoms, size, pool)
         together, starts = agreement(halvings, again, atoms, size, DETAIL)
         labels = without_small(median_partition(together, atoms, starts), together, atoms, size)
         coarse, _ = agreement(halvings, again, atoms, size, FAMILY_DETAIL)
@@ -83,9 +94,9 @@ def stable_clusters(
     return named(shares, stability, family)
 
 
-def number_of(most: int, each: int, rows: Floats) -> int:
-    """How many cells such rows are put into."""
-    return max(1, min(most, len(rows) // each))
+def number_of(most: int, each: int, rows: int) -> int:
+    """How many cells so many rows are put into."""
+    return max(1, min(most, rows // each))
 
 
 def halves(requests: Ints, rng: np.random.Generator) -> list[Mask]:
@@ -100,18 +111,27 @@ def halves(requests: Ints, rng: np.random.Generator) -> list[Mask]:
 
 
 def halving(
-    cell: Ints, count: int, near: Int32s, half: Mask, atom: Ints, atoms: Ints, size: int
+    rows: Floats,
+    near: Int32s,
+    half: Mask,
+    rng: np.random.Generator,
+    atom: Ints,
+    atoms: Ints,
+    size: int,
 ) -> Halving:
-    """The tree of one half of the requests, and where all rows are in it.
+    """The tree of one half of the requests, and where all rows float32[n, d] are in it.
 
     Args:
-        cell: int64[n], of all rows; count: of cells; atom: int64[n]; atoms: int64[a], rows of each.
+        half: bool[n]; atom: int64[n], of each row; atoms: int64[a], rows of each.
     """
+    taken = rows[half]
+    centres = cell_centres(taken, number_of(CELLS, CELL_ROWS, len(taken)), rng)
+    cell, count = nearest_prototype(rows, centres).row, len(centres)
     shared = shared_neighbors(cell, near, half, count)
     sizes = np.bincount(cell[half], minlength=count)
     tree = merge_cells(shared, sizes, LEAST_GROUP * size * half.mean())
-    rows = np.bincount(cell * len(atoms) + atom, minlength=count * len(atoms))
-    share = tree.groups(rows.reshape(count, len(atoms)) / atoms)
+    both = np.bincount(cell * len(atoms) + atom, minlength=count * len(atoms))
+    share = tree.groups(both.reshape(count, len(atoms)) / atoms)
     return Halving(tree, share.astype(np.float32), share @ atoms)
 
 

@@ -7,6 +7,7 @@ their rows that both have (Jaccard; Hennig 2007, Cluster-wise assessment of clus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -50,19 +51,22 @@ def likest(first: Floats, second: Floats, atoms: Ints) -> Doubles:
     return both.max(axis=1).astype(np.float64)
 
 
-def found_again(halvings: Sequence[Halving], atoms: Ints, size: int) -> list[Doubles]:
+def found_again(
+    halvings: Sequence[Halving], atoms: Ints, size: int, pool: ThreadPoolExecutor
+) -> list[Doubles]:
     """For each halving, how far each of its groups is found again in the next `COMPARED` others, as
     the mean over them: float64[c + m] in [0, 1]. Groups of fewer than `size` rows are not looked
     for: 0."""
     wide = [large_groups(one, size) for one in halvings]
-    found = []
-    for number, one in enumerate(halvings):
-        again = np.zeros(len(one.rows))
-        large = one.rows >= size
+
+    def of_one(number: int) -> Doubles:
+        one = halvings[number]
+        again, large = np.zeros(len(one.rows)), one.rows >= size
         others = [*wide[number + 1 :], *wide[:number]][:COMPARED]
         again[large] = np.mean([likest(one.share[large], other, atoms) for other in others], axis=0)
-        found.append(again)
-    return found
+        return again
+
+    return list(pool.map(of_one, range(len(halvings))))
 
 
 def large_groups(halving: Halving, size: int) -> Floats:

@@ -1,0 +1,257 @@
+"""Clusters that trees of many halves of the requests agree on."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted import planted
+from published import ALL_NOW, RUN_ID, make_store
+from sklearn.metrics import adjusted_rand_score
+from sklearn.neighbors import NearestNeighbors
+
+from discovery.algorithms.consensus.cell_tree import Tree, merge_cells, shared_neighbors
+from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
+from discovery.algorithms.consensus.found_again import Halving, chosen_groups, likest
+from discovery.algorithms.consensus.partition import (
+    families_of,
+    improved,
+    median_partition,
+    without_small,
+)
+from discovery.algorithms.map_clusters import clusters_of_rows
+from discovery.artifacts.read import open_artifacts
+from discovery.engines.cpu import CpuEngine
+
+RNG = np.random.default_rng
+
+
+def blobs(sizes: list[int], seed: int, dimensions: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Rows float32[n, d] of behaviours 8 apart, shuffled, and the behaviour of each."""
+    rng = RNG(seed)
+    truth = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    centres = 8.0 * rng.permutation(np.eye(max(len(sizes), dimensions))[: len(sizes)], axis=1)
+    rows = centres[truth][:, :dimensions] if len(sizes) <= dimensions else centres[truth]
+    return (rows + rng.normal(size=rows.shape)).astype(np.float32), truth
+
+
+def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
+    found = NearestNeighbors(n_neighbors=k + 1).fit(rows).kneighbors(rows, return_distance=False)
+    return found[:, 1:].astype(np.int32)
+
+
+@given(st.integers(1, 30), st.integers(0, 2**31), st.floats(0, 1))
+def test_a_tree_has_each_group_once_and_no_group_before_its_parts(cells, seed, empty):
+    rng = RNG(seed)
+    shared = rng.integers(0, 50, (cells, cells)).astype(float)
+    # Cells that share nothing, and cells without a row.
+    shared[rng.random(cells) < empty] = 0.0
+    shared = (shared + shared.T) / 2 * (rng.random((cells, cells)) < 0.5)
+    shared = np.maximum(shared, shared.T)
+    tree = merge_cells(shared, rng.integers(0, 20, cells), 5.0)
+    parts = tree.merged.ravel().tolist()
+    assert len(parts) == len(set(parts))
+    assert all(max(pair) < cells + number for number, pair in enumerate(tree.merged.tolist()))
+    # The groups in no other have all cells, each once.
+    groups = tree.groups(np.eye(cells))
+    roots = sorted(set(range(cells + len(tree.merged))) - set(parts))
+    assert (groups[roots].sum(axis=0) == 1).all()
+
+
+def test_cells_that_share_most_for_their_size_merge_first_and_small_ones_before_all():
+    shared = np.array([[40.0, 9, 0, 0], [9, 40, 1, 0], [0, 1, 40, 3], [0, 0, 3, 40]])
+    in_turn = merge_cells(shared, np.array([50, 50, 50, 50]), 0).merged
+    assert [sorted(pair) for pair in in_turn.tolist()] == [[0, 1], [2, 3], [4, 5]]
+    small_first = merge_cells(shared, np.array([50, 50, 50, 5]), 10).merged
+    assert small_first.tolist()[0] == [2, 3]
+
+
+def test_shared_neighbors_count_pairs_both_ways_among_the_taken_rows():
+    near = np.array([[1], [2], [3], [0]], np.int32)
+    cell = np.array([0, 0, 1, 1])
+    assert shared_neighbors(cell, near, np.ones(4, bool), 2).tolist() == [[1, 1], [1, 1]]
+    first = shared_neighbors(cell, near, np.array([True, True, True, False]), 2)
+    assert first.tolist() == [[1, 0.5], [0.5, 0]]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 7, 120])
+def test_both_halves_of_the_requests_are_asked_and_share_none(requests):
+    of_row = RNG(0).integers(0, requests, 1_000)
+    _, of_row = np.unique(of_row, return_inverse=True)
+    found = halves(of_row, RNG(1))
+    assert len(found) == TREES
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first.any() and second.any()
+        if requests > 1:
+            assert not set(of_row[first]) & set(of_row[second])
+            assert (first | second).all()
+
+
+def test_groups_are_like_by_the_rows_of_both_over_the_rows_of_either():
+    atoms = np.array([10, 30, 60])
+    first = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], np.float32)
+    second = np.array([[1, 1, 0], [0, 1, 1]], np.float32)
+    assert likest(first, second, atoms) == pytest.approx([0.25, 1.0, 60 / 90])
+    assert likest(first, second[:0], atoms).tolist() == [0, 0, 0]
+
+
+def test_a_group_is_taken_for_its_parts_where_it_is_found_again_better():
+    tree = Tree(2, np.array([[0, 1]]))
+    halving = Halving(
+        tree, np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([50.0, 50, 100])
+    )
+
+    def taken(again: list[float], most: float = 100, detail: float = 1.1) -> list[int]:
+        return sorted(chosen_groups(halving, np.array(again), 20, most, detail).tolist())
+
+    assert taken([0.5, 0.5, 0.9]) == [2]
+    assert taken([0.9, 0.9, 0.9]) == [0, 1]
+    assert taken([0.9, 0.9, 0.9], detail=0.9) == [2]
+    assert taken([0.5, 0.5, 0.9], most=80) == [0, 1]
+    assert taken([0.2, 0.2, 0.25]) == []
+
+
+@given(st.integers(1, 25), st.integers(2, 12), st.integers(0, 2**31))
+def test_the_partition_agrees_with_the_clusterings_no_less_than_each_of_them(atoms, most, seed):
+    rng = RNG(seed)
+    weights = rng.integers(1, 40, atoms)
+    parts = [rng.integers(0, rng.integers(1, 6) + 1, atoms) for _ in range(most)]
+    together = np.mean([part[:, None] == part for part in parts], axis=0)
+    gain = (together - 0.5) * np.outer(weights, weights)
+    np.fill_diagonal(gain, 0)
+
+    def gained(labels: np.ndarray) -> float:
+        return float(gain[labels[:, None] == labels].sum())
+
+    found = median_partition(together, weights, parts)
+    assert found.shape == (atoms,) and set(found) == set(range(found.max() + 1))
+    assert gained(found) >= max(map(gained, parts)) - 1e-6 * np.abs(gain).sum()
+    # What cannot be improved by a move stays.
+    assert np.array_equal(improved(gain, found.copy()), found)
+
+
+def test_clusterings_that_are_one_partition_give_it_and_small_clusters_join_their_like():
+    truth = np.array([0, 0, 1, 1, 1, 2])
+    together = (truth[:, None] == truth).astype(float)
+    weights = np.array([10, 10, 10, 10, 10, 3])
+    assert np.array_equal(median_partition(together, weights, [truth]), truth)
+    together[5, 2:5] = together[2:5, 5] = 0.4
+    assert without_small(truth, together, weights, 5).tolist() == [0, 0, 1, 1, 1, 1]
+    assert without_small(truth, together, weights, 1_000).tolist() == [0] * 6
+
+
+def test_families_are_of_clusters_that_coarser_clusterings_have_together():
+    labels = np.array([0, 0, 1, 2, 3])
+    coarse = np.eye(5)
+    coarse[:3, :3] = 0.8
+    coarse[3, 4] = coarse[4, 3] = 0.4
+    assert families_of(labels, coarse, np.full(5, 10)).tolist() == [0, 0, 1, 2]
+    assert families_of(labels, np.ones((5, 5)), np.full(5, 10)).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("sizes", [[300, 300], [211, 101, 97, 53], [400, 60, 60]])
+def test_behaviours_that_lie_apart_are_the_clusters(sizes):
+    rows, truth = blobs(sizes, 3)
+    requests = RNG(1).integers(0, 40, len(rows))
+    found = stable_clusters(rows, neighbors_of(rows), requests, 30, 0)
+    # None may hold more than half of the rows: a behaviour that does is cut.
+    whole = np.isin(truth, np.flatnonzero(np.array(sizes) <= len(rows) / 2))
+    assert adjusted_rand_score(truth[whole], found.labels[whole]) > 0.99
+    assert not set(found.labels[whole]) & set(found.labels[~whole])
+    counts = np.bincount(found.labels)
+    assert (np.diff(counts) <= 0).all() and counts.min() >= 30
+    assert ((found.stability > 0.3) & (found.stability <= 1)).all()
+    assert len(found.stability) == len(found.family) == len(counts)
+    assert ((found.probabilities > 0) & (found.probabilities <= 1)).all()
+
+
+def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
+    vectors, truth = planted(3_001, 5, noise=0.0)
+    rows = np.sqrt(vectors)
+    requests = np.arange(len(rows)) // 50
+    near = neighbors_of(rows)
+    found, again, other = (stable_clusters(rows, near, requests, 60, seed) for seed in (0, 0, 1))
+    for ours, same in zip(found, again, strict=True):
+        assert np.array_equal(ours, same)
+    assert adjusted_rand_score(found.labels, other.labels) > 0.9
+    assert adjusted_rand_score(truth, found.labels) > 0.85
+    # A row whose neighbours are of other clusters is less sure of its own.
+    lonely = (found.labels[near] != found.labels[:, None]).mean(axis=1)
+    assert np.corrcoef(lonely, found.probabilities)[0, 1] < -0.2
+
+
+@pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 31, 97])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_few_rows_and_exact_duplicates_are_clustered_or_noise(count, kinds):
+    rows = np.repeat(np.eye(kinds, 3, dtype=np.float32), -(-count // kinds), axis=0)[:count]
+    apart = np.zeros(count, np.float32)
+    found = clusters_of_rows(CpuEngine(), rows, rows[:, :2], apart, np.arange(count) // 7, 20, 0)
+    assert found.labels.shape == found.probabilities.shape == (count,)
+    assert found.labels.max() == len(found.stability) - 1 == len(found.family) - 1
+    assert (found.probabilities[found.labels < 0] == 0).all()
+    if count < 20:
+        assert (found.labels == -1).all()
+
+
+def test_sparse_rows_are_noise_and_rows_beyond_the_sample_join(monkeypatch):
+    rows, truth = blobs([400, 300, 301], 7)
+    apart = np.ones(len(rows), np.float32)
+    apart[:5] = 100.0
+    monkeypatch.setattr("discovery.algorithms.map_clusters.SAMPLE_ROWS", 500)
+    found = clusters_of_rows(
+        CpuEngine(), rows, rows[:, :2], apart, RNG(0).integers(0, 50, len(rows)), 100, 0
+    )
+    assert (found.labels[:5] == -1).all() and (found.labels[5:] >= 0).all()
+    assert adjusted_rand_score(truth[5:], found.labels[5:]) > 0.99
+    assert np.isnan(found.persistence).all() and (found.stability > 0.8).all()
+
+
+def test_a_run_by_consensus_publishes_stability_and_families(attn, tmp_path):
+    db = make_store(tmp_path / "rows.db", planted(2_503, 2)[0])
+    output = tmp_path / "out"
+    asked = ("discover", "--db", db, "--output", output, "--clustering", "consensus", *ALL_NOW)
+    done = attn(*asked)
+    assert done.returncode == 0, done.stderr
+    artifacts = open_artifacts(output / RUN_ID)
+    clusters = artifacts.table("clusters").to_pylist()
+    assert len(clusters) > 5
+    assert all(0.3 < cluster["stability"] <= 1 for cluster in clusters)
+    assert all(cluster["persistence"] is None for cluster in clusters)
+    families = {cluster["family"] for cluster in clusters}
+    assert families == set(range(len(families)))
+    summary = artifacts.manifest["stages"]["cluster"]
+    assert summary["families"] == len(families)
+    mean = np.mean([cluster["stability"] for cluster in clusters])
+    assert summary["mean_stability"] == pytest.approx(mean)
+    assert artifacts.manifest["quality"]["mean_stability"] == pytest.approx(mean)
+    assert artifacts.manifest["quality"]["mean_persistence"] is None
+    assert artifacts.manifest["parameters"]["clustering"] == "consensus"
+    report = (output / RUN_ID / "report.html").read_text()
+    assert "found again in half of the requests" in report
+
+    shown = attn("runs", "show", "latest", "--output", output, "--tree")
+    assert shown.returncode == 0 and "stability" in shown.stdout.splitlines()[0]
+    ids = [line.split()[0] for line in shown.stdout.splitlines()[1:] if line[:1] != " "]
+    assert {str(cluster["cluster_id"]) for cluster in clusters} <= set(shown.stdout.split())
+    assert ids
+    listed = attn("runs", "show", "latest", "--output", output, "--json")
+    assert {c["family"] for c in json.loads(listed.stdout)["clusters"]} == families
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--clustering", "leiden"), "unknown clustering 'leiden': use hdbscan or consensus"),
+        (
+            ("--clustering", "consensus", "--min-samples", "5"),
+            "--min-samples is HDBSCAN's: leave it out of --clustering consensus",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(attn, tmp_path, given, says):
+    db = make_store(tmp_path / "rows.db", planted(150, 2)[0])
+    done = attn("discover", "--db", db, "--output", tmp_path / "out", *given)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"error: {says}"
