@@ -113,6 +113,17 @@ def auroc_figure(labels: ArrayLike, scores: ArrayLike, requests: ArrayLike, seed
     return _figure(auroc(truth, score), drawn, len(np.unique(np.asarray(requests))))
 
 
+def auroc_gain(
+    labels: ArrayLike, scores: ArrayLike, others: ArrayLike, requests: ArrayLike, seed: int
+) -> Figure:
+    """AUROC of scores float[n] less that of others float[n]; the interval is of the difference."""
+    truth, weights = np.asarray(labels, bool), _weights(requests, seed)
+    both = [np.asarray(each, np.float64) for each in (scores, others)]
+    value = auroc(truth, both[0]) - auroc(truth, both[1])
+    drawn = _auroc_draws(truth, both[0], weights) - _auroc_draws(truth, both[1], weights)
+    return _figure(value, drawn, len(np.unique(np.asarray(requests))))
+
+
 def mean_figure(values: ArrayLike, requests: ArrayLike, seed: int) -> Figure:
     """Mean of float[n] with its interval by request."""
     value = np.asarray(values, np.float64)
