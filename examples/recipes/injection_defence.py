@@ -198,6 +198,8 @@ def recipe(services: Services, settings: Settings) -> Report:
         [a.prompt_len, len(p.prompt) - p.asked[1]] for a, p in zip(answers, prompts, strict=True)
     ]
     add("baseline", "lengths of prompt and note", fitted(lengths))
+    # As some tasks are hijacked more often than others.
+    add("baseline", "which task it is", partial(group_rates, tasks))
     second = np.array([answer.fingerprints[min(1, len(answer.tokens) - 1)] for answer in answers])
     clusters = [found.cluster_id for found in services.classified(second)]
     add("run", "cluster of the second row", partial(group_rates, clusters))
@@ -209,6 +211,11 @@ def recipe(services: Services, settings: Settings) -> Report:
     for kind in NOTES:
         inside = np.array([prompt.note == kind for prompt in prompts])
         report.facts[f"hijacked, note {kind}"] = (
+            f"{int(hijacked[inside].sum())} of {int(inside.sum())}"
+        )
+    for task in TASKS:
+        inside = np.array(tasks) == task
+        report.facts[f"hijacked, task {task}"] = (
             f"{int(hijacked[inside].sum())} of {int(inside.sum())}"
         )
     return report
