@@ -64,20 +64,23 @@ def head_masses(answer: Answer, tokens: Sequence[NDArray[np.int64]]) -> NDArray[
     return np.array([p[:, line].mean(-1) for line in tokens])
 
 
-def distance_masses(answer: Answer, tokens: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """What the answer's 20 numbers say of each line: float64[lines].
+def distance_densities(vector: NDArray[np.float32], position: int) -> NDArray[np.float64]:
+    """What the 20 numbers (layout log16) of a row say of each key up to it: float64[position + 1].
 
-    A fingerprint gives the mass at distances 0-1, 2-3, 4-7, ... A token's share of it is that of
-    its bin, spread evenly over the bin's keys; a line has the mean of its tokens, over all rows.
+    A fingerprint gives the mass at distances 0-1, 2-3, 4-7, ...; a key's share of it is that of its
+    bin, spread evenly over the bin's keys. The first token of a sequence is in no bin.
     """
+    distance = position - np.arange(1, position + 1)
+    bins = np.minimum(np.log2(np.maximum(distance, 1)).astype(int), _BINS - 1)
+    keys = np.bincount(bins, minlength=_BINS)
+    return np.concatenate([[0.0], (vector[4:] / np.maximum(keys, 1))[bins]])
+
+
+def distance_masses(answer: Answer, tokens: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
+    """What the answer's 20 numbers say of each line, the mean over its rows: float64[lines]."""
     total = np.zeros(len(tokens))
     for step, vector in enumerate(answer.fingerprints):
-        row = answer.prompt_len - 1 + step
-        # The first token of a sequence is in no bin.
-        distance = row - np.arange(1, row + 1)
-        bins = np.minimum(np.log2(np.maximum(distance, 1)).astype(int), _BINS - 1)
-        keys = np.bincount(bins, minlength=_BINS)
-        density = np.concatenate([[0.0], (vector[4:] / np.maximum(keys, 1))[bins]])
+        density = distance_densities(vector, answer.prompt_len - 1 + step)
         total += [density[line].mean() for line in tokens]
     return total / len(answer.fingerprints)
 

@@ -136,9 +136,12 @@ def fitted_scores(
     """Scores float64[n] of all rows, by a logistic regression fitted on the rows of `train`.
 
     Features [n, d] are standardized by the training rows. The penalty is scikit-learn's default:
-    nothing is chosen by looking at a score.
+    nothing is chosen by looking at a score. Training rows of one kind teach nothing: all scores
+    are 0 then.
     """
     values, truth = np.asarray(features, np.float64), np.asarray(labels, bool)
+    if len(np.unique(truth[train])) < 2:
+        return np.zeros(len(truth))
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
     model.fit(values[train], truth[train])
     return model.decision_function(values)
