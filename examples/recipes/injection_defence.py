@@ -159,7 +159,7 @@ def recipe(services: Services, settings: Settings) -> Report:
         note = answer.tokens_of(prompt.asked[1], prompt.prompt.rindex("\n"))
         on_note.append(mass_on(rows, note).mean(0))
         fingerprints.append(first_mean(answer.fingerprints[:TOKENS]))
-        entropies.append(first_mean(head_entropies(rows)))
+        entropies.append(first_mean(head_entropies(rows, answer.prompt_len)))
         answers.append(answer.light())
     hijacked = np.array([is_hijacked(a, p) for a, p in zip(answers, prompts, strict=True)])
     planted = np.array([prompt.note in PLANTED for prompt in prompts])

@@ -111,7 +111,9 @@ def is_lie(answer: Answer, truth: str) -> bool:
 def head_features(answer: Answer) -> NDArray[np.float64]:
     """Entropy and largest weight of each head: of the first row, and the mean of all."""
     rows = answer.rows(TOKENS)
-    return np.concatenate([first_mean(head_entropies(rows)), first_mean(head_maxima(rows))])
+    return np.concatenate(
+        [first_mean(head_entropies(rows, answer.prompt_len)), first_mean(head_maxima(rows))]
+    )
 
 
 def numbers(answer: Answer) -> NDArray[np.float64]:

@@ -133,7 +133,7 @@ def look(services: Services, draw: Draw, question: Question) -> Trace | None:
     values = [found[k].strip() for k in (1, 2, 3)]
     pick = max if question.task == "larger" else min
     should = [*question.values, pick(values[:2], key=int)]
-    entropies, maxima = head_entropies(rows), head_maxima(rows)
+    entropies, maxima = head_entropies(rows, prompt), head_maxima(rows)
     return Trace(
         answer.light(), question.task, tuple(spans),
         np.array([result[:, of].mean(-1) for of in keys]),
