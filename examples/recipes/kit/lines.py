@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from capture_kernels.fingerprint.vector import HIST_BINS, log2_bins
+
 from .answers import Answer
 
 # Of an answer at most, by task; a larger number is named after <think>.
 MOST_TOKENS = {"needle": 8, "codename": 12, "larger": 48}
-_BINS = 16
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ def distance_densities(vector: NDArray[np.float32], position: int) -> NDArray[np
     A fingerprint gives the mass at distances 0-1, 2-3, 4-7, ...; a key's share of it is that of its
     bin, spread evenly over the bin's keys. The first token of a sequence is in no bin.
     """
-    distance = position - np.arange(1, position + 1)
-    bins = np.minimum(np.log2(np.maximum(distance, 1)).astype(int), _BINS - 1)
-    keys = np.bincount(bins, minlength=_BINS)
-    return np.concatenate([[0.0], (vector[4:] / np.maximum(keys, 1))[bins]])
+    bins = log2_bins(position - np.arange(1, position + 1))
+    keys = np.bincount(bins, minlength=HIST_BINS)
+    masses = vector[-HIST_BINS:]
+    return np.concatenate([[0.0], (masses / np.maximum(keys, 1))[bins]])
 
 
 def distance_masses(answer: Answer, tokens: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
