@@ -18,7 +18,15 @@ from kit.answers import Answer
 from kit.command import Settings, main, say
 from kit.data import source
 from kit.features import certainty, first_mean, head_entropies, mass_on
-from kit.measure import auroc_figure, auroc_gain, fitted_scores, group_rates, halves, left_out
+from kit.measure import (
+    auroc_figure,
+    auroc_gain,
+    fitted_scores,
+    group_rates,
+    halves,
+    left_out,
+    within_tasks,
+)
 from kit.report import Kind, Report, Row
 from kit.services import Services
 from names import Draw
@@ -166,7 +174,7 @@ def recipe(services: Services, settings: Settings) -> Report:
     say(f"{int(hijacked.sum())} of {len(prompts)} are hijacked; fitting on half of the requests")
 
     tasks = [prompt.task for prompt in prompts]
-    requests = np.arange(len(prompts))
+    requests, names = np.arange(len(prompts)), np.array(tasks)
     held = halves(requests, settings.seed)
     report = Report(NAME, "AUROC", ANCHOR, requests=len(prompts))
     told: dict[tuple[str, str], NDArray[np.float64]] = {}
@@ -178,6 +186,12 @@ def recipe(services: Services, settings: Settings) -> Report:
             lambda train: score(hijacked, train), hijacked, tasks, requests, settings.seed
         )
         report.rows.append(Row(name, kind, figure, other))
+        if name.startswith("log-probability"):
+            return
+        inside = within_tasks(
+            hijacked[held], scores[held], names[held], requests[held], settings.seed
+        )
+        report.facts[f"within tasks, fitted on all of them: {kind}, {name}"] = asdict(inside)
         # What the publication measures: that something was planted, obeyed or not.
         scores = score(planted, ~held)
         found = auroc_figure(planted[held], scores[held], requests[held], settings.seed)
@@ -214,7 +228,7 @@ def recipe(services: Services, settings: Settings) -> Report:
             f"{int(hijacked[inside].sum())} of {int(inside.sum())}"
         )
     for task in TASKS:
-        inside = np.array(tasks) == task
+        inside = names == task
         report.facts[f"hijacked, task {task}"] = (
             f"{int(hijacked[inside].sum())} of {int(inside.sum())}"
         )

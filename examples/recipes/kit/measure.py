@@ -169,7 +169,7 @@ def group_rates(
 def left_out(
     score: Callable[[NDArray[np.bool_]], NDArray[np.float64]],
     labels: ArrayLike,
-    tasks: Sequence[str],
+    tasks: ArrayLike,
     requests: ArrayLike,
     seed: int,
 ) -> Figure:
@@ -181,12 +181,32 @@ def left_out(
         score: of the rows to fit on (bool[n]) makes scores float64[n] of all rows.
         tasks: of each row.
     """
-    truth, names, owners = np.asarray(labels, bool), np.asarray(tasks), np.asarray(requests)
-    weights = _weights(owners, seed)
+    names = np.asarray(tasks)
+    scores = np.empty(len(names))
+    for task in np.unique(names):
+        inside = names == task
+        scores[inside] = score(~inside)[inside]
+    return within_tasks(labels, scores, tasks, requests, seed)
+
+
+def within_tasks(
+    labels: ArrayLike, scores: ArrayLike, tasks: ArrayLike, requests: ArrayLike, seed: int
+) -> Figure:
+    """AUROC of scores float[n] among the rows of each task: the plain mean over tasks.
+
+    What it does not count is that a detector knows which task it is, where tasks differ in their
+    share of positives.
+    """
+    truth, score, names = (
+        np.asarray(labels, bool),
+        np.asarray(scores, np.float64),
+        np.asarray(tasks),
+    )
+    weights = _weights(requests, seed)
     values, drawn = [], []
     for task in np.unique(names):
         inside = names == task
-        scores = score(~inside)[inside]
-        values.append(auroc(truth[inside], scores))
-        drawn.append(_auroc_draws(truth[inside], scores, weights[:, inside]))
-    return _figure(float(np.mean(values)), np.mean(drawn, axis=0), len(np.unique(owners)))
+        values.append(auroc(truth[inside], score[inside]))
+        drawn.append(_auroc_draws(truth[inside], score[inside], weights[:, inside]))
+    count = len(np.unique(np.asarray(requests)))
+    return _figure(float(np.mean(values)), np.mean(drawn, axis=0), count)
