@@ -64,7 +64,7 @@ def shortest(scores: NDArray[np.float64], tokens: list[int]) -> list[int]:
 
 def recipe(services: Services, settings: Settings) -> Report:
     draw = source(NAME, settings.seed, prose=True)
-    each = settings.count(36, 3)
+    each = settings.count(36, 2)
     contexts = [make_context(draw, task) for _ in range(each) for task in TASKS]
     report = Report(NAME, "accuracy with a sixth of the context", ANCHOR)
 

@@ -140,7 +140,7 @@ FITTED: tuple[tuple[Kind, str, Look], ...] = (
 
 def recipe(services: Services, settings: Settings) -> Report:
     draw = source(NAME, settings.seed)
-    each = settings.count(100, 8)
+    each = settings.count(100, 4)
     questions = [
         question(draw, task, CONDITIONS[place % len(CONDITIONS)])
         for task in TASKS
