@@ -20,3 +20,8 @@ def source(recipe: str, seed: int, prose: bool = False) -> Draw:
     """
     lines = corpus.load(held_out=True).prose_lines() if prose else ()
     return Draw(random.Random(f"{recipe}-{seed}"), evaluation=True, prose=lines)
+
+
+def library() -> corpus.Corpus:
+    """Held-out text of Python's standard library, which the model was not trained on."""
+    return corpus.load(held_out=True)
