@@ -7,7 +7,6 @@ generators, which are modules in its folder.
 """
 
 import sys
+from pathlib import Path
 
-from pipeline.examples.files import demo_model
-
-sys.path.insert(0, str(demo_model()))
+sys.path.insert(0, str(Path(__file__).parents[2] / "demo_model"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,10 @@ class Answer:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_tokens)
+
+    def light(self) -> Answer:
+        """The same without scores and response, which are megabytes: to keep many answers."""
+        return replace(self, scores=None, response={})
 
     def rows(self, count: int | None = None) -> NDArray[np.float32]:
         """The rows that predicted the first `count` generated tokens: float32[n, heads, T].

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -47,7 +47,10 @@ def auroc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
     """Area under the ROC curve: how often a positive scores above a negative. NaN for one kind."""
     if labels.all() or not labels.any():
         return float("nan")
-    return float(roc_auc_score(labels, scores))
+    # By ranks (Mann-Whitney), as scikit-learn takes twenty times as long for a few hundred rows.
+    positives = int(labels.sum())
+    above = rankdata(scores)[labels].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * (len(labels) - positives)))
 
 
 def interval(

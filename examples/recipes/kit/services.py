@@ -71,6 +71,8 @@ class Services:
             scores: also the full scores of all rows, heads and layers (`attn_capture`).
             fields: of the request (docs/guide.md), as `stop`, `temperature` and `seed`.
 
+        Full scores take 64 bytes a pair of tokens: `Answer.light` lets go of them.
+
         Raises:
             LocalError: the engine refuses the request.
         """
