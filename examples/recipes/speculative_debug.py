@@ -22,20 +22,19 @@ from kit.data import library, source
 from kit.features import head_entropies, head_maxima
 from kit.measure import Figure, auroc_figure, fitted_scores, group_rates, halves, interval, left_out
 from kit.measure import mean_figure as mean_of
+from kit.model import load_demo
 from kit.report import Report, Row
 from kit.services import Services
 from names import Draw
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from tasks import GENERATORS
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.analysis import collect_entries
-from pipeline.examples.files import demo_model
 
 NAME = "speculative_debug"
 TASKS = ("recall", "codename", "copy", "brackets", "counting", "table", "think", "code", "prose")
-# The draft's layers; the whole model has one more. The server captures fingerprints of layers 1 to 3.
+# The draft's layers; the whole model has one more. Those that the server captures fingerprints of.
 LAYERS, CAPTURED = (0, 1, 2), (1, 2)
 TOKENS = 24
 # Tokens that the draft proposes before the whole model looks.
@@ -88,9 +87,7 @@ def drafted(services: Services, task: str, prompt: str) -> Drafted:
         prompt, max_tokens=TOKENS, scores=True, attention_logit_lens=LENS,
         attention_capture_layers=list(CAPTURED), attn_capture_layers=list(LAYERS),
     )  # fmt: skip
-    lenses = [
-        entry["logit_lens"][str(LAYERS[-1])] for entry in collect_entries(answer.response)
-    ]
+    lenses = [entry["logit_lens"][str(LAYERS[-1])] for entry in collect_entries(answer.response)]
     chosen = [token["id"] for token in answer.response["output_tokens"]]
     accepted = [lens[0]["token_id"] == token for lens, token in zip(lenses, chosen, strict=True)]
     named = np.array([[one["logprob"] for one in lens] for lens in lenses])
@@ -127,9 +124,7 @@ def rounds(accepted: NDArray[np.bool_], stop: NDArray[np.bool_]) -> tuple[int, i
 def assisted_calls(found: list[Drafted]) -> tuple[list[int], int]:
     """Calls of the whole model by assisted generation of transformers, for each answer, and how
     many of its outputs are the engine's answer, token for token."""
-    folder = str(demo_model())
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_demo()
     layers = model.config.num_hidden_layers
     counted = [0]
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pages import section, text
@@ -14,7 +14,7 @@ from shared import REPO
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kit.report import fact_lines, markdown, overview_row
+from kit.report import Kind, fact_lines, markdown, overview_row
 from kit.services import make_run
 
 PROGRAMS = sorted((REPO / "examples/recipes").glob("*.py"))
@@ -32,7 +32,7 @@ def committed(name: str) -> dict[str, Any]:
 def check(found: dict[str, Any], name: str) -> None:
     """What holds of the JSON of any run of a recipe."""
     assert found["recipe"] == name and found["anchor"] and found["requests"] > 0
-    assert {row["kind"] for row in found["rows"]} <= {"20 numbers", "per head", "run", "baseline"}
+    assert {row["kind"] for row in found["rows"]} <= set(get_args(Kind))
     assert {"20 numbers", "baseline"} <= {row["kind"] for row in found["rows"]}
     names = [(row["kind"], row["name"]) for row in found["rows"]]
     assert len(set(names)) == len(names)
