@@ -134,8 +134,8 @@ def evenness(one: Verdict) -> NDArray[np.float64]:
 
 
 def head_shape(one: Verdict) -> NDArray[np.float64]:
-    rows = one.answer.rows()[one.row][None]
-    return np.concatenate([head_entropies(rows)[0], head_maxima(rows)[0]])
+    rows, keys = one.answer.rows()[one.row][None], one.answer.prompt_len + one.row
+    return np.concatenate([head_entropies(rows, keys)[0], head_maxima(rows)[0]])
 
 
 FITTED: tuple[tuple[str, str, Callable[[Verdict], NDArray[Any]]], ...] = (
@@ -221,7 +221,7 @@ def recipe(services: Services, settings: Settings) -> Report:
     ) -> None:
         scores = score(~held)
         figure = auroc_figure(flips[held], scores[held], requests[held], settings.seed)
-        other = left_out(score, flips, tasks, requests, settings.seed)["mean"]
+        other = left_out(score, flips, tasks, requests, settings.seed)
         report.rows.append(Row(name, kind, figure, other))
 
     for kind, name, features in FITTED:

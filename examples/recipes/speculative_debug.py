@@ -99,7 +99,7 @@ def drafted(services: Services, task: str, prompt: str) -> Drafted:
 def head_features(answer: Answer) -> NDArray[np.float64]:
     """Entropy and largest weight of each of the draft's heads: float64[n, 24]."""
     rows = answer.rows()
-    return np.concatenate([head_entropies(rows), head_maxima(rows)], axis=1)
+    return np.concatenate([head_entropies(rows, answer.prompt_len), head_maxima(rows)], axis=1)
 
 
 def rounds(accepted: NDArray[np.bool_], stop: NDArray[np.bool_]) -> tuple[int, int, int]:
@@ -223,7 +223,7 @@ def recipe(services: Services, settings: Settings) -> Report:
     ) -> None:  # fmt: skip
         scores = by_name[name] = score(~held)
         figure = auroc_figure(rejected[held], scores[held], requests[held], settings.seed)
-        other = left_out(score, rejected, tasks, requests, settings.seed)["mean"]
+        other = left_out(score, rejected, tasks, requests, settings.seed)
         report.rows.append(Row(name, kind, figure, other if leave_out else None))
 
     def fitted(values: NDArray[np.float64]) -> Callable[[NDArray[np.bool_]], NDArray[np.float64]]:

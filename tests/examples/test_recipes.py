@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from pages import section, text
+from pages import shell_lines, text
 from shared import REPO
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kit.report import Kind, fact_lines, markdown, overview_row
+from kit.pages import BEGIN, END, PAGES, RESULTS, figures, overview, refreshed
+from kit.report import Kind, markdown
 from kit.services import make_run
 
 PROGRAMS = sorted((REPO / "examples/recipes").glob("*.py"))
-PAGES = REPO / "docs/recipes"
-RESULTS = REPO / "benchmarks/results/recipes"
 NAMES = [path.stem for path in PROGRAMS]
 BOUNDED = ("AUROC", "accuracy", "share", "recall")
 
@@ -92,23 +91,16 @@ def test_a_page_quotes_the_committed_run(name: str) -> None:
     check(found, name)
     assert not found["quick"]
     page = text(PAGES / f"{name}.md")
-    assert markdown(found) in page
-    for line in fact_lines(found):
-        assert line in page.splitlines(), line
-    assert found["date"] in page and found["machine"]["cpu"] in page
-    assert found["command"] in page.replace("\\\n    ", "")
-    # A figure in a sentence is one of the run, of the anchor, or of the settings that are named.
-    figures = {f"{value:.2f}" for value in numbers(found)} | set(DECIMAL.findall(found["anchor"]))
-    prose = "\n".join(line for line in section_lines(page) if not line.startswith(("|", "- ")))
-    assert set(DECIMAL.findall(prose)) <= figures
+    assert refreshed(page, figures(found)) == page
+    assert found["command"] in [" ".join(words) for words in shell_lines(PAGES / f"{name}.md")]
+    # A figure in a sentence is one of the run or of the publication.
+    known = {f"{value:.2f}" for value in numbers(found)} | set(DECIMAL.findall(found["anchor"]))
+    measured = page[page.index("\n## Measured\n") :]
+    prose = measured[: measured.index(BEGIN)] + measured[measured.index(END) :]
+    assert set(DECIMAL.findall(prose)) <= known
 
 
 DECIMAL = re.compile(r"(?<![\d.])\d\.\d+(?![\d.])")
-
-
-def section_lines(page: str) -> list[str]:
-    """The lines of a page from "## Measured" on."""
-    return page[page.index("\n## Measured\n") :].splitlines()
 
 
 def numbers(value: Any) -> list[float]:
@@ -120,12 +112,7 @@ def numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_of_all_recipes_quotes_the_committed_run_and_the_verdict(name: str) -> None:
-    page = PAGES / f"{name}.md"
-    heading = re.match(r"# (?:\d+\. )?(.+)\n", text(page))
-    assert heading
-    verdict = re.match(r"\s*(.+?\.)(?=\s)", " ".join(section(page, "Verdict").split()) + " ")
-    assert verdict
-    row = overview_row(committed(name), heading[1], verdict[1])
-    assert row in text(PAGES / "README.md").splitlines()
+def test_the_table_of_all_recipes_quotes_their_committed_runs_and_verdicts() -> None:
+    page = text(PAGES / "README.md")
+    assert refreshed(page, overview()) == page
+    assert len(overview().splitlines()) == 2 + len(NAMES)

@@ -34,16 +34,16 @@ def lookback_ratios(answer: Answer, count: int | None = None) -> NDArray[np.floa
     return np.array(found, np.float64).reshape(-1, heads)
 
 
-def head_entropies(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+def head_entropies(rows: NDArray[np.float32], prompt_len: int) -> NDArray[np.float64]:
     """Entropy of each head's row by ln(its visible keys): float64[n, heads] in [0, 1].
 
-    Row i of an answer sees T - n + 1 + i keys; keys that get nothing at all in any head are taken
-    for keys after the query.
+    Args:
+        rows: of `Answer.rows`: row i sees the prompt and i generated tokens.
+        prompt_len: tokens of the prompt, two or more.
     """
     p = rows.astype(np.float64)
-    seen = np.maximum((p.max(1) > 0).sum(-1), 2)
     plogp = np.where(p > 0, p * np.log(np.maximum(p, 1e-30)), 0.0).sum(-1)
-    return -plogp / np.log(seen)[:, None]
+    return -plogp / np.log(prompt_len + np.arange(len(rows)))[:, None]
 
 
 def head_maxima(rows: NDArray[np.float32]) -> NDArray[np.float64]:
