@@ -190,7 +190,7 @@ def expected(seen: Seen, model: Any) -> Scores:
     """ExpectedAttention (arXiv 2510.00636): softmax of the mean logit of Gaussian queries at the
     next positions, times the length of the value: float64[L, key heads, P]."""
     rows, positions = seen.hidden.shape[1], seen.positions
-    found = []
+    found: list[Tensor] = []
     for layer, hidden in zip(model.model.layers, seen.hidden, strict=True):
         depth = layer.self_attn.head_dim
         queries = layer.self_attn.q_proj(hidden[SINKS:]).view(rows - SINKS, -1, depth)

@@ -269,7 +269,7 @@ def recipe(services: Services, settings: Settings) -> Report:
             # Without a fit on other tasks only the held-out requests are quoted.
             again[split] = np.array([
                 (split == "others" or held[p])
-                and asked.right(p, rule(looked[p], questions[p],
+                and asked.right(int(p), rule(looked[p], questions[p],
                                         own if split == "own" else others[questions[p].task], rng))
                 for p in requests
             ])  # fmt: skip
