@@ -52,6 +52,7 @@ def publish_map(
     known = clusters_of(table).to_pylist()
     for cluster in known:
         cluster["born_in"] = run_id
+        cluster["stability"], cluster["family"] = 0.7, cluster["cluster_id"] // 2
         cluster["centroid"] = vectors_of(1, seed=cluster["cluster_id"])[0].tolist()
         cluster["exemplars"] = [
             {"request_id": name, "position": 7, "layer": -1}

@@ -168,6 +168,22 @@ def test_zones_can_be_hidden_and_clusters_grouped(manifold, nights):
     )
     page.locator("details.group summary").first.click()
     expect(page.locator("details.group[open] .card").first).to_be_visible()
+    clusters = nights[1][-1].clusters
+    page.get_by_role("radio", name="By family").click()
+    families = {c["family"] for c in clusters}
+    expect(page.locator("details.group")).to_have_count(len(families))
+    # A family is named after the largest of its clusters, and holds all of them.
+    largest = max(
+        clusters, key=lambda c: sum(o["share"] for o in clusters if o["family"] == c["family"])
+    )
+    own = [c for c in clusters if c["family"] == largest["family"]]
+    first = page.locator("details.group").first
+    expect(first.locator("summary")).to_contain_text(max(own, key=lambda c: c["share"])["label"])
+    first.locator("summary").click()
+    expect(first.locator(".card")).to_have_count(len(own))
+    expect(first.locator(".card").first).to_contain_text(
+        "found again in half of the requests by 70.0%"
+    )
 
 
 def test_requests_appear_as_they_arrive_and_leave_a_trail(

@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useRef, useState } from "../../vendor/preact.
 import { usualOf } from "../../report/charts.js";
 import { CARD_SORTS, clusterCard } from "../../report/cards.js";
 import { colorAt, zoneColor } from "../../report/colors.js";
-import { byShare, el, swatch } from "../../report/dom.js";
+import { byShare, el, given, swatch } from "../../report/dom.js";
 import { Segments } from "../ui/choices.js";
 import { percent, plural, sentence, shown, spaced } from "../ui/text.js";
 
@@ -24,6 +24,9 @@ export function Cards({ run, found, selected, newsOf, onPick, onRows, onRequest 
   const [sort, setSort] = useState("share");
   const [grouped, setGrouped] = useState("all");
   const { clusters, manifest } = run;
+  // Clusters that HDBSCAN found are of no family.
+  const groupings = [["all", "All"], ["zone", "By zone"]];
+  if (clusters.some(({ family }) => given(family))) groupings.push(["family", "By family"]);
   const facts = useMemo(() => ({
     layout: manifest.layout, usual: usualOf(clusters), runId: manifest.run_id,
     largest: Math.max(0, ...clusters.map((cluster) => cluster.share)),
@@ -35,30 +38,36 @@ export function Cards({ run, found, selected, newsOf, onPick, onRows, onRequest 
   return html`<div class="cards-pane">
     <div class="row wrap apart">
       <${Segments} label="Sort clusters by" choices=${Object.keys(CARD_SORTS).map((name) => [name, sentence(name)])} chosen=${sort} onChoose=${setSort} />
-      <${Segments} label="Group clusters" choices=${[["all", "All"], ["zone", "By zone"]]} chosen=${grouped} onChoose=${setGrouped} />
+      <${Segments} label="Group clusters" choices=${groupings} chosen=${grouped} onChoose=${setGrouped} />
     </div>
     <div class="cards" data-cards>
       ${!clusters.length && html`<p class="quiet pad">No cluster was found in this run: every row is noise.</p>`}
       ${clusters.length > 0 && !shownClusters.length && html`<p class="quiet pad">No cluster has these words.</p>`}
-      ${grouped === "all" ? shownClusters.map(card) : html`<${Groups} clusters=${shownClusters} card=${card} selected=${selected} />`}
+      ${groupings.some(([name]) => name === grouped && name !== "all")
+        ? html`<${Groups} clusters=${shownClusters} by=${grouped} card=${card} selected=${selected} />`
+        : shownClusters.map(card)}
     </div>
   </div>`;
 }
 
-/** Clusters under the zone that most of their rows are in. */
-function Groups({ clusters, card, selected }) {
-  const zones = [...new Set(clusters.map(({ zone }) => zone))];
-  const groups = zones.map((zone) => {
-    const members = clusters.filter((cluster) => cluster.zone === zone);
-    return { zone, members, share: members.reduce((sum, { share }) => sum + share, 0) };
+/** Clusters under the zone that most of their rows are in, or under their family. */
+function Groups({ clusters, by, card, selected }) {
+  const groups = [...new Set(clusters.map((cluster) => cluster[by]))].map((name) => {
+    const members = clusters.filter((cluster) => cluster[by] === name);
+    return { name, members, share: members.reduce((sum, { share }) => sum + share, 0) };
   }).sort((a, b) => b.share - a.share);
-  return groups.map(({ zone, members, share }) => html`<details class="group" key=${zone}
+  return groups.map(({ name, members, share }) => html`<details class="group" key=${`${by}:${name}`}
       open=${members.some(({ cluster_id: id }) => id === selected)}>
-    <summary><${Node} node=${() => swatch(zoneColor(zone))} />${spaced(zone)}
+    <summary>${by === "zone"
+      ? html`<${Node} node=${() => swatch(zoneColor(name))} />${spaced(name)}`
+      : familyName(members)}
       <span class="quiet">${plural(members.length, "cluster")}, ${percent(share)}</span></summary>
     ${members.map(card)}
   </details>`);
 }
+
+/** A family has no name of its own: it is like the largest of its clusters. */
+const familyName = (members) => shown(members.reduce((a, b) => (b.share > a.share ? b : a)).label);
 
 /** An element that another module made. */
 function Node({ node }) {
