@@ -109,6 +109,12 @@ def write_figures(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def events_of(run: Path) -> list[dict[str, Any]]:
+    """The events of a finished run, oldest first, from its log."""
+    lines = (run / "progress.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def read_records(path: Path) -> pa.Table:
     """The records of a store, or of a Parquet file, that a run would take: those of the commonest
     model, layout and capture."""

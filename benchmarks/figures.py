@@ -214,6 +214,19 @@ def of_gpu_kills(found: dict[str, Any]) -> Iterator[Figure]:
         yield f"{found['rows']:,} rows, {name}", f"{seconds:.1f} s{told}"
 
 
+def of_gpu_transports(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, run in found["transports"].items():
+        over = "TLS of the job's own workers" if name == "own" else name.upper()
+        what = f"{found['rows']:,} rows on {found['gpus']} GPUs over {over}"
+        yield what, f"{run['seconds']:.1f} s, ARI {run['answer']['ari']:.3f}"
+        if killed := run.get("killed"):
+            yield (
+                f"{what}, killed in the middle",
+                f"resumed in {killed['resumed_seconds']:.1f} s, ARI {killed['ari_with_first']:.4f} "
+                "with the first run",
+            )
+
+
 def of_sglang_serving(found: dict[str, Any]) -> Iterator[Figure]:
     for batch, kinds in found["batches"].items():
         for kind, case in kinds.items():
@@ -270,6 +283,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_server_steps": of_gpu_server_steps,
     "sglang_serving": of_sglang_serving,
     "gpu_kills": of_gpu_kills,
+    "gpu_transports": of_gpu_transports,
     "sidecar_fuzz": of_sidecar_fuzz,
     "stream": of_stream,
     "answer_bytes": of_answer_bytes,

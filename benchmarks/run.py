@@ -62,6 +62,7 @@ SGLANG = Path("build/sglang")
 if SGLANG.is_dir():
     ON_GPU["kernels"] += ["--sglang", str(SGLANG)]
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
+ON_GPU["transports"] = ["gpu_transports", "--folder", "build/benchmarks"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.
 MEMORY_8B_GIB = 40
 LIBRARIES = (
@@ -87,6 +88,18 @@ def gpu_memory_gib() -> float:
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 
+def gpu_count() -> int:
+    """GPUs that NVIDIA's driver shows; 0 where there is none."""
+    try:
+        import cupy
+    except ImportError:
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
 def cannot_run(name: str, on_gpu: bool) -> str | None:
     """Why a benchmark cannot run here, in words; None where it can."""
     if name == "outage":
@@ -95,6 +108,8 @@ def cannot_run(name: str, on_gpu: bool) -> str | None:
         return None if common.chromium_path() else "there is no Chromium"
     if not on_gpu:
         return None
+    if name == "transports" and gpu_count() < 2:
+        return "it needs two GPUs"
     if name not in OF_TORCH:
         return why_not()
     free = gpu_memory_gib()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import NOW, REPO, WrongAnswerError
+from benchmarks.common import NOW, REPO, WrongAnswerError, events_of
 from benchmarks.gpu import DeviceWatch
 from discovery.artifacts.read import read_manifest
 from discovery.job import CHECKPOINT, discover
@@ -62,8 +61,7 @@ def timed_run(options: DiscoverOptions, gpus: int | None = None) -> Timed:
             run_command(options, gpus)
         seconds = time.perf_counter() - began
     folder = output / f"{NOW:%Y-%m-%dT%H-%M-%S}"
-    log = (folder / "progress.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in log]
+    events = events_of(folder)
     stages = seconds_by_stage(events)
     stages["outside stages"] = seconds - sum(stages.values())
     return Timed(

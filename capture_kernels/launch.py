@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from .fingerprint.vector import chosen_heads
 from .layer_plan import LOGSUMEXP_COLUMN
@@ -19,6 +20,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
 LOGSUMEXP = tl.constexpr(LOGSUMEXP_COLUMN)
+# The first compute capability that can launch a kernel before the one ahead of it has ended.
+HOPPER = 90
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
 LEAST_GROUP, LARGEST_GROUP = 8, 32
@@ -92,12 +95,36 @@ class HeadGroups:
         return torch.tensor(lines, dtype=torch.int32, device=self._device)
 
 
+@triton.jit
+def after_last_kernel(EARLY: tl.constexpr) -> None:
+    """The first thing that a kernel does which may be launched EARLY: when the programs of the
+    kernel ahead of it have ended, but what they have written is still on its way. Here it waits for
+    that, and so do all of its programs: the kernel behind it waits for this one alone.
+
+    To be launched while programs of the kernel ahead still run was slower: those that wait are in
+    their way.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+def early() -> dict[str, bool]:
+    """With what a kernel that calls `after_last_kernel` is launched on the current device, so that
+    it is launched early where that can be done (CUDA's programmatic dependent launch)."""
+    if interpreted():
+        return {"EARLY": False}
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or target.arch < HOPPER:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:
-    """Launch a kernel with the arguments of `step` that it takes, and with its own, on the device
-    of the step's rows, whichever is the current one."""
+    """Launch a kernel that calls `after_last_kernel`, with the arguments of `step` that it takes,
+    and with its own, on the device of the step's rows, whichever is the current one."""
     named = {name: step[name] for name in kernel.arg_names if name in step}
     with torch.cuda.device_of(step["row_table"]):
-        kernel[grid](**named, **own)
+        kernel[grid](**named, **own, **early())
 
 
 def processors(device: torch.device | str) -> int:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
-from capture_kernels.launch import LOG2_E, LOWEST, launch
+from capture_kernels.launch import LOG2_E, LOWEST, after_last_kernel, launch
 from capture_kernels.layer_plan import check
 
 from .key_pass import PARTIAL
@@ -40,11 +40,12 @@ def merge_values(
     partial, partial_values, row_table, block_ptr, program_ptr, sinks, value_descale, output,
     stride_or, stride_oh, num_rows, HEADS: tl.constexpr, QUERIES_A_KEY: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STATISTICS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, VALUE_DESCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, VALUE_DESCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The output of one row and head; 0 for a row without keys, such as those that pad a batch:
     NaN there would reach routing, or an all-reduce."""
     AT_ONCE: tl.constexpr = 16
+    after_last_kernel(EARLY)
     row, number = tl.program_id(0), tl.program_id(1)
     begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     dims = tl.arange(0, BLOCK_V)

@@ -45,7 +45,7 @@ from capture_kernels.decode.topk.buckets import (
     keep_two,
     write_two,
 )
-from capture_kernels.launch import LN_2, LOWEST
+from capture_kernels.launch import LN_2, LOWEST, after_last_kernel
 
 # A split's partial result for a head: 28 range masses in 32 columns, then m, L and S; one is spare.
 PARTIAL = tl.constexpr(36)
@@ -114,7 +114,9 @@ def key_pass(
     BLOCK_V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     STATISTICS: tl.constexpr, BUCKETS: tl.constexpr, LOGITS: tl.constexpr, SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr, TO_HALF: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_last_kernel(EARLY)
     program = tl.program_id(1)
     if not LISTED:
         if (program == 0) & (tl.program_id(0) == 0):

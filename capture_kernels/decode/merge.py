@@ -29,20 +29,19 @@ from capture_kernels.decode.step.schedule import (
 )
 from capture_kernels.decode.topk.merge import merge_top_k
 from capture_kernels.decode.topk.sort_key import total, write_nothing, write_top
-from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST
+from capture_kernels.launch import LN_2, LOGSUMEXP, LOWEST, after_last_kernel
 
 from .key_pass import PARTIAL
 
 
 @triton.jit
 def merge_splits(
-    partial, row_table, block_ptr, program_ptr, heads, sinks, per_head, row, number, num_rows,
-    HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    partial, row_table, program_ptr, heads, sinks, per_head, row, number, num_rows, begin, end,
+    first, last, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row and head. Returns its logsumexp, float32[1]: -inf if no key
-    is real."""
+    """Write the statistics of one row and head, whose `row_splits` are given. Returns its
+    logsumexp, float32[1]: -inf if no key is real."""
     c = tl.arange(0, 32)
-    begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
     m = tl.full([1], LOWEST, tl.float32)
     visible = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
@@ -51,10 +50,16 @@ def merge_splits(
         program = p + tl.arange(0, MERGE_SPLITS)
         there = is_split(program_ptr, program, begin, end, last)
         part = partial + ((program + row).to(tl.int64) * HEADS + number) * PARTIAL
-        masses_i = tl.load(part[:, None] + c[None, :], mask=there[:, None], other=0.0)
-        m_i = tl.load(part + 32, mask=there, other=LOWEST)
-        l_i = tl.load(part + 33, mask=there, other=0.0)
-        s_i = tl.load(part + 34, mask=there, other=0.0)
+        # Read before it is known which are splits, so that these loads wait for no other; what an
+        # earlier step has left there, NaN perhaps, is then taken out.
+        some = program <= last
+        masses_i = tl.load(part[:, None] + c[None, :], mask=some[:, None], other=0.0)
+        m_i = tl.load(part + 32, mask=some, other=LOWEST)
+        l_i = tl.load(part + 33, mask=some, other=0.0)
+        s_i = tl.load(part + 34, mask=some, other=0.0)
+        masses_i = tl.where(there[:, None], masses_i, 0.0)
+        m_i = tl.where(there, m_i, LOWEST)
+        l_i, s_i = tl.where(there, l_i, 0.0), tl.where(there, s_i, 0.0)
         m_new = tl.maximum(m, tl.max(m_i, 0))
         old = tl.exp2(m - m_new)
         new = tl.exp2(m_i - m_new)
@@ -134,9 +139,10 @@ def finish(
     top_mass, num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr,
     K: tl.constexpr, SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HEAD_WORDS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows and heads of all pending layers in turns."""
+    after_last_kernel(EARLY)
     c = tl.arange(0, 32)
     for turn in range(tl.program_id(0), layers * num_rows * HEADS, tl.num_programs(0)):
         # A tensor, which the interpreter would not make of it.
@@ -146,7 +152,7 @@ def finish(
         # The layer's first row in the workspaces, and in the answers.
         kept_row, answer_row = layer * max_rows, (first_layer + layer) * max_rows
         line = (answer_row + row) * HEADS + number
-        begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+        begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
         if begin == end:
             # A disabled row: there is nothing to merge or to wait for.
             nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
@@ -161,9 +167,9 @@ def finish(
                 own_sinks = layer_sinks(addresses, layer, sinks)
             first_split = layer * (programs + max_rows) * HEADS
             logsumexp = merge_splits(
-                partial + first_split * PARTIAL, row_table, block_ptr, program_ptr, heads,
-                own_sinks, per_head + answer_row * (HEADS * 32), row, number, num_rows, HEADS,
-                MERGE_SPLITS, HAS_SINKS,
+                partial + first_split * PARTIAL, row_table, program_ptr, heads, own_sinks,
+                per_head + answer_row * (HEADS * 32), row, number, num_rows, begin, end, first,
+                last, HEADS, MERGE_SPLITS, HAS_SINKS,
             )  # fmt: skip
             if K:
                 best, uncertain = merge_top_k(

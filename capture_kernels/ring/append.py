@@ -1,15 +1,6 @@
 """One launch a step that turns statistics into fingerprint records in the ring.
 
-Mathematics, for one row with the statistics s_l of its L captured layers (means over heads):
-
-    log16    hist = mean_l hist_l;  local, mid, long = hist[0:3].sum(), [3:8].sum(), [8:16].sum();
-             entropy = mean_l entropy_l
-    layered  local, mid = mean_l mass_l(d < 10), mean_l mass_l(10 <= d < 100);  long is the rest;
-             entropy and position bins = mean_l of each;  depth i of 0..7 = sum_l w_il entropy_l
-             with w_il = max(0, 1 - |i (L - 1) / 7 - l|), as `fingerprint.at_depths` interpolates
-
-So each number but the bands is a weighted sum over the layers of one column of the statistics. A
-record per layer is the same with L = 1.
+Mathematics: `words`.
 
 Tensors (R rows, L layers), beside those of `ring`:
     statistics  float32[L, R, 32]  `mean` of each captured layer, with the columns of `decode.plan`
@@ -28,10 +19,12 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import Layout
+from capture_kernels.launch import after_last_kernel, early
 from capture_kernels.layer_plan import COLUMNS, FLAGS, FLOAT32, INTEGERS, check
 
 from . import ring as ring_module
 from .ring import Ring
+from .words import is_recorded, record_words
 
 # `layer` of a record that is the mean over the captured layers.
 MEAN_LAYER = -1
@@ -50,47 +43,15 @@ WARPS = 4
 REGISTERS = 192
 
 
-@triton.jit
-def _is_recorded(
-    item, items, statistics, position, request, enabled, layer_stride, LAYERS: tl.constexpr,
-    PER_LAYER: tl.constexpr, BLOCK_L: tl.constexpr, BY_REQUEST: tl.constexpr,
-):  # fmt: skip
-    """Which items have a record: enabled, and with a visible key in all of their layers."""
-    recorded = item < items
-    row = item // LAYERS if PER_LAYER else item
-    at = tl.load(position + row, mask=recorded, other=-1)
-    own = row.to(tl.int64)
-    if BY_REQUEST:
-        at -= 1
-        own = tl.load(request + row, mask=recorded, other=0).to(tl.int64)
-    recorded = recorded & (tl.load(enabled + own, mask=recorded, other=0) != 0) & (at >= 0)
-    valid = statistics + row.to(tl.int64) * 32 + 28
-    if PER_LAYER:
-        layer = (item % LAYERS).to(tl.int64)
-        # Not `!= 0`, which a NaN would pass.
-        recorded = recorded & (
-            tl.load(valid + layer * layer_stride, mask=recorded, other=0.0) > 0.5
-        )
-    else:
-        for first in range(0, LAYERS, BLOCK_L):
-            layer = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
-            found = tl.load(
-                valid[:, None] + layer[None, :] * layer_stride,
-                mask=recorded[:, None] & (layer < LAYERS)[None, :],
-                other=1.0,
-            )
-            recorded = recorded & (tl.sum((found > 0.5).to(tl.int32), 1) == BLOCK_L)
-    return recorded
-
-
 @triton.jit(do_not_specialize=["rows", "layer_stride"])
 def append_records(
     statistics, position, request, handle, phase, enabled, num_active, layer_numbers, slots, state,
     rows, layer_stride, LAYERS: tl.constexpr, PER_LAYER: tl.constexpr, LAYERED: tl.constexpr,
     LAYOUT: tl.constexpr, CAPACITY: tl.constexpr, SCAN_ROWS: tl.constexpr, SCAN_ITEMS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BY_REQUEST: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr, ONE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_last_kernel(EARLY)
     if HAS_ACTIVE:
         rows = tl.minimum(tl.load(num_active), rows)
     if not ONE_BLOCK:
@@ -109,18 +70,25 @@ def append_records(
 
     # An item may become a record: a row, or a row's layer. Programs share them out in order, and
     # each counts the records of all of them, so that record numbers follow the order of the items.
-    group: tl.constexpr = 1 if PER_LAYER else LAYERS
     items = rows * LAYERS if PER_LAYER else rows
     program, programs = tl.program_id(0), tl.num_programs(0)
     share = tl.cdiv(tl.cdiv(items, programs), BLOCK) * BLOCK
     mine = program * share
     after_mine = tl.minimum(mine + share, items)
     before = tl.full([], 0, tl.int32)
+    # `committed` does not change until every program of this launch is done.
+    start = tl.load(state + COMMITTED)
     if ONE_BLOCK:
-        # What is found out here is not looked for again below: a few loads are half of such a step.
-        known = _is_recorded(
-            tl.arange(0, BLOCK), items, statistics, position, request, enabled, layer_stride,
-            LAYERS, PER_LAYER, BLOCK_L, BY_REQUEST,
+        # The ways to memory are most of such a step, so all is read at once: also of items that
+        # have no record.
+        item = tl.arange(0, BLOCK)
+        known = is_recorded(
+            item, items, statistics, position, request, enabled, layer_stride, LAYERS, PER_LAYER,
+            BLOCK_L, BY_REQUEST,
+        )  # fmt: skip
+        known_words = record_words(
+            item, item < items, statistics, position, request, handle, phase, layer_numbers,
+            layer_stride, LAYERS, PER_LAYER, LAYERED, LAYOUT, BLOCK, BLOCK_L, BY_REQUEST,
         )  # fmt: skip
         total = tl.sum(known.to(tl.int32), 0)
         count = total
@@ -130,7 +98,7 @@ def append_records(
         begin = tl.full([], 0, tl.int32)
         while begin < items:
             item = begin + tl.arange(0, SCAN_ITEMS)
-            recorded = _is_recorded(
+            recorded = is_recorded(
                 item, items, statistics, position, request, enabled, layer_stride, LAYERS,
                 PER_LAYER, BLOCK_L, BY_REQUEST,
             ).to(tl.int32)  # fmt: skip
@@ -141,8 +109,6 @@ def append_records(
     if total == 0:
         return
 
-    # `committed` does not change until every program of this launch is done.
-    start = tl.load(state + COMMITTED)
     first = start + before
     seq = slots.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, LANES)
@@ -159,83 +125,26 @@ def append_records(
     tl.debug_barrier()
 
     word = tl.arange(0, 32)
-    c = word - 8
-    is_vector = (c >= 0) & (c < 20)
-    if LAYERED:
-        depth = tl.where((c >= 12) & is_vector, c - 12, -1)
-        column = tl.where(c < 2, 24 + c, tl.where(c < 4, 27, tl.where(c < 12, c + 12, 27)))
-        is_loaded = is_vector & (c != 2)
-    else:
-        depth = tl.full([32], -1, tl.int32)
-        column = tl.where(c < 4, 27, c - 4)
-        is_loaded = is_vector & (c >= 3)
-    column = tl.where(word == 6, 26, tl.where(is_loaded, column, 0))
-    is_loaded = is_loaded | (word == 6)
-
     begin = mine
     while begin < after_mine:
         item = begin + tl.arange(0, BLOCK)
         if ONE_BLOCK:
             recorded = known
         else:
-            recorded = (item < after_mine) & _is_recorded(
+            recorded = (item < after_mine) & is_recorded(
                 item, items, statistics, position, request, enabled, layer_stride, LAYERS,
                 PER_LAYER, BLOCK_L, BY_REQUEST,
             )  # fmt: skip
         ones = recorded.to(tl.int32)
         slot = (first + tl.cumsum(ones, 0) - ones) & (CAPACITY - 1)
         first += tl.sum(ones, 0)
-        row = item // LAYERS if PER_LAYER else item
-        own_layer = item % LAYERS if PER_LAYER else tl.zeros([BLOCK], tl.int32)
-        source = statistics + row.to(tl.int64) * 32 + own_layer.to(tl.int64) * layer_stride
-
-        value = tl.zeros([BLOCK, 32], tl.float32)
-        for first_layer in range(0, group, BLOCK_L):
-            layer = first_layer + tl.arange(0, BLOCK_L)
-            part = tl.load(
-                source[:, None, None]
-                + layer.to(tl.int64)[None, :, None] * layer_stride
-                + column[None, None, :],
-                mask=recorded[:, None, None]
-                & (layer < group)[None, :, None]
-                & is_loaded[None, None, :],
-                other=0.0,
-            )
-            # In whole sevenths: a captured layer exactly at one of the depths has all the weight.
-            away = tl.abs(depth[None, :] * (group - 1) - 7 * layer[:, None])
-            near = tl.maximum(7 - away, 0).to(tl.float32) * (1.0 / 7.0)
-            weight = tl.where(depth[None, :] < 0, 1.0 / group, near)
-            value += tl.sum(part * weight[None, :, :], 1)
-
-        if LAYERED:
-            near = tl.sum(tl.where(((c == 0) | (c == 1))[None, :], value, 0.0), 1)
-            value = tl.where((c == 2)[None, :], tl.maximum(1.0 - near, 0.0)[:, None], value)
+        if ONE_BLOCK:
+            words = known_words
         else:
-            bin = c - 4
-            local = tl.sum(tl.where(((bin >= 0) & (bin < 3))[None, :], value, 0.0), 1)
-            mid = tl.sum(tl.where(((bin >= 3) & (bin < 8))[None, :], value, 0.0), 1)
-            long = tl.sum(tl.where(((bin >= 8) & (bin < 16))[None, :], value, 0.0), 1)
-            value = tl.where((c == 0)[None, :], local[:, None], value)
-            value = tl.where((c == 1)[None, :], mid[:, None], value)
-            value = tl.where((c == 2)[None, :], long[:, None], value)
-
-        own = row.to(tl.int64)
-        t = tl.load(position + row, mask=recorded, other=0).to(tl.int32)
-        if BY_REQUEST:
-            t -= 1
-            own = tl.load(request + row, mask=recorded, other=0).to(tl.int64)
-        handles = tl.load(handle + own, mask=recorded, other=0)
-        low, high = handles.to(tl.int32), (handles >> 32).to(tl.int32)
-        phases = tl.load(phase + own, mask=recorded, other=0).to(tl.int32)
-        kind = tl.full([BLOCK], 0xFFFF, tl.int32)
-        if PER_LAYER:
-            kind = tl.load(layer_numbers + own_layer, mask=recorded, other=0) & 0xFFFF
-        kind = kind | (LAYOUT << 16) | (phases << 24)
-        words = tl.where((is_vector | (word == 6))[None, :], value, 0.0).to(tl.int32, bitcast=True)
-        words = tl.where((word == 2)[None, :], low[:, None], words)
-        words = tl.where((word == 3)[None, :], high[:, None], words)
-        words = tl.where((word == 4)[None, :], t[:, None], words)
-        words = tl.where((word == 5)[None, :], kind[:, None], words)
+            words = record_words(
+                item, recorded, statistics, position, request, handle, phase, layer_numbers,
+                layer_stride, LAYERS, PER_LAYER, LAYERED, LAYOUT, BLOCK, BLOCK_L, BY_REQUEST,
+            )  # fmt: skip
         tl.store(
             slots + slot[:, None] * 32 + word[None, :],
             words,
@@ -377,4 +286,5 @@ class AppendPlan:
                 ONE_BLOCK=programs == 1,
                 num_warps=WARPS,
                 maxnreg=REGISTERS,
+                **early(),
             )

@@ -56,7 +56,7 @@ class NoDevice:
 def figures(kernel: Any) -> dict[str, int]:
     """What the compiler made of a kernel: registers and spilled bytes of a thread, bytes of shared
     memory, instructions in all, in the shortest loop that multiplies matrices, and in that loop
-    those that spill; and `scattered_reductions`."""
+    those that spill; `scattered_reductions`; and `unordered`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -73,7 +73,18 @@ def figures(kernel: Any) -> dict[str, int]:
         "loop": len(loop),
         "loop_spills": len([each for each in loop if re.search(r"\b(LDL|STL)\b", each)]),
         "scattered_reductions": scattered_reductions(kernel.asm["ttgir"]),
+        "early": kernel.metadata.launch_pdl,
+        "unordered": unordered(lines),
     }
+
+
+def unordered(lines: list[str]) -> int:
+    """How many instructions read or write global memory before the kernel waits for the one ahead
+    of it, as one that is launched early must; all of them, if it never waits."""
+    code = [text for line in lines if (text := instruction(line))]
+    waits = [number for number, text in enumerate(code) if re.search(r"\bACQBULK\b", text)]
+    before = code[: waits[0]] if waits else code
+    return len([each for each in before if re.search(r"\b(LDG|STG|LDGSTS|ATOM|ATOMG|RED)\b", each)])
 
 
 def scattered_reductions(code: str) -> int:

@@ -76,6 +76,9 @@ def test_kernels_have_lean_loops_on_hopper(plan):
         assert kernel["spilled"] <= PUT_ASIDE.get(name, 0), name
         # No reduction takes a value twice.
         assert kernel["scattered_reductions"] == 0, name
+        # One that starts while the kernel ahead of it still runs touches no memory before its end.
+        assert kernel["early"] == (plan != "scores"), name
+        assert not kernel["early"] or kernel["unordered"] == 0, name
     if plan in LOOP_BUDGET:
         assert 0 < kernels["key_pass"]["loop"] <= LOOP_BUDGET[plan]
 
@@ -83,5 +86,8 @@ def test_kernels_have_lean_loops_on_hopper(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 100])
 def test_kernels_compile_for_other_gpus_with_next_to_no_spills(capability):
-    for kernels in compiled(capability, EVERYWHERE).values():
+    for plan, kernels in compiled(capability, EVERYWHERE).items():
         assert all(kernel["spilled"] <= 16 for kernel in kernels.values()), kernels
+        # Ampere cannot launch early.
+        early = {kernel["early"] for kernel in kernels.values()}
+        assert early == {capability >= 90 and plan != "scores"}

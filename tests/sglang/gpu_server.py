@@ -1,4 +1,5 @@
-"""SGLang on a GPU with the demo model, CUDA graphs on, and what is asked of it."""
+"""SGLang on a GPU, CUDA graphs on, with the demo model unless told otherwise, and what is asked of
+it."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ async def generate(url: str, prompts: list[list[int]], **fields: object) -> list
         return await asyncio.gather(*map(one, prompts))
 
 
-def start(folder: Path, *options: str):
+def start(folder: Path, *options: str, model: Path = MODEL):
     from benchmarks.sglang_process import SGLangProcess
 
     os.environ.pop("SGLANG_PLUGINS", None)
     return SGLangProcess(
-        MODEL, folder / "log", "--dtype", "float16", "--max-total-tokens", "65536",
+        model, folder / "log", "--dtype", "float16", "--max-total-tokens", "65536",
         "--cuda-graph-bs-decode", "1", "4", "16", "--mem-fraction-static", "0.9",
         "--return-attention-tokens", "--attention-capture-layers", "all",
         "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all",

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from capture_kernels.launch import launch
+from capture_kernels.launch import after_last_kernel, launch
 
 ADDRESSES = tl.constexpr(4)
 # The most layers whose addresses one launch writes.
@@ -57,8 +57,11 @@ def note_layer(addresses, keys, descale, sinks, query, rescan_queue, BUCKETS: tl
 
 
 @triton.jit
-def note_layers(addresses, rescan_queue, inputs, COUNT: tl.constexpr, BUCKETS: tl.constexpr):
+def note_layers(
+    addresses, rescan_queue, inputs, COUNT: tl.constexpr, BUCKETS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """`note_layer` of several layers: COUNT addresses, of which `inputs` has 2 * address + 1."""
+    after_last_kernel(EARLY)
     for number in tl.static_range(COUNT):
         tl.store(addresses + number, inputs[number] >> 1)
     if BUCKETS:

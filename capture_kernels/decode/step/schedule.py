@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from capture_kernels.fingerprint.vector import Visibility
+from capture_kernels.launch import after_last_kernel, early
 from capture_kernels.layer_plan import check, head_words
 
 from .page_table import PageTable
@@ -102,8 +103,9 @@ def _schedule_rows(
     model_window, visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr,
     HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr,
     HEAD_WORDS: tl.constexpr, HAS_SLOTS: tl.constexpr, BY_REQUEST: tl.constexpr,
-    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_last_kernel(EARLY)
     row = tl.arange(0, ROWS)
     here = row < num_rows
     active = here
@@ -289,4 +291,5 @@ class Schedule:
                 BLOCK_KEYS=self.block_keys,
                 ROWS=self._row_lanes,
                 num_warps=4,
+                **early(),
             )

@@ -34,7 +34,7 @@ from capture_kernels.decode.step.schedule import (
     reported_position,
     row_field,
 )
-from capture_kernels.launch import LOG2_E, LOGSUMEXP
+from capture_kernels.launch import LOG2_E, LOGSUMEXP, after_last_kernel
 
 from .sort_key import NOTHING, largest_of, number_of, pack, value_of, write_top
 
@@ -134,7 +134,7 @@ def head_mean(
     BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
     RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, UPCAST: tl.constexpr,
-    HEAD_WORDS: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
@@ -143,6 +143,7 @@ def head_mean(
     never changes unless rows share a slot of them.
     """
     BLOCK: tl.constexpr = TILE * TILES
+    after_last_kernel(EARLY)
     program, turns = tl.program_id(0), tl.num_programs(0)
     # Layers of a block that are one program's, and those that are shared out.
     together = layers if HUBS else 1
@@ -282,9 +283,11 @@ def tree_select(values, count, COUNT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl
 def top_mean(
     mean_keys, mean_maxima, chosen_blocks, positions, top_values, row_table, block_ptr, num_rows,
     logit_blocks, max_blocks, first_layer, max_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, RECOMPUTE: tl.constexpr,
+    SPAN: tl.constexpr, FEW_BLOCKS: tl.constexpr, FEW_SPAN: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, RECOMPUTE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean; or, if its p were not kept, the blocks to rescan for it."""
+    after_last_kernel(EARLY)
     row, layer = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
     position = reported_position(row_table, row, num_rows)
@@ -292,7 +295,11 @@ def top_mean(
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
         maxima = mean_maxima + layer.to(tl.int64) * max_blocks + begin
-        best = tree_select(maxima, end - begin, BLOCKS, SPAN, SIZE)
+        if end - begin <= FEW_BLOCKS:
+            # Each level of the tree takes time, so a row of few blocks gets no more than it needs.
+            best = tree_select(maxima, end - begin, FEW_BLOCKS, FEW_SPAN, SIZE)
+        else:
+            best = tree_select(maxima, end - begin, BLOCKS, SPAN, SIZE)
         if RECOMPUTE:
             if end > logit_blocks:
                 at = chosen_blocks + (layer * max_rows + row) * SIZE + tl.arange(0, SIZE)

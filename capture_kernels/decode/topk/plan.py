@@ -64,7 +64,9 @@ MEAN_PROGRAMS = 4
 # is then expected to be: one more layer at a time is worth less than reading longer rows twice.
 SHARING_LAYERS, SHARING_KEYS = 8, 8_192
 # What kernels are launched with if no top k is planned.
-NO_TOP = {"K": 0, "SIZE": 2, "BLOCKS": 2, "SPAN": 1}
+NO_TOP = {"K": 0, "SIZE": 2}
+# The head mean's blocks of which a row has few.
+FEW_BLOCKS = 256
 
 
 @dataclass(kw_only=True, eq=False)
@@ -224,11 +226,14 @@ class TopKPlan:
 
     def _outputs(self, answers: tuple[Tensor, ...], k: int) -> dict[str, Any]:
         """What kernels are launched with that write a top k to these answers."""
-        outputs = {"positions": answers[0], "top_values": answers[1], "top_mass": answers[-1]}
+        names = ("positions", "top_values", "top_mass")
+        outputs: dict[str, Any] = dict(zip(names, (*answers[:2], answers[-1]), strict=True))
         if not k:
             return outputs
         blocks, span = spans(self._row_blocks, power(k))
-        return {**outputs, "K": k, "SIZE": power(k), "BLOCKS": blocks, "SPAN": span}
+        few, few_span = spans(min(FEW_BLOCKS, self._row_blocks), power(k))
+        outputs |= {"BLOCKS": blocks, "SPAN": span, "FEW_BLOCKS": few, "FEW_SPAN": few_span}
+        return outputs | {"K": k, "SIZE": power(k)}
 
     @property
     def bytes(self) -> int:

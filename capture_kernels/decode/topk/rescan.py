@@ -21,7 +21,7 @@ from capture_kernels.decode.step.schedule import (
     reported_position,
     row_field,
 )
-from capture_kernels.launch import LN_2, LOGSUMEXP
+from capture_kernels.launch import LN_2, LOGSUMEXP, after_last_kernel
 
 from .buckets import distance_of, first_block, lower_half
 from .head_mean import count_of_heads, mean_of_tile, probability_shifts
@@ -81,10 +81,11 @@ def rescan_heads(
     max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr,
     K: tl.constexpr, SIZE: tl.constexpr, BUCKETS_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr,
-    LOGITS_KEPT: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
+    LOGITS_KEPT: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of the queued heads, from all keys of their uncertain buckets."""
     BLOCK: tl.constexpr = TILE * TILES
+    after_last_kernel(EARLY)
     for turn in range(tl.program_id(0), tl.load(rescan_queue), tl.num_programs(0)):
         item = tl.load(rescan_queue + 1 + turn)
         number, row = item % HEADS, item // HEADS % num_rows
@@ -171,9 +172,10 @@ def rescan_mean(
     ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
     PROGRAMS_A_ROW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr,
+    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of the head mean in this program's share of a row's chosen blocks."""
+    after_last_kernel(EARLY)
     row, turn, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if has_chosen_blocks(row_table, block_ptr, row, num_rows, logit_blocks, max_blocks):
         real = row_field(row_table, REAL, row, num_rows)
@@ -206,8 +208,10 @@ def rescan_mean(
 def merge_mean_tops(
     chosen_tops, positions, top_values, row_table, block_ptr, num_rows, logit_blocks, max_blocks,
     first_layer, max_rows, PROGRAMS_A_ROW: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean, from those of the programs of `rescan_mean`."""
+    after_last_kernel(EARLY)
     row, layer = tl.program_id(0), tl.program_id(1)
     if has_chosen_blocks(row_table, block_ptr, row, num_rows, logit_blocks, max_blocks):
         kept_row = layer.to(tl.int64) * max_rows + row

@@ -1,0 +1,118 @@
+"""Other models than the demo model on a real GPU, CUDA graphs on: tiny ones with random weights.
+
+Against transformers in float64, with the same weights in half precision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = ON_A_GPU
+SHARE, LOGIT, ENTROPY = 2e-2, 5e-2, 2e-2
+# By how much an expert's logit must be ahead for half precision not to choose another.
+CLEAR = 0.05
+SHAPE = {
+    "vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 2048, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def saved(folder: Path, config: transformers.PretrainedConfig) -> Path:
+    """A model with random weights, with the tokenizer of the demo model."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.float16).save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize("keys", ["auto", "fp8_e4m3"])
+def test_many_query_heads_on_one_key_head(tmp_path, keys):
+    """Of 8-bit keys, which have three bits of mantissa, errors are bounded on average."""
+    from attention_reference import AttentionReference
+
+    model = saved(tmp_path / "model", transformers.LlamaConfig(
+        **SHAPE, intermediate_size=512, num_hidden_layers=3, num_key_value_heads=1,
+    ))  # fmt: skip
+    prompts = prompts_of(3)
+    with start(tmp_path, "--kv-cache-dtype", keys, model=model) as running:
+        url = running.wait().url
+        answers = asyncio.run(
+            generate(url, prompts, return_attention_tokens=True, top_k_attention=8)
+        )
+        log = running.end_of_log(30)
+    errors = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        entries = answer["meta_info"]["attention_tokens"]
+        assert len(entries) == 3 * (NEW - 1), log
+        truth = AttentionReference(model, prompt + answer["output_ids"])
+        for entry in entries:
+            p, logsumexp = truth.row(entry["layer_id"], entry["position"])
+            found = np.exp(np.array(entry["topk_logits"]) - entry["logsumexp_candidates"])
+            errors.append(np.abs(found - p.mean(axis=0)[entry["token_positions"]]).max())
+            exact = LOGIT if keys == "auto" else 0.5
+            assert entry["logsumexp_candidates"] == pytest.approx(logsumexp.mean(), abs=exact)
+    # Attention that tells positions apart, or any answer would do.
+    assert max(truth.p[0, :, -1].max(axis=1)) > 0.1
+    most = (SHARE, SHARE) if keys == "auto" else (0.03, 0.3)
+    assert np.mean(errors) < most[0] and max(errors) < most[1], (np.mean(errors), max(errors))
+
+
+def routed(folder: Path, tokens: list[int], layers: int) -> list[np.ndarray]:
+    """Natural logarithms of the routers' probabilities, float64[T, experts] of each layer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    found: list[np.ndarray] = [np.empty(0)] * layers
+    for number, layer in enumerate(model.model.layers):
+
+        def keep(module, given, output, number=number):
+            found[number] = output[0].double().log_softmax(dim=1).numpy()
+
+        layer.mlp.gate.register_forward_hook(keep)
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+    return found
+
+
+def test_experts_are_those_of_the_models_routers(tmp_path):
+    """Of rows of the prompt, and of generated ones, which pass in graphs."""
+    layers, used = 3, 2
+    model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
+        **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=used, mlp_only_layers=[],
+    ))  # fmt: skip
+    prompts, rows = prompts_of(4), 3
+    with start(tmp_path, model=model) as running:
+        url = running.wait().url
+        answers = asyncio.run(
+            generate(url, prompts, return_attention_tokens=True, attention_moe_routing=True,
+                     include_prompt_attention=rows)
+        )  # fmt: skip
+        log = running.end_of_log(40)
+    clear = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        entries = answer["meta_info"]["attention_tokens"]
+        assert len(entries) == layers * (NEW - 1 + rows), log
+        truth = routed(model, prompt + answer["output_ids"], layers)
+        for entry in entries:
+            logits = truth[entry["layer_id"]][entry["position"]]
+            entropy = -(np.exp(logits) * logits).sum() / math.log(len(logits))
+            assert entry["router_entropy"] == pytest.approx(entropy, abs=ENTROPY)
+            order = np.argsort(-logits)
+            assert len(set(entry["top_experts"])) == used
+            if np.diff(-logits[order[: used + 1]]).min() > CLEAR:
+                assert entry["top_experts"] == order[:used].tolist()
+                clear += 1
+    assert clear > len(prompts) * layers * NEW / 2
