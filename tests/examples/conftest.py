@@ -1,7 +1,8 @@
-"""The demo model's scripts import each other by plain names, as they do when run."""
+"""The scripts of examples import each other by plain names, as they do when run."""
 
 import sys
 from pathlib import Path
 
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
-sys.path.insert(0, str(DEMO_MODEL))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+for folder in ("demo_model", "recipes"):
+    sys.path.insert(0, str(EXAMPLES / folder))
