@@ -39,14 +39,16 @@ def end_with_parent(pipe: int) -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def engine(model: str, name: str, fd: int, sidecar_url: str) -> None:
+def engine(model: str, name: str, fd: int, sidecar_url: str, layout: int = 1) -> None:
     """Serve the demo model on a socket that listens already; its records go to the sidecar."""
+    from capture_kernels.fingerprint.vector import Layout
     from pipeline.engines.openai_server.server import serve
     from pipeline.engines.serving.options import ServeOptions
 
     options = ServeOptions(
         return_attention_tokens=True, layers="auto", sidecar_url=sidecar_url,
         enable_attention_instrumentation=True, instrumentation_layers="all",
+        layout=Layout(layout),
     )  # fmt: skip
     with socket.socket(fileno=fd) as listening:
         serve(

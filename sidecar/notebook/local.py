@@ -11,6 +11,7 @@ from typing import Any, Self
 import httpx
 
 from capture_kernels.errors import AttnError
+from capture_kernels.fingerprint.vector import Layout
 from pipeline.examples.files import DEMO_NAME, demo_model
 from sidecar.client import SidecarClient
 from sidecar.explore.supervisor import END_S, HOST, POLL_S, READY_S, Child
@@ -93,15 +94,23 @@ class LocalEngine(_Process):
         sidecar: gets the fingerprints.
         model: a folder; by default the demo model's.
         name: what the records call it; by default the demo model's name, as in the sample.
+        layout: of the fingerprints.
 
     Raises:
         LocalError: it does not start, with the reason.
     """
 
     def __init__(
-        self, sidecar: LocalSidecar, model: str | Path | None = None, name: str = DEMO_NAME
+        self,
+        sidecar: LocalSidecar,
+        model: str | Path | None = None,
+        name: str = DEMO_NAME,
+        layout: Layout = Layout.LOG16,
     ) -> None:
-        given = {"model": str(model or demo_model()), "name": name, "sidecar_url": sidecar.stream}
+        given = {
+            "model": str(model or demo_model()), "name": name, "sidecar_url": sidecar.stream,
+            "layout": layout.value,
+        }  # fmt: skip
         super().__init__("engine", given)
 
     def ask(self, prompt: str, **fields: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pages import shell_lines, text
@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kit.pages import BEGIN, END, PAGES, RESULTS, figures, overview, refreshed
-from kit.report import markdown
+from kit.report import Kind, markdown
 from kit.services import make_run
 
 PROGRAMS = sorted((REPO / "examples/recipes").glob("*.py"))
@@ -31,7 +31,7 @@ def committed(name: str) -> dict[str, Any]:
 def check(found: dict[str, Any], name: str) -> None:
     """What holds of the JSON of any run of a recipe."""
     assert found["recipe"] == name and found["anchor"] and found["requests"] > 0
-    assert {row["kind"] for row in found["rows"]} <= {"20 numbers", "per head", "run", "baseline"}
+    assert {row["kind"] for row in found["rows"]} <= set(get_args(Kind))
     assert {"20 numbers", "baseline"} <= {row["kind"] for row in found["rows"]}
     names = [(row["kind"], row["name"]) for row in found["rows"]]
     assert len(set(names)) == len(names)

@@ -24,6 +24,11 @@ def source(recipe: str, seed: int, prose: bool = False) -> Draw:
     return Draw(random.Random(f"{recipe}-{seed}"), evaluation=True, prose=lines)
 
 
+def library() -> corpus.Corpus:
+    """Held-out text of Python's standard library, which the model was not trained on."""
+    return corpus.load(held_out=True)
+
+
 def make_context(draw: Draw, task: str, twin: bool = False) -> Context:
     """5 to 12 lines of a table or a log, and 6 to 14 lines of prose strewn between them.
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from .measure import Figure
 
-# What a row of the table looks at. `run`: zones and clusters as the sidecar names them.
-Kind = Literal["20 numbers", "per head", "run", "baseline"]
+# What a row of the table looks at. `mean head`: keys by the mean of the heads. `run`: zones and
+# clusters as the sidecar names them.
+Kind = Literal["20 numbers", "per head", "mean head", "run", "baseline"]
 
 
 @dataclass(frozen=True)
