@@ -315,7 +315,7 @@ def test_every_benchmark_is_listed() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(text(README).splitlines()) <= 130
+    assert len(text(README).splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
