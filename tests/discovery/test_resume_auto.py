@@ -279,7 +279,8 @@ def test_a_client_that_comes_during_the_second_run_is_told_of_that_one():
 
 
 OTHER = {
-    "db": "b.db", "output": "elsewhere", "engine": "cpu", "long_running": True, "scheduler": "tcp://x",
+    "db": "b.db", "output": "elsewhere", "engine": "cpu", "long_running": True,
+    "scheduler": "tcp://x", "clustering": "consensus",
     "tokenizer": "t.json", "model": "m", "layout": "layered", "capture_id": "c", "no_gate": True,
     "new_lineage": True, "umap_min_dist": 0.5, "gate_rules": GateRules(noise_share=0.5),
     "zone_rules": ZoneRules(entropy=0.8),
