@@ -92,7 +92,7 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
     for family in families(clusters) if tree else [clusters]:
         indent = ""
         if tree and len(family) > 1:
-            # A family has no name of its own: its largest cluster says what it is like.
+            # A family has no name: its largest cluster says what it is like.
             rows, share = (sum(cluster[name] for cluster in family) for name in ("size", "share"))
             table.add_row(
                 "", f"{len(family)} like {family[0]['label']}", "", f"{rows:,}", f"{share:.1%}", ""

@@ -23,7 +23,7 @@ from .partition import STARTS, TOGETHER, families_of, median_partition, without_
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
-# Threads that they are made by; each tree has random numbers of its own.
+# Threads that they are made by; each tree has its random numbers, whichever thread makes it.
 MOST_THREADS = 8
 # Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
 # where they would have fewer rows than that.
