@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -27,3 +28,12 @@ def possible_vectors(layouts: NDArray[np.integer], rng: np.random.Generator) -> 
     places = np.add.reduceat(hist, range(0, 16, 2), axis=1)
     layered = np.concatenate([bands, entropy, places, rng.random((len(layouts), 8))], axis=1)
     return np.where(layouts[:, None] == 1, log16, layered).astype(np.float32)
+
+
+def without_pandas(folder: Path) -> dict[str, str]:
+    """Environment of a Python that finds no pandas, which PyArrow imports wherever it is installed.
+
+    What such a process has loaded is what this project's code asked for.
+    """
+    (folder / "pandas.py").write_text("raise ImportError('not for this test')\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO)])}

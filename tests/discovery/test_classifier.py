@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from planted import planted
 from published import RUN_ID, Mixed, Published, labels_by_row, layered, mixed, published
-from shared import REPO
+from shared import REPO, without_pandas
 from threadpoolctl import threadpool_info
 
 from capture_kernels.errors import RecordError
@@ -173,7 +172,7 @@ def test_the_nearest_landmark_is_exact(rows, landmarks, dimensions):
     assert found.distance[0] == 0.0
 
 
-def test_classifying_needs_no_library_but_numpy_and_arrow(run):
+def test_classifying_needs_no_library_but_numpy_and_arrow(run, tmp_path):
     script = textwrap.dedent(
         """
         import json, sys
@@ -185,7 +184,7 @@ def test_classifying_needs_no_library_but_numpy_and_arrow(run):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(run.output)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True, text=True, timeout=120, env=without_pandas(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     count, modules = done.stdout.splitlines()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from served_runs import vectors_of
-from shared import REPO
+from shared import REPO, without_pandas
 
 HEAVY = {
     "dask", "distributed", "fast_hdbscan", "hdbscan", "numba", "pandas", "rich", "scipy", "sklearn",
@@ -75,6 +75,7 @@ def test_a_service_that_answered_has_loaded_no_library_of_the_job(runs, tmp_path
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path, runs, json.dumps(vector)],
         capture_output=True, text=True, timeout=120, cwd=REPO, check=False,
+        env=without_pandas(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -95,8 +96,9 @@ def test_the_command_has_loaded_none_either(runs, tmp_path):
     command = [sys.executable, "-c", program, "sidecar", "--port", "0", "--discovery-dir", runs,
                "--zmq-bind", "tcp://127.0.0.1:*", "--db", tmp_path / "rows.db"]  # fmt: skip
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
+        env=without_pandas(tmp_path),
+    ) as process:  # fmt: skip
         try:
             assert process.stderr is not None
             while "serving on" not in (line := process.stderr.readline()):
