@@ -37,9 +37,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "batch_size": (256, 2**20),
     "seed": (0, 2**32 - 1),
 }
-# How clusters are found: by HDBSCAN of the map, or by what trees of many halves of the requests
-# agree on.
-CLUSTERINGS = ("hdbscan", "consensus")
+# How clusters are found: by what trees of many halves of the requests agree on, or by HDBSCAN of
+# the map.
+CLUSTERINGS = ("consensus", "hdbscan")
 # Tables of limits, each with its own entry in the manifest.
 RULES = {"gate_rules": GateRules, "zone_rules": ZoneRules}
 
@@ -57,7 +57,7 @@ class DiscoverOptions:
     hours: float = 24.0  # 0: all
     late_hours: float = 24.0
     min_rows: int = 100
-    clustering: str = "hdbscan"  # one of CLUSTERINGS
+    clustering: str = "consensus"  # one of CLUSTERINGS
     min_samples: int | None = None  # None: as the smallest cluster; HDBSCAN alone has it
     min_cluster_size: int | None = None  # None: 1% of the fitted rows, 20 at least
     max_per_request: int = 256
@@ -94,7 +94,7 @@ class DiscoverOptions:
                 f"unknown clustering {self.clustering!r}: use {' or '.join(CLUSTERINGS)}"
             )
         if self.min_samples is not None and self.clustering != "hdbscan":
-            raise OptionError("--min-samples is HDBSCAN's: leave it out of --clustering consensus")
+            raise OptionError("--min-samples is HDBSCAN's: add --clustering hdbscan")
         for name in ("max_memory_gb", "max_hours"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:

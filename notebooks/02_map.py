@@ -51,14 +51,14 @@ plot_map(rows, "zone")
 # ## The clusters
 #
 # A label says what is more frequent in a cluster than elsewhere: distances, phases, tokens.
-# Persistence is how long a cluster exists in HDBSCAN's hierarchy.
+# Stability is how far half of the requests find a cluster again, 1 for all of its rows.
 
 # %%
 clusters["tokens"] = [
     " ".join(one["text"] or "" for one in tokens[:5]) for tokens in clusters["tokens"]
 ]
-columns = ["cluster_id", "label", "zone", "size", "share", "persistence", "tokens"]
-forms = {"size": "{:,}", "share": "{:.1%}", "persistence": "{:.2f}"}
+columns = ["cluster_id", "label", "zone", "size", "share", "stability", "tokens"]
+forms = {"size": "{:,}", "share": "{:.1%}", "stability": "{:.2f}"}
 shown(clusters.head(12)[columns], forms)
 
 # %%

@@ -74,11 +74,12 @@ def clusters_of_rows(
     labels = np.full(len(projected), NOISE, np.int32)
     probabilities = np.zeros(len(projected), np.float32)
     least = sampled_size(size, len(seen), len(dense))
-    if len(seen) <= max(least, 1):
+    rows = projected[seen]
+    # Rows that are all alike have nothing to be told from.
+    if len(seen) <= max(least, 1) or not (rows != rows[0]).any():
         nothing = np.empty(0)
         no_family = np.empty(0, np.int32)
         return FoundClusters(labels, probabilities, nothing, nothing, no_family, least)
-    rows = projected[seen]
     near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
     _, numbers = np.unique(requests[seen], return_inverse=True)
     # A row's nearest is itself, or one like it.

@@ -46,12 +46,12 @@ def discover(
     clustering: Annotated[
         str,
         typer.Option(
-            help="hdbscan, or consensus: what trees of many halves of the requests agree on."
+            help="consensus: what trees of many halves of the requests agree on; or hdbscan of the map."
         ),
-    ] = "hdbscan",
+    ] = "consensus",
     min_samples: Annotated[
         int | None,
-        typer.Option(help="HDBSCAN's min_samples. Default: as the smallest cluster has rows."),
+        typer.Option(help="Of --clustering hdbscan. Default: as the smallest cluster has rows."),
     ] = None,
     min_cluster_size: Annotated[
         int | None,

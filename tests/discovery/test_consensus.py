@@ -143,12 +143,12 @@ def test_clusterings_that_are_one_partition_give_it_and_small_clusters_join_thei
     assert without_small(truth, together, weights, 1_000).tolist() == [0] * 6
 
 
-def test_families_are_of_clusters_that_coarser_clusterings_have_together():
+def test_families_are_of_clusters_that_a_third_of_the_clusterings_have_together():
     labels = np.array([0, 0, 1, 2, 3])
-    coarse = np.eye(5)
-    coarse[:3, :3] = 0.8
-    coarse[3, 4] = coarse[4, 3] = 0.4
-    assert families_of(labels, coarse, np.full(5, 10)).tolist() == [0, 0, 1, 2]
+    together = np.eye(5)
+    together[:3, :3] = 0.4
+    together[3, 4] = together[4, 3] = 0.3
+    assert families_of(labels, together, np.full(5, 10)).tolist() == [0, 0, 1, 2]
     assert families_of(labels, np.ones((5, 5)), np.full(5, 10)).tolist() == [0, 0, 0, 0]
 
 
@@ -244,10 +244,10 @@ def test_a_run_by_consensus_publishes_stability_and_families(attn, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--clustering", "leiden"), "unknown clustering 'leiden': use hdbscan or consensus"),
+        (("--clustering", "leiden"), "unknown clustering 'leiden': use consensus or hdbscan"),
         (
-            ("--clustering", "consensus", "--min-samples", "5"),
-            "--min-samples is HDBSCAN's: leave it out of --clustering consensus",
+            ("--min-samples", "5"),
+            "--min-samples is HDBSCAN's: add --clustering hdbscan",
         ),
     ],
 )

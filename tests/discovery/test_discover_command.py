@@ -92,7 +92,7 @@ def test_two_seeds_find_the_same_behaviours(run, again):
 def test_a_run_prints_its_clusters_and_its_stages(run):
     lines = run.stdout.splitlines()
     clusters = open_artifacts(run.folder).table("clusters").to_pylist()
-    assert lines[0].split() == ["id", "cluster", "traits", "rows", "share", "persistence"]
+    assert lines[0].split() == ["id", "cluster", "traits", "rows", "share", "stability"]
     for line, cluster in zip(lines[1:], clusters, strict=False):
         assert line.split()[0] == str(cluster["cluster_id"])
         assert cluster["label"] in line
@@ -525,10 +525,11 @@ def test_two_kinds_of_exact_duplicates_end_in_a_whole_run(tmp_path):
     assert np.isfinite(np.column_stack([embedding["x"], embedding["y"]])).all()
 
 
-def test_options_larger_than_the_window_make_a_whole_run(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"clustering": "hdbscan", "min_samples": 1_000}])
+def test_options_larger_than_the_window_make_a_whole_run(tmp_path, options):
     db = make_store(tmp_path / "small.db", planted(150, 2)[0])
     folder = quietly(
-        db, tmp_path / "out", umap_neighbors=1_000, min_samples=1_000, min_cluster_size=1_000
+        db, tmp_path / "out", umap_neighbors=1_000, min_cluster_size=1_000, **options
     )
     assert open_artifacts(folder).manifest["counts"]["clusters"] == 0
 

@@ -280,20 +280,19 @@ def test_a_client_that_comes_during_the_second_run_is_told_of_that_one():
 
 OTHER = {
     "db": "b.db", "output": "elsewhere", "engine": "cpu", "long_running": True,
-    "scheduler": "tcp://x", "clustering": "consensus",
+    "scheduler": "tcp://x", "clustering": "hdbscan",
     "tokenizer": "t.json", "model": "m", "layout": "layered", "capture_id": "c", "no_gate": True,
     "new_lineage": True, "umap_min_dist": 0.5, "gate_rules": GateRules(noise_share=0.5),
     "zone_rules": ZoneRules(entropy=0.8),
 }  # fmt: skip
+# What an option can only be given with.
+NEEDS = {"scheduler": {"long_running": True}, "min_samples": {"clustering": "hdbscan"}}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(DiscoverOptions)])
 def test_every_option_that_decides_what_is_computed_makes_another_job(name):
-    before = DiscoverOptions("a.db")
-    changed = {name: OTHER.get(name, 1_000)} | (
-        {"long_running": True} if name == "scheduler" else {}
-    )
-    now = replace(before, **changed)
+    before = DiscoverOptions("a.db", **NEEDS.get(name, {}))
+    now = replace(before, **{name: OTHER.get(name, 1_000)})
     free = name in FREE_ON_RESUME and name != "db"
     assert (job_of(now) == job_of(before)) == free
     said = differing(job_of(before), job_of(now))

@@ -19,7 +19,7 @@ from discovery.artifacts.schema import NOISE
 
 from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, shared_neighbors
 from .found_again import CHANCE, COMPARED, Halving, chosen_groups, found_again, large_groups, likest
-from .partition import STARTS, TOGETHER, families_of, median_partition, without_small
+from .partition import RELATED, STARTS, TOGETHER, families_of, median_partition, without_small
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
@@ -31,9 +31,8 @@ CELLS, CELL_ROWS = 200, 15
 ATOMS, ATOM_ROWS = 300, 10
 # No cluster holds more of the rows than this: that is what attention has in common.
 LARGEST = 0.5
-# How much more a group must be worth than the groups in it, to be taken in their place: for
-# clusters, and for the families above them.
-DETAIL, FAMILY_DETAIL = 1.15, 0.6
+# How much more a group must be worth than the groups in it, to be taken in their place.
+DETAIL = 1.15
 # A group of fewer rows than this share of the smallest cluster merges before all others.
 LEAST_GROUP = 0.3
 
@@ -56,7 +55,7 @@ def settings() -> dict[str, Any]:
     """All constants that shape the clusters, for the hash of a checkpoint's inputs."""
     return {
         "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
-        "groups": (CHANCE, COMPARED, LARGEST, DETAIL, FAMILY_DETAIL, TOGETHER, STARTS),
+        "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
     }
 
 
@@ -85,10 +84,9 @@ def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed:
                 )
             )
             again = found_again(halvings, atoms, size, pool)
-        together, starts = agreement(halvings, again, atoms, size, DETAIL)
+        together, starts = agreement(halvings, again, atoms, size)
         labels = without_small(median_partition(together, atoms, starts), together, atoms, size)
-        coarse, _ = agreement(halvings, again, atoms, size, FAMILY_DETAIL)
-        family = families_of(labels, coarse, atoms)
+        family = families_of(labels, together, atoms)
         shares = row_shares(labels, together, atoms, atom, near)
         stability = stability_of(labels, halvings, atoms, size)
     return named(shares, stability, family)
@@ -136,14 +134,14 @@ def halving(
 
 
 def agreement(
-    halvings: list[Halving], again: list[Doubles], atoms: Ints, size: int, detail: float
+    halvings: list[Halving], again: list[Doubles], atoms: Ints, size: int
 ) -> tuple[Doubles, list[Ints]]:
     """How often two atoms are together in the groups that are taken of each tree: float64[a, a];
     and the partitions int64[a] that these are."""
     together = np.zeros((len(atoms), len(atoms)))
     partitions = []
     for one, own in zip(halvings, again, strict=True):
-        groups = chosen_groups(one, own, size, LARGEST * atoms.sum(), detail)
+        groups = chosen_groups(one, own, size, LARGEST * atoms.sum(), DETAIL)
         share = one.share[groups]
         together += share.T @ share
         partitions.append(share.argmax(axis=0) if len(groups) else np.zeros(len(atoms), np.int64))

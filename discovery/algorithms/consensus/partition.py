@@ -11,6 +11,9 @@ from capture_kernels.arrays import Doubles, Ints
 # Two atoms belong together where more than this share of the clusterings has them together: then
 # the partition is the median one, which disagrees with the fewest (Filkov & Skiena 2004).
 TOGETHER = 0.5
+# Two clusters are of one family where more than this share has their rows together. Behaviours that
+# are apart have hardly any in common; those that grow into each other, a third and more.
+RELATED = 0.35
 # Clusterings that the search starts from; of what it ends in the best is taken.
 STARTS = 12
 
@@ -86,11 +89,11 @@ def without_small(labels: Ints, together: Doubles, atoms: Ints, least: float) ->
 
 
 def families_of(labels: Ints, together: Doubles, atoms: Ints) -> Ints:
-    """The family of each cluster, by average linkage as long as more than `TOGETHER` of the
+    """The family of each cluster, by average linkage as long as more than `RELATED` of the
     clusterings have two together: int64[clusters].
 
     Args:
-        together: float64[a, a], by coarser clusterings than those that `labels` int64[a] are of.
+        labels: int64[a], the cluster of each atom; together: float64[a, a], as above.
     """
     inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
     rows = inside.sum(axis=0)
@@ -100,7 +103,7 @@ def families_of(labels: Ints, together: Doubles, atoms: Ints) -> Ints:
         share = sums / np.outer(rows, rows)
         np.fill_diagonal(share, -1.0)
         first, second = sorted(np.unravel_index(int(share.argmax()), share.shape))
-        if share[first, second] <= TOGETHER:
+        if share[first, second] <= RELATED:
             break
         for table in (sums, sums.T):
             table[first] += table[second]
