@@ -122,10 +122,19 @@ def fresh_captures(half: Half, each: int = FRESH_EACH, folder: Path = KEPT) -> R
     Raises:
         subprocess.CalledProcessError: a command failed; it has said why.
     """
-    kept = folder / f"fresh-{half}-{each}.parquet"
+    return rows_of(captured(folder / f"fresh-{half}-{each}.parquet", PROMPT_SEEDS[half], each))
+
+
+def captured(kept: Path, seed: int, each: int) -> pa.Table:
+    """Records of the demo model on `each` prompts of each of nine kinds, made if they are not kept
+    already.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed; it has said why.
+    """
     if not kept.exists():
-        _capture(kept, PROMPT_SEEDS[half], each)
-    return rows_of(read_records(kept))
+        _capture(kept, seed, each)
+    return read_records(kept)
 
 
 def _capture(kept: Path, seed: int, each: int) -> None:

@@ -1,0 +1,199 @@
+"""What happens to clusters over nights of real attention in which hardly anything happens.
+
+    python benchmarks/real_nights.py [--nights 14] [--each 8] [--seed 3171] [--json PATH]
+
+Captures of the demo model, on `--each` prompts a night of each of nine tasks; no two nights share a
+request. Task `ADDED` is only there from night 5 on, and `REMOVED` no more from night 9 on. Each
+night goes through the job into one output folder, and every event of its lineage is one of these:
+
+- of the task: clusters that are born on night 5 and have most of their rows from the added task;
+  clusters that die on night 9 and had most of theirs from the removed one;
+- other: what the requests of a night, or chance, did.
+
+Then the rows of the first night come again, as a night after it in a folder of its own: any event
+is wrong there. Exits 1 where an event is, where a task's own is missing, or where one of another
+kind was found. Captures are kept below `build/`; the first time they take 6 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+# The repository is not an installed package, and `discovery` must be the package, not this file.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.judge.real import KEPT, captured, why_no_captures
+from discovery.artifacts.read import open_artifacts
+from discovery.job import discover
+from discovery.options import CLUSTERINGS, DiscoverOptions
+
+# Prompts of these have clusters of their own in the shipped sample.
+ADDED, REMOVED = "counting", "table"
+ADDED_ON, REMOVED_ON = 5, 9
+# Seed of which prompts each night has.
+SHUFFLE = 0
+FIRST_EVENING = dt.datetime(2026, 1, 9, 22, 0, tzinfo=dt.UTC)
+NIGHT = dt.timedelta(hours=8)
+# Of a cluster that stands for a task, the least share of rows that are of it.
+MOST = 0.5
+
+
+def nights_of(records: pa.Table, nights: int, each: int) -> list[pa.Table]:
+    """The records by night, those of a night within its eight hours, in the order of capture."""
+    task, number = tasks_of(records)
+    # The prompts of a task grow in length, so a night takes some from all over.
+    order = np.random.default_rng(SHUFFLE).permutation(nights * each)
+    night = order[number - 1] // each + 1
+    found = []
+    for index in range(1, nights + 1):
+        taken = night == index
+        if index < ADDED_ON:
+            taken &= task != ADDED
+        if index >= REMOVED_ON:
+            taken &= task != REMOVED
+        found.append(stamped(records.filter(pa.array(taken)), index))
+    return found
+
+
+def tasks_of(records: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row the task of its request, and the number among the prompts of that task."""
+    names = [name.rpartition("-") for name in records.column("request_id").to_pylist()]
+    return np.array([one[0] for one in names]), np.array([int(one[2]) for one in names])
+
+
+def stamped(records: pa.Table, night: int) -> pa.Table:
+    """The records as captured evenly over the hours of that night."""
+    begin = FIRST_EVENING + dt.timedelta(days=night - 1)
+    step = NIGHT / max(len(records), 1)
+    times = pa.array(
+        [begin + step * index for index in range(len(records))],
+        records.schema.field("captured_at").type,
+    )
+    place = records.schema.get_field_index("captured_at")
+    return records.set_column(place, records.schema.field(place), times)
+
+
+def run_night(records: pa.Table, night: int, folder: Path, clustering: str) -> dict[str, Any]:
+    """The job of one night: its events, and how much of each cluster is of each task."""
+    common.make_store(folder / "nights.db", records)
+    options = DiscoverOptions(
+        db=str(folder / "nights.db"), output=str(folder / "runs"), clustering=clustering
+    )
+    began = time.perf_counter()
+    manifest = discover(options, now=FIRST_EVENING + dt.timedelta(days=night - 1) + NIGHT)
+    artifacts = open_artifacts(folder / "runs" / manifest["run_id"])
+    embedding = artifacts.table("embedding")
+    task, _ = tasks_of(embedding)
+    cluster = embedding.column("cluster_id").to_numpy()
+    given = set(records.column("request_id").to_pylist())
+    if set(embedding.column("request_id").to_pylist()) != given:
+        raise common.WrongAnswerError(f"night {night} is not of the requests that it was given")
+    quality = manifest["quality"]
+    return {
+        "night": night,
+        "rows": len(cluster),
+        "seconds": round(time.perf_counter() - began, 1),
+        "clusters": manifest["counts"]["clusters"],
+        "stability": quality["mean_stability"],
+        "gate": quality["gate"]["passed"],
+        "reasons": quality["gate"]["reasons"],
+        "tasks": {int(one): shares(task[cluster == one]) for one in np.unique(cluster)},
+        "events": [one for one in manifest["lineage"]["events"] if one["event"] != "kept"],
+    }
+
+
+def shares(tasks: np.ndarray) -> dict[str, float]:
+    names, counts = np.unique(tasks, return_counts=True)
+    return {str(name): round(float(n / len(tasks)), 3) for name, n in zip(names, counts, strict=True)}
+
+
+def judged(night: dict[str, Any], before: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The events of a night that its tasks explain, and the others, in words."""
+    own, other = [], []
+    for event in night["events"]:
+        number, kind = event["cluster_id"], event["event"]
+        gained = night["tasks"].get(number, {}).get(ADDED, 0.0)
+        lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
+        added = night["night"] == ADDED_ON and kind == "born" and gained >= MOST
+        removed = night["night"] == REMOVED_ON and kind == "died" and lost >= MOST
+        words = f"{kind} {number}, from {event['parents']} into {event['children']}"
+        (own if added or removed else other).append(words)
+    return own, other
+
+
+def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as made:
+        for index, records in enumerate(nights, 1):
+            run = run_night(records, index, Path(made), clustering)
+            own, other = judged(run, runs[-1]) if runs else ([], [])
+            run |= {"of_tasks": own, "other": other}
+            runs.append(run)
+            print(
+                f"{clustering}, night {index}: {run['rows']:,} rows, {run['clusters']} clusters, "
+                f"{run['seconds']} s, gate {'passed' if run['gate'] else 'failed'}; "
+                f"of tasks: {own or '-'}; other: {other or '-'}",
+                flush=True,
+            )
+    with tempfile.TemporaryDirectory() as made:
+        run_night(nights[0], 1, Path(made), clustering)
+        again = run_night(stamped(nights[0], 2), 2, Path(made), clustering)
+    found = {
+        "of_tasks": sum(len(run["of_tasks"]) for run in runs),
+        "other": sum(len(run["other"]) for run in runs),
+        "gates_failed": [run["night"] for run in runs if not run["gate"]],
+        "same_rows_again": [event["event"] for event in again["events"]],
+        "missing": [
+            kind
+            for kind, night in (("born", ADDED_ON), ("died", REMOVED_ON))
+            if not any(run["of_tasks"] for run in runs if run["night"] == night)
+        ],
+        "nights": runs,
+    }
+    print(
+        f"{clustering}: {found['of_tasks']} events of tasks, {found['other']} others in "
+        f"{len(runs)} nights, gates failed: {found['gates_failed'] or 'none'}; the same rows again: "
+        f"{found['same_rows_again'] or 'no event'}; missing: {found['missing'] or 'nothing'}"
+    )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--nights", type=int, default=14)
+    parser.add_argument("--each", type=int, default=8, help="prompts of each task a night")
+    parser.add_argument("--seed", type=int, default=3171, help="of the prompts")
+    parser.add_argument("--clusterings", default=CLUSTERINGS[0], help="comma-separated")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    options = parser.parse_args()
+    if options.nights < REMOVED_ON or options.each < 1:
+        parser.error(f"--nights must be {REMOVED_ON} or more, --each 1 or more")
+    if why := why_no_captures():
+        parser.error(why)
+    each = options.nights * options.each
+    kept = KEPT / f"nights-{options.seed}-{each}.parquet"
+    try:
+        records = captured(kept, options.seed, each)
+    except subprocess.CalledProcessError as error:
+        parser.error(str(error))
+    nights = nights_of(records, options.nights, options.each)
+    found = {name: run_all(name, nights) for name in options.clusterings.split(",")}
+    if options.json:
+        common.write_figures(options.json, {"each": options.each, "seed": options.seed, **found})
+    served = found[options.clusterings.split(",")[0]]
+    return int(bool(served["other"] or served["missing"] or served["same_rows_again"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
