@@ -11,9 +11,9 @@ Data, in two halves without a recipe, seed or request in common (`judge/kinds.py
                    model on prompts of other seeds, which are made once and kept below build/judge
   tied and mixed   five tasks of these, each at context lengths of an octave of its own, as in
                    production; and the same tasks with as many rows each, their lengths mixed
-Methods (`judge/methods.py`): today's product; the plain recipe (PCA, UMAP, HDBSCAN) with and
-without StandardScaler; Leiden on the neighbour graph; k-means with as many centres as today's
-clusters. Each sees vectors, positions and requests; neither truth nor task.
+Methods (`judge/methods.py`): today's product; the same with HDBSCAN; the plain recipe (PCA, UMAP,
+HDBSCAN) with and without StandardScaler; Leiden on the neighbour graph; k-means with as many
+centres as today's clusters. Each sees vectors, positions and requests; neither truth nor task.
 
 Figures: ARI is the adjusted Rand index, 1 for the same clusters, 0 for chance; noise is a cluster
 of its own in it, and planted noise is left out. `ceiling` is the ARI of a vote of the nearest

@@ -60,12 +60,12 @@ Method = Callable[[Rows, int], Found]
 
 def today(rows: Rows, seed: int) -> Found:
     """The product: `attn discover --engine cpu`, and the classifier of its run."""
-    return discovered(rows, seed, "hdbscan")
-
-
-def consensus(rows: Rows, seed: int) -> Found:
-    """The same with `--clustering consensus`, and its families."""
     return discovered(rows, seed, "consensus")
+
+
+def by_hdbscan(rows: Rows, seed: int) -> Found:
+    """The same with `--clustering hdbscan`, which has no families."""
+    return discovered(rows, seed, "hdbscan")
 
 
 def discovered(rows: Rows, seed: int, clustering: str) -> Found:
@@ -163,7 +163,7 @@ def k_means(rows: Rows, seed: int, clusters: int = CENTRES) -> Found:
 
 
 METHODS: dict[str, Method] = {
-    "today": today, "consensus": consensus, "plain": plain, "unscaled": unscaled,
+    "today": today, "hdbscan": by_hdbscan, "plain": plain, "unscaled": unscaled,
     "leiden": leiden, "k-means": k_means,
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The re-clustering process: `python -m sidecar.clusters.worker SOCKET_NUMBER`.
 
-It clusters as a discovery run does: PCA space, neighbours, UMAP, HDBSCAN, and prototypes trained on
-what was found. UMAP is worth its seconds here too: HDBSCAN in PCA space finds a few coarse clusters
-and calls half of the sample's rows noise. Nothing is kept between rounds but compiled code.
+It clusters as a discovery run does, less the map: PCA space, clusters that half of the requests
+would give as well, and prototypes trained on what was found. Nothing is kept between rounds but
+compiled code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capture_kernels.arrays import Floats, Int32s
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.lineage import cluster_ids, match
-from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, clusters_of_map
+from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, clusters_of_rows
 from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.artifacts.projection import Projection
@@ -28,14 +28,13 @@ from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import Engine
-from discovery.options import DiscoverOptions
 from discovery.stages.cluster import QUANTILES, smallest_cluster
 from discovery.stages.neighbors import self_first
-from discovery.stages.umap import INIT_SPREAD
+from pipeline.hashing import Hashes
 
 from .rounds import Array, Failure, Result, Rule, Task, floats, receive, send
 
-# Rows that are laid out and clustered; the others of a larger buffer go to the nearest prototype.
+# Rows that are clustered; the others of a larger buffer go to the nearest prototype.
 MOST_FITTED = 10_000
 # Below every process that answers.
 NICENESS = 19
@@ -54,7 +53,8 @@ def run(task: Task) -> Result:
     projection = task.space.projection() if task.space else fitted_projection(task)
     step = -(-len(vectors) // MOST_FITTED)
     projected = projection(vectors[::step], layout)
-    labels = cluster(engine, projected, task.min_cluster_size, 1 / step, task.seed)
+    requests = task.requests.array()[::step]
+    labels = cluster(engine, projected, requests, task.min_cluster_size, 1 / step, task.seed)
     if not (labels != NOISE).any():
         nothing = Array.of(np.empty((0, DIMENSIONS), np.float32))
         seconds = time.perf_counter() - began
@@ -90,27 +90,28 @@ def fitted_projection(task: Task) -> Projection:
 
 
 def cluster(
-    engine: Engine, projected: Floats, asked: int | None, fraction: float, seed: int
+    engine: Engine,
+    projected: Floats,
+    requests: Hashes,
+    asked: int | None,
+    fraction: float,
+    seed: int,
 ) -> Int32s:
-    """Cluster numbers of rows float32[n, d] in PCA space, -1 for noise: int32[n]."""
-    defaults = DiscoverOptions(db="")
-    k = min(defaults.umap_neighbors, len(projected) - 1)
-    indices, distances = self_first(*engine.neighbors(projected, projected, k), 0)
-    init = projected[:, :2]
-    widest = float(np.abs(init).max())
-    init = init * np.float32(INIT_SPREAD / widest) if widest else init
-    # UMAP divides by each axis' range, which is 0 if all rows are alike.
-    spread = np.random.default_rng(seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
-    init = np.where(np.ptp(init, axis=0) == 0, spread, init).astype(np.float32)
-    points = engine.layout(
-        projected, (indices, distances), init, defaults.umap_min_dist, seed, lambda done, of: None
-    )
-    apart = distances[:, min(SPARSE_NEIGHBOR, k - 1)]
-    size = smallest_cluster(asked, len(points), fraction)
-    if len(points) <= size:
-        return np.full(len(points), NOISE, np.int32)
-    found = clusters_of_map(engine, projected, points, apart, size, None, seed)
-    return found.labels
+    """Cluster numbers of rows float32[n, d] in PCA space, -1 for noise: int32[n].
+
+    Args:
+        requests: uint64[n], hashes of their requests.
+    """
+    size = smallest_cluster(asked, len(projected), fraction)
+    if len(projected) <= size:
+        return np.full(len(projected), NOISE, np.int32)
+    k = min(SPARSE_NEIGHBOR + 1, len(projected) - 1)
+    _, distances = self_first(*engine.neighbors(projected, projected, k), 0)
+    _, numbers = np.unique(requests, return_inverse=True)
+    # There is no map here; the vote on where a row would be on it needs some place.
+    return clusters_of_rows(
+        engine, projected, projected[:, :2], distances[:, -1], numbers, size, seed
+    ).labels
 
 
 def trained(

@@ -528,9 +528,7 @@ def test_two_kinds_of_exact_duplicates_end_in_a_whole_run(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"clustering": "hdbscan", "min_samples": 1_000}])
 def test_options_larger_than_the_window_make_a_whole_run(tmp_path, options):
     db = make_store(tmp_path / "small.db", planted(150, 2)[0])
-    folder = quietly(
-        db, tmp_path / "out", umap_neighbors=1_000, min_cluster_size=1_000, **options
-    )
+    folder = quietly(db, tmp_path / "out", umap_neighbors=1_000, min_cluster_size=1_000, **options)
     assert open_artifacts(folder).manifest["counts"]["clusters"] == 0
 
 
