@@ -46,7 +46,7 @@ def discover(
     clustering: Annotated[
         str,
         typer.Option(
-            help="consensus: what trees of many halves of the requests agree on; hdbscan: of the map."
+            help="consensus, what trees of many halves of the requests agree on; or hdbscan."
         ),
     ] = "consensus",
     min_samples: Annotated[
