@@ -95,7 +95,9 @@ def job(db: str, output: str, sample: str, tokenizer: str) -> None:
 
     with open_store(db, create=True) as store:
         import_file(store.append, Path(sample))
-    options = DiscoverOptions(db, output, hours=0, engine="cpu", tokenizer=tokenizer)
+    options = DiscoverOptions(
+        db, output, hours=0, engine="cpu", clustering="consensus", tokenizer=tokenizer
+    )
     stop = StopRequest()
     # With it the page can pause the run.
     live = LiveEvents(0, stop)

@@ -78,7 +78,7 @@ def test_one_session_and_one_request_can_be_looked_at(
 ):
     page = show("/router")
     expect(page.locator("[data-panel=decisions] tbody tr").first).to_be_visible()
-    page.get_by_label("Whose rows").select_option("shop")
+    page.get_by_label("Whose rows").select_option("session:shop")
     assert "session=shop" in page.url
     expect(page.locator("[data-panel=evidence]").get_by_role("meter")).to_have_count(5)
     sidecar.flush()

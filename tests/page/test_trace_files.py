@@ -6,103 +6,22 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from map_reading import expect_state, pixel_of
 from page_engine import HOSTILE, NEEDLE, ask, hacked, overflow, token, tokens
 from playwright.sync_api import Page, expect
-from running import Sidecar
-from served_runs import GOLDEN
 from shared import possible_vectors
+from trace_lines import entry, header, import_file, lines_of, trace_of
 
 from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZoneRules
 from pipeline.traces import read_trace, write_trace
-from sidecar.http.compare.axes import NOT_KNOWN
 
 Chat = Callable[..., Page]
 Show = Callable[..., Page]
 GREEDY = {"temperature": "0", "max_tokens": "8"}
 MANY = 100_000
-
-
-def lines_of(*records: dict[str, Any] | str) -> bytes:
-    texts = (one if isinstance(one, str) else json.dumps(one) for one in records)
-    return "".join(f"{text}\n" for text in texts).encode()
-
-
-def header(**more: Any) -> dict[str, Any]:
-    return {"record_type": "header", "version": "1.0", "trace_id": "t-1", "model": "m", **more}
-
-
-def entry(step: int, prompt: int, links: dict[int, float], layer: int = 3) -> dict[str, Any]:
-    """A raw entry of the row of a generated token."""
-    return {
-        "token_positions": list(links), "attention_scores": list(links.values()),
-        "topk_logits": [float(np.log(p)) for p in links.values()], "logsumexp_candidates": 0.0,
-        "layer_id": layer, "decode_step": step, "position": prompt + step - 1,
-        "think_phase": "output",
-    }  # fmt: skip
-
-
-def trace_of(
-    texts: list[str], prompt: int, steps: dict[int, dict[int, float]],
-    vectors: dict[int, list[float]] | None = None,
-) -> list[dict]:  # fmt: skip
-    """Records of a trace: `steps` has the links of rows by the index of their token, `vectors`
-    their fingerprints."""
-    measured = {
-        i: {"fingerprint": {"fingerprint": vector, "manifold": "diffuse"}}
-        for i, vector in (vectors or {}).items()
-    }
-    question = "".join(texts[:prompt])
-    segments = [
-        {"id": "user-1", "type": "user", "startIndex": 0, "endIndex": prompt - 1},
-        {"id": "a-1", "type": "assistant_final", "startIndex": prompt},
-    ]
-    metrics = {"avgEntropy": 0.4, "dominantZone": "diffuse", "tokenCount": len(texts)}
-    return [
-        header(),
-        {"record_type": "message", "id": "user-1", "role": "user", "content": question},
-        *({"record_type": "segment", **one} for one in segments),
-        *(
-            {"record_type": "token", "index": i, "text": text,
-             "segmentId": segments[i >= prompt]["id"]}
-            for i, text in enumerate(texts)
-        ),
-        *(
-            {"record_type": "step", "tokenIndex": i,
-             "attention": entry(i - prompt + 1, prompt, links), **measured.get(i, {})}
-            for i, links in steps.items()
-        ),
-        {"record_type": "metrics", **metrics},
-    ]  # fmt: skip
-
-
-def import_file(page: Page, content: bytes, name: str = "trace.jsonl") -> None:
-    page.locator("[data-import]").first.set_input_files(
-        {"name": name, "mimeType": "application/x-ndjson", "buffer": content}
-    )
-    page.wait_for_selector(".file-note", timeout=60_000)
-    if page.locator(".file-note.bad[role=alert]").count() == 0:
-        page.wait_for_selector(".flow:not([data-lines='0'])")
-
-
-def kept_of_the_run(count: int) -> list[list[float]]:
-    """Fingerprints that the served run kept, so that it places them among its clusters."""
-    kept = pq.read_table(GOLDEN / "run_v1" / "references.parquet").column("vector").to_pylist()
-    return kept[:: len(kept) // count][:count]
-
-
-def measured_trace(vectors: list[list[float]]) -> bytes:
-    """A trace of two prompt tokens and an answer, each of whose rows has a fingerprint."""
-    texts = ["Say ", "it: ", *(f"word{i} " for i in range(len(vectors)))]
-    rows = range(1, len(vectors) + 1)
-    records = trace_of(texts, 2, {i: {0: 0.5} for i in rows}, dict(zip(rows, vectors, strict=True)))
-    return lines_of(*records)
 
 
 def exported(page: Page) -> bytes:
@@ -263,84 +182,6 @@ def test_100_000_tokens_scroll_and_answer(show: Show):
     page.keyboard.press("End")
     expect(items.locator(f"[data-row='{MANY - 1}']")).to_be_visible()
     assert items.locator("[data-row]").count() < 120
-
-
-def test_an_imported_trace_is_a_way_over_the_map(show: Show, sidecar: Sidecar, watched: Any):
-    watched.allowed.append("404")  # the request is not in the store
-    vectors = kept_of_the_run(12)
-    run = sidecar.get("/discovery/status")["serving"]["run_id"]
-    place = f"/discovery/runs/{run}/place"
-    placed = sidecar.client.post(place, json={"vectors": vectors}).json()["rows"]
-    page = show("/manifold?scope=saved")
-    page.wait_for_selector("[data-map][data-frames]")
-    expect(page.locator("[data-scope-says]")).to_contain_text("No trace is open: import one")
-    page.locator("[data-import]").set_input_files(
-        {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": measured_trace(vectors)}
-    )
-    expect(page.locator("[data-scope-says]")).to_have_text("12 rows of 1 trace")
-    expect_state(page, "ways", "1")
-    expect_state(page, "marked", "12")
-    expect(page.locator("[data-map-status]")).to_contain_text("12 marked · 1 trace")
-    # A row of it opens it; its rows are where the sidecar puts them, and lead to its tokens.
-    last = placed[-1]
-    page.mouse.click(*pixel_of(page, last))
-    pane = page.locator("[data-request='t-1']")
-    expect(pane).to_contain_text("12 rows of an open trace, where this run puts them")
-    lines = pane.locator(".row-line")
-    expect(lines).to_have_count(12)
-    at = [int(one.split("@")[1].split()[0]) for one in lines.all_inner_texts()]
-    assert at == [*range(1, 13)]
-    for line, row in zip(lines.all_inner_texts(), placed, strict=True):
-        assert row["zone"].replace("_", " ") in line
-        assert ("noise" if row["cluster_id"] < 0 else f"\n{row['cluster_id']} ") in line
-    lines.nth(4).click()
-    page.get_by_role("link", name="Open in Inspect").click()
-    expect(page.locator("main")).to_have_attribute("data-view", "inspect")
-    expect(page.locator("main")).to_contain_text("imported trace t-1")
-    # The row at position 5 is the one that led to token 6.
-    expect(page.locator("main")).to_contain_text("token 6")
-
-
-def test_traces_that_cannot_be_placed_say_why(show: Show):
-    page = show("/manifold?scope=saved")
-    page.wait_for_selector("[data-map][data-frames]")
-    content = lines_of(*trace_of(["a ", "b ", "c"], 2, {1: {0: 0.5}}))
-    page.locator("[data-import]").set_input_files(
-        {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": content}
-    )
-    expect(page.locator("[data-scope-says]")).to_contain_text("1 trace open, without fingerprints")
-    expect_state(page, "ways", "0")
-    page.goto(page.url.split("/manifold")[0] + "/compare?a=trace:t-1&b=run:latest")
-    page.locator("[data-import]").first.set_input_files(
-        {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": content}
-    )
-    expect(page.locator("[data-state=empty]")).to_contain_text("this trace has no fingerprints")
-
-
-def test_an_imported_trace_is_compared_with_a_run(show: Show, sidecar: Sidecar):
-    vectors = kept_of_the_run(20)
-    page = show("/compare")
-    page.get_by_label("Kind of side A").select_option("trace")
-    page.locator("[data-import]").set_input_files(
-        {"name": "t.jsonl", "mimeType": "application/x-ndjson", "buffer": measured_trace(vectors)}
-    )
-    page.get_by_label("Which trace, side A").select_option("t-1")
-    page.get_by_label("Kind of side B").select_option("run")
-    expect(page.locator("[data-similarity]")).to_be_visible()
-    given = {"name": "t-1", "vectors": vectors, "model": "m", "phases": ["output"] * 20}
-    given["phases"][0] = "prompt"  # the row that led to the answer's first token
-    found = sidecar.client.post("/compare", json={"a": given, "b": "run:latest"}).json()
-    total = page.locator("[data-panel=similarity] .total")
-    expect(total).to_have_text(f"{found['similarity']['total']:.3f}")
-    assert page.locator(".differences li").all_inner_texts() == found["words"]
-    phases = page.locator("[data-panel=phases] tbody tr")
-    assert [row.split()[:2] for row in phases.all_inner_texts()] == [
-        [row["phase"], f"{100 * row['a']:.1f}%"] for row in found["phases"]
-    ]
-    expect(page.locator("[data-panel=words]")).to_contain_text("20 rows of 1 request")
-    expect(page.locator("[data-panel=words]")).to_contain_text("A is one request")
-    expect(page.locator("[data-panel=axes]")).to_contain_text(NOT_KNOWN)
-    expect(page.locator("[data-panel=axes] [data-differs]")).to_have_count(0)
 
 
 def test_hostile_traces_are_shown_as_they_are(show: Show):

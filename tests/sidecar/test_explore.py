@@ -190,6 +190,10 @@ def test_the_first_start_finds_the_behaviours_of_the_sample_once(tmp_path):
         )
         assert serving["rows"] > 19_000 and serving["clusters"] >= 8
         assert serving["model"] == "examples/demo_model"
+        # By consensus, so that the page can group them by family.
+        found = explore.get(f"/discovery/runs/{serving['run_id']}/clusters").json()["clusters"]
+        families = {one["family"] for one in found}
+        assert None not in families and 1 < len(families) < len(found)
         # What the demo model is asked is compared with it.
         assert explore.engine()["capabilities"]["capture_id"] == serving["capture_id"]
         explore.end()

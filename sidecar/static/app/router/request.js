@@ -37,6 +37,12 @@ export function RequestPath({ id, loaded, width }) {
   <//>`;
 }
 
+/** The same of an open trace: useTrace's path. */
+export function TracePath({ id, path, width }) {
+  return html`<${Panel} title="Zones of the trace" says=${html`<bdi class="given">${shown(id, 120)}</bdi>`} width=${width} data-panel="request"
+    tools=${html`<a class="button" href="/inspect">Inspect</a>`}><${Path} data=${path} /><//>`;
+}
+
 function Path({ data }) {
   const spans = data.zone_path.slice(0, MOST_SPANS);
   const rows = spans.reduce((sum, span) => sum + span.rows, 0);

@@ -2,6 +2,7 @@
 
 import { html, useState } from "../../vendor/preact.js";
 import { applySettings, MODES, settings } from "../chat/settings.js";
+import { servedId } from "../state.js";
 import { Mark, Zone } from "../ui/marks.js";
 import { Panel } from "../ui/panel.js";
 import { Empty } from "../ui/states.js";
@@ -32,7 +33,8 @@ export function Recommended({ found, width }) {
             <td class="number"><b>${found[name] === null ? "–" : word(name, found[name])}</b></td>
             <td class="number ${now[name] === found[name] ? "" : "quiet"}">${word(name, now[name])}</td></tr>`)}</tbody></table>
         <ul class="reasons">${found.reason && html`<li>${shown(found.reason)}</li>`}<li>${MODES[found.mode]}: ${found.why}</li></ul>
-        ${found.temperature === null && html`<p class="quiet">No run is served, so there is no hint for sampling: run <code>attn discover</code>.</p>`}
+        ${found.temperature === null && html`<p class="quiet">${servedId.value ? "None of these rows has a hint for sampling: they are in no cluster of the served run."
+          : html`No run is served, so there is no hint for sampling: run <code>attn discover</code>.`}</p>`}
         <div class="row wrap">${isUsed ? html`<${Mark} kind="good">the next question uses them<//>`
             : html`<button type="button" class="button primary" onClick=${apply}>Apply to next run</button>`}
           ${before && html`<button type="button" class="button" onClick=${undo}>Undo</button>`}

@@ -33,8 +33,8 @@ export async function openFile(file) {
   }
 }
 
-/** Chooses a file and opens it. */
-export function ImportButton() {
+/** Chooses a file and opens it; `onOpen` gets the id of its last trace. */
+export function ImportButton({ onOpen = () => {} }) {
   const input = useRef(null);
   const [busy, setBusy] = useState(false);
   const open = async (event) => {
@@ -44,6 +44,7 @@ export function ImportButton() {
     setBusy(true);
     await openFile(file);
     setBusy(false);
+    if (opened.value?.traces.length) onOpen(opened.value.traces.at(-1).id);
   };
   return html`<input type="file" accept=".jsonl,.ndjson,application/x-ndjson,application/jsonl" ref=${input} hidden onChange=${open} data-import />
     <button type="button" class="button" disabled=${busy} onClick=${() => input.current.click()}>${busy ? "Reading…" : "Import"}</button>`;
