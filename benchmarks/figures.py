@@ -19,6 +19,7 @@ from benchmarks.server_figures import (
     of_sidecar_under_engine,
     of_stream,
 )
+from discovery.options import CLUSTERINGS
 
 
 def of_store(found: dict[str, Any]) -> Iterator[Figure]:
@@ -94,6 +95,17 @@ def of_nights(found: dict[str, Any]) -> Iterator[Figure]:
         f"{series['right']} of {series['judged']} (nearest centroid {series['peer_right']})",
     )
     yield "behaviours that were not one cluster", str(total["left_out"])
+
+
+def of_real_nights(found: dict[str, Any]) -> Iterator[Figure]:
+    for name in CLUSTERINGS:
+        if name in found:
+            one = found[name]
+            yield (
+                f"{name}, {len(one['nights'])} nights: events of tasks, others, missing",
+                f"{one['of_tasks']}, {one['other']}, {', '.join(one['missing']) or 'none'}",
+            )
+            yield f"{name}: events of the same rows again", str(len(one["same_rows_again"]))
 
 
 def of_interruptions(found: dict[str, Any]) -> Iterator[Figure]:
@@ -272,6 +284,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "behaviours": of_behaviours,
     "classifier": of_classifier,
     "nights": of_nights,
+    "real_nights": of_real_nights,
     "interruptions": of_interruptions,
     "kills": of_kills,
     "memory": of_memory,

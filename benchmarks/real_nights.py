@@ -159,7 +159,8 @@ def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
             for kind, night in (("born", ADDED_ON), ("died", REMOVED_ON))
             if not any(run["of_tasks"] for run in runs if run["night"] == night)
         ],
-        "nights": runs,
+        # All events stand in words already.
+        "nights": [{k: v for k, v in run.items() if k not in ("tasks", "events")} for run in runs],
     }
     print(
         f"{clustering}: {found['of_tasks']} events of tasks, {found['other']} others in "
