@@ -1,8 +1,8 @@
 """The job on a GPU: seconds from a Parquet folder to verified artifacts, and how good they are.
 
     python benchmarks/gpu_discovery.py --folder DIR [--rows 1000000,10000000] [--engine rapids]
-        [--times 1] [--long-running [--gpus N]] [--peers [--cpu-all]] [--sampling] [--sample]
-        [--json PATH]
+        [--clustering consensus] [--times 1] [--long-running [--gpus N]] [--peers [--cpu-all]]
+        [--sampling] [--sample] [--json PATH]
 
 Rows are planted (benchmarks/large.py) and kept in --folder. A run of 50,000 rows comes first, so
 that loading libraries and compiling is in no figure; then each size runs in this process, up to
@@ -50,7 +50,7 @@ from discovery.algorithms.metrics import map_quality
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import ENGINES, Engine
 from discovery.engines.rapids import why_not
-from discovery.options import DiscoverOptions
+from discovery.options import CLUSTERINGS, DiscoverOptions
 from discovery.stages.quality import NEIGHBORS, SAMPLE_ROWS
 from pipeline.record import KEY
 
@@ -66,7 +66,10 @@ BELOW_PEER, LEAST_ARI, BELOW_SEEDS = 0.01, 0.9, 0.02
 
 def options_for(asked: argparse.Namespace, db: Path, name: str, **changed: Any) -> DiscoverOptions:
     """A run over all of a store, in an output folder of its own."""
-    given: dict[str, Any] = {"engine": asked.engine, "long_running": asked.long_running, **changed}
+    given: dict[str, Any] = {
+        "engine": asked.engine, "long_running": asked.long_running,
+        "clustering": asked.clustering, **changed,
+    }  # fmt: skip
     output = asked.folder / "runs" / name
     return DiscoverOptions(db=str(db), output=str(output), hours=0, seed=FIRST_SEED, **given)
 
@@ -208,7 +211,9 @@ def warm_up(asked: argparse.Namespace) -> None:
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    figures: dict[str, Any] = {"engine": asked.engine, "gpus": asked.gpus}
+    figures: dict[str, Any] = {
+        "engine": asked.engine, "clustering": asked.clustering, "gpus": asked.gpus,
+    }  # fmt: skip
     rates = None
     if asked.gpus is None:
         warm_up(asked)
@@ -286,6 +291,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="keeps stores and runs")
     parser.add_argument("--rows", default="1000000,10000000", help="sizes, with commas")
     parser.add_argument("--engine", choices=ENGINES, default="rapids")
+    parser.add_argument("--clustering", choices=CLUSTERINGS, default=DiscoverOptions.clustering)
     parser.add_argument("--times", type=int, default=1, help="runs of a size up to 1,000,000")
     parser.add_argument("--long-running", action="store_true", help="on Dask workers")
     parser.add_argument("--gpus", type=int, help="with --long-running: a process of its own")

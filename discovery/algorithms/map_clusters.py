@@ -15,6 +15,7 @@ import numpy as np
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
+from pipeline.hashing import Hashes
 
 from .consensus.clusters import stable_clusters
 from .voting import vote
@@ -56,7 +57,7 @@ def clusters_of_rows(
     projected: Floats,
     points: Floats,
     apart: Floats,
-    requests: Ints,
+    requests: Ints | Hashes,
     size: int,
     seed: int,
 ) -> FoundClusters:
@@ -65,7 +66,7 @@ def clusters_of_rows(
     Args:
         projected: float32[n, d], the rows; points: float32[n, 2], on the map.
         apart: float32[n], distance of each row to its `SPARSE_NEIGHBOR`th neighbour.
-        requests: int64[n], a number for the request of each.
+        requests: int64[n] or uint64[n], a number for the request of each.
         size: fewest rows of a cluster.
         seed: of the sample and of the trees.
     """

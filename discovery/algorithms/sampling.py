@@ -69,8 +69,11 @@ def held_out(requests: Hashes, share: float, seed: int) -> Mask:
     Args:
         requests: uint64[n], the rows' request hashes.
     """
-    distinct, index, counts = np.unique(requests, return_inverse=True, return_counts=True)
+    # Arrow's table of distinct values takes a tenth of the time of a sort.
+    encoded = pa.array(requests).dictionary_encode()
+    distinct, index = encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
     order = np.argsort(mix64(distinct ^ mix64(np.array([seed], np.uint64))))
+    counts = np.bincount(index, minlength=len(distinct))
     chosen = np.zeros(len(distinct), bool)
     chosen[order] = np.cumsum(counts[order]) <= share * len(requests)
     return chosen[index]

@@ -1,10 +1,10 @@
-"""What numba compiles of umap-learn, kept on disk so that a process loads it.
+"""What numba compiles of umap-learn and of ours, kept on disk so that a process loads it.
 
 umap-learn compiles three functions in each process that computes a layout, which takes as long as
-the layout of 20,000 rows. numba keeps compiled functions in NUMBA_CACHE_DIR if that is set,
-otherwise in the `__pycache__` beside umap-learn, otherwise in the user's cache folder. It replaces
-files atomically, and a key has the CPU and a hash of the code, so processes and machines may share
-a folder.
+the layout of 20,000 rows; our loops of consensus clustering take as long. numba keeps compiled
+functions in NUMBA_CACHE_DIR if that is set, otherwise in the `__pycache__` beside their module,
+otherwise in the user's cache folder. It replaces files atomically, and a key has the CPU and a hash
+of the code, so processes and machines may share a folder.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ UNREADABLE = (
 
 
 class OptionalCache(FunctionCache):
-    """numba's cache of one function of umap-learn. Without it a run is slower, never different: a
+    """numba's cache of one function. Without it a run is slower, never different: a
     damaged file is replaced, and where nothing can be saved the function is compiled each time."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba hashes one function; those that it calls are in other files of umap-learn.
+        # numba hashes one function; those of umap-learn call others in other files.
         return super()._index_key(sig, codegen), version("umap-learn")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

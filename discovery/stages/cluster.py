@@ -123,7 +123,7 @@ def clusters_of_fit(
         return clusters_of_map(
             context.engine, projected, points, apart, size, options.min_samples, options.seed
         )
-    _, requests = np.unique(requests_of(context, rows), return_inverse=True)
+    requests = requests_of(context, rows)
     return clusters_of_rows(context.engine, projected, points, apart, requests, size, options.seed)
 
 

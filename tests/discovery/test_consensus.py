@@ -13,9 +13,16 @@ from published import ALL_NOW, RUN_ID, make_store
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from discovery.algorithms.consensus.cell_tree import Tree, merge_cells, shared_neighbors
+from discovery.algorithms.consensus.cell_tree import (
+    POWER,
+    Tree,
+    merge_cells,
+    nearest_cells,
+    shared_neighbors,
+)
 from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
 from discovery.algorithms.consensus.found_again import Halving, chosen_groups, likest
+from discovery.algorithms.consensus.loops import means
 from discovery.algorithms.consensus.partition import (
     families_of,
     improved,
@@ -59,6 +66,62 @@ def test_a_tree_has_each_group_once_and_no_group_before_its_parts(cells, seed, e
     groups = tree.groups(np.eye(cells))
     roots = sorted(set(range(cells + len(tree.merged))) - set(parts))
     assert (groups[roots].sum(axis=0) == 1).all()
+
+
+def merged_by_hand(shared: np.ndarray, size: list[float], least: float) -> list[list[int]]:
+    """The merges of `merge_cells`, with every pair compared anew each time."""
+    shared, number, found = shared.copy(), list(range(len(shared))), []
+    volume = [max(float(row.sum()), 0.5) for row in shared]
+    while True:
+        pairs = [(a, b) for a in range(len(shared)) for b in range(a + 1, len(shared))
+                 if shared[a, b] > 0]  # fmt: skip
+        if not pairs:
+            return found
+        # Small ones first, then the likest, then the first.
+        a, b = max(
+            pairs,
+            key=lambda at: (
+                min(size[at[0]], size[at[1]]) < least,
+                shared[at] / (volume[at[0]] * volume[at[1]]) ** POWER,
+                -at[0],
+                -at[1],
+            ),
+        )
+        found.append([number[a], number[b]])
+        number[a] = len(shared) + len(found) - 1
+        shared[a] += shared[b]
+        shared[:, a] = shared[a]
+        shared[b] = shared[:, b] = 0.0
+        volume[a] += volume[b]
+        size[a] += size[b]
+
+
+@given(st.integers(1, 25), st.integers(0, 2**31), st.floats(0, 12))
+def test_a_tree_is_the_one_by_hand(cells, seed, least):
+    rng = RNG(seed)
+    # Distinct numbers: what a rounding makes of equally like pairs is another matter.
+    shared = np.triu(rng.random((cells, cells)) * (rng.random((cells, cells)) < 0.4), 1)
+    shared += shared.T
+    sizes = rng.integers(0, 20, cells)
+    tree = merge_cells(shared, sizes, least)
+    assert tree.merged.tolist() == merged_by_hand(shared, sizes.astype(float).tolist(), least)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
+def test_cells_are_those_of_the_nearest_centre_and_their_centres_the_means(n, count, width, seed):
+    rng = RNG(seed)
+    rows = rng.normal(size=(n, width)).astype(np.float32)
+    centres = rng.normal(size=(count, width)).astype(np.float32)
+    cell = nearest_cells(rows, centres)
+    apart = np.linalg.norm(rows[:, None].astype(float) - centres, axis=2)
+    np.testing.assert_allclose(apart[np.arange(n), cell], apart.min(axis=1), atol=1e-3)
+    moved = centres.copy()
+    means(rows, cell, moved)
+    for own in range(count):
+        mean = rows[cell == own].mean(axis=0) if (cell == own).any() else centres[own]
+        np.testing.assert_allclose(moved[own], mean, atol=1e-5)
+    # Of equally near ones the first.
+    assert nearest_cells(rows, np.repeat(centres, 2, axis=0)).tolist() == (2 * cell).tolist()
 
 
 def test_cells_that_share_most_for_their_size_merge_first_and_small_ones_before_all():

@@ -7,12 +7,13 @@ mean over all of them, and is hardly moved by chance.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
-from discovery.artifacts.prototypes import nearest_prototype
+
+from .loops import count_shared, means, merge, nearest
 
 # Rounds of k-means that cells are made by. Cells need not be the best ones, only of like rows.
 ROUNDS = 4
@@ -48,11 +49,15 @@ def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
     """
     centres = rows[rng.choice(len(rows), count, replace=False)]
     for _ in range(ROUNDS):
-        cell = nearest_prototype(rows, centres).row
-        sizes = np.bincount(cell, minlength=count)[:, None]
-        sums = np.stack([np.bincount(cell, column, count) for column in rows.T], axis=1)
-        centres = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres).astype(np.float32)
+        means(rows, nearest_cells(rows, centres), centres)
     return centres
+
+
+def nearest_cells(rows: Floats, centres: Floats) -> Ints:
+    """The cell of each row, by its nearest centre: int64[n] of float32[n, d] and float32[c, d]."""
+    cell = np.empty(len(rows), np.int64)
+    nearest(rows, centres, cell)
+    return cell
 
 
 def shared_neighbors(cell: Ints, near: Int32s, taken: Mask, count: int) -> Doubles:
@@ -62,10 +67,8 @@ def shared_neighbors(cell: Ints, near: Int32s, taken: Mask, count: int) -> Doubl
     Args:
         cell: int64[n]; near: int32[n, k], the neighbours of each row; taken: bool[n].
     """
-    own = near[taken]
-    ours, theirs = np.repeat(cell[taken], near.shape[1]), cell[own.ravel()]
-    pairs = (ours * count + theirs)[taken[own.ravel()]]
-    found = np.bincount(pairs, minlength=count * count).reshape(count, count)
+    found = np.zeros((count, count), np.int64)
+    count_shared(cell, near, taken, found)
     return (found + found.T) / 2.0
 
 
@@ -77,33 +80,6 @@ def merge_cells(shared: Doubles, sizes: Ints, least: float) -> Tree:
     Args:
         sizes: int64[c], rows of each cell.
     """
-    count = len(shared)
-    shared, size = shared.copy(), sizes.astype(np.float64)
-    # Halves of numbers; a cell that shares nothing is like no other.
-    volume = np.maximum(shared.sum(axis=1), 0.5)
-    np.fill_diagonal(shared, 0.0)
-    group = np.arange(count)
-    merged: list[tuple[int, int]] = []
-    alike = likeness(shared, volume[:, None], volume, (size < least)[:, None] | (size < least))
-    while True:
-        first, second = divmod(int(alike.argmax()), count)
-        if alike[first, second] <= 0:
-            return Tree(count, np.array(merged, np.int64).reshape(-1, 2))
-        merged.append((group[first], group[second]))
-        group[first] = count + len(merged) - 1
-        for sums in (shared, shared.T):
-            sums[first] += sums[second]
-            sums[second] = 0.0
-        shared[first, first] = 0.0
-        volume[first] += volume[second]
-        size[first] += size[second]
-        row = likeness(shared[first], volume[first], volume, (size < least) | (size[first] < least))
-        alike[second] = alike[:, second] = 0.0
-        alike[first] = alike[:, first] = row
-
-
-def likeness(shared: Doubles, volume: Any, volumes: Doubles, first: Mask) -> Doubles:
-    """How alike groups are; those of `first` that share anything come before all others."""
-    alike: Doubles = shared / (volume * volumes) ** POWER
-    # No other likeness reaches 2: it is at most 1 / sqrt(volume), of volumes of 0.5 at least.
-    return alike + np.where(first & (shared > 0), 2.0, 0.0)
+    merged = np.empty((max(len(shared) - 1, 0), 2), np.int64)
+    done = merge(shared.copy(), sizes.astype(np.float64), float(least), POWER, merged)
+    return Tree(len(shared), merged[:done])

@@ -14,17 +14,16 @@ import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.algorithms.threads import one_thread, usable_cpus
-from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE
 
-from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, shared_neighbors
+from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, nearest_cells, shared_neighbors
 from .found_again import CHANCE, COMPARED, Halving, chosen_groups, found_again, large_groups, likest
 from .partition import RELATED, STARTS, TOGETHER, families_of, median_partition, without_small
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
 # Threads that they are made by; each tree has its random numbers, whichever thread makes it.
-MOST_THREADS = 8
+MOST_THREADS = 16
 # Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
 # where they would have fewer rows than that.
 CELLS, CELL_ROWS = 200, 15
@@ -70,9 +69,10 @@ def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed:
         seed: of cells and halves.
     """
     rng = np.random.default_rng(seed)
+    rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
     with one_thread():
         centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
-        _, atom = np.unique(nearest_prototype(rows, centres).row, return_inverse=True)
+        _, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
         with ThreadPoolExecutor(min(MOST_THREADS, usable_cpus())) as pool:
@@ -124,7 +124,7 @@ def halving(
     """
     taken = rows[half]
     centres = cell_centres(taken, number_of(CELLS, CELL_ROWS, len(taken)), rng)
-    cell, count = nearest_prototype(rows, centres).row, len(centres)
+    cell, count = nearest_cells(rows, centres), len(centres)
     shared = shared_neighbors(cell, near, half, count)
     sizes = np.bincount(cell[half], minlength=count)
     tree = merge_cells(shared, sizes, LEAST_GROUP * size * half.mean())

@@ -20,6 +20,9 @@ ROWS_EACH_LIST, PROBES = 512, 32
 QUERY_SHARE, LEAST_QUERIES = 0.25, 16_384
 # Distances that one nearest row is looked for among at a time: 0.5 GB of float32.
 DISTANCES = 1 << 27
+# Neighbours asked for beside those wanted: of rows that its rounded distances have equally far cuVS
+# names another one each time, and the exact distances decide only among those that it names.
+SPARE = 3
 # Queries that the recall of an index is measured on.
 MEASURED = 2_000
 
@@ -72,14 +75,12 @@ class Neighbors:
         if k == 1:
             return self._refined(asked, self._first_nearest(asked))
         if not lists:
-            return self._refined(asked, self._by_brute_force(asked, k))
+            return self._nearest(asked, k)
         index, distance = self._refined(asked, self._by_lists(asked, k, lists))
         # Lists can hold fewer than k rows between them.
         few = cupy.flatnonzero(~cupy.isfinite(distance[:, -1]))
         if len(few):
-            index[few], distance[few] = self._refined(
-                asked[few], self._by_brute_force(asked[few], k)
-            )
+            index[few], distance[few] = self._nearest(asked[few], k)
         return index, distance
 
     def _first_nearest(self, asked: Any) -> Any:
@@ -94,6 +95,14 @@ class Neighbors:
             own = asked[start : start + step]
             found[start : start + step, 0] = (squares - 2.0 * (own @ self._rows.T)).argmin(axis=1)
         return found
+
+    def _nearest(self, asked: Any, k: int) -> tuple[Any, Any]:
+        """The exact k nearest, in order: int32[m, k], float32[m, k]."""
+        import cupy
+
+        found = self._by_brute_force(asked, min(k + SPARE, len(self._rows)))
+        index, distance = self._refined(asked, found)
+        return cupy.ascontiguousarray(index[:, :k]), cupy.ascontiguousarray(distance[:, :k])
 
     def _by_brute_force(self, asked: Any, k: int) -> Any:
         import cupy

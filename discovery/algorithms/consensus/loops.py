@@ -1,0 +1,161 @@
+"""The loops over rows and groups of a tree, compiled.
+
+They run outside of Python's lock, so that trees are made in as many threads as there are cores.
+Sums are added in the order of the rows, without reordering, so that every machine gives the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from discovery.engines.compiled import keep_compiled
+
+# Scores of this many centres are compared side by side, which a processor does in one instruction.
+LANES = 16
+
+
+@njit(nogil=True)
+def nearest(rows, centres, cell):  # type: ignore[no-untyped-def]
+    """The number of each row's nearest centre, of equally near ones the first.
+
+    Args:
+        rows: float32[n, d]; centres: float32[c, d]; cell: int64[n], filled.
+    """
+    count, width = centres.shape
+    padded = -(-count // LANES) * LANES
+    # |x - p|^2 = |x|^2 + (|p|^2 - 2 x.p): the bracket decides.
+    folded = np.zeros((width, padded), np.float32)
+    norms = np.full(padded, np.inf, np.float32)
+    for centre in range(count):
+        norms[centre] = 0.0
+        for k in range(width):
+            value = centres[centre, k]
+            folded[k, centre] = -np.float32(2.0) * value
+            norms[centre] += value * value
+    scores, lanes = np.empty(padded, np.float32), np.empty(LANES, np.float32)
+    for row in range(len(rows)):
+        scores[:] = norms
+        for k in range(width):
+            value, own = rows[row, k], folded[k]
+            for centre in range(padded):
+                scores[centre] += value * own[centre]
+        lanes[:] = np.inf
+        for start in range(0, padded, LANES):
+            part = scores[start : start + LANES]
+            for lane in range(LANES):
+                lanes[lane] = part[lane] if part[lane] < lanes[lane] else lanes[lane]
+        least = lanes[0]
+        for lane in range(1, LANES):
+            least = lanes[lane] if lanes[lane] < least else least
+        first = 0
+        while first < count - 1 and scores[first] != least:
+            first += 1
+        cell[row] = first
+
+
+@njit(nogil=True)
+def means(rows, cell, centres):  # type: ignore[no-untyped-def]
+    """Move each centre float32[c, d] to the mean of the rows float32[n, d] of its cell int64[n].
+    One without rows stays."""
+    count, width = centres.shape
+    sums, sizes = np.zeros((count, width)), np.zeros(count)
+    for row in range(len(rows)):
+        own = cell[row]
+        sizes[own] += 1.0
+        for k in range(width):
+            sums[own, k] += rows[row, k]
+    for own in range(count):
+        if sizes[own] > 0.0:
+            for k in range(width):
+                centres[own, k] = sums[own, k] / sizes[own]
+
+
+@njit(nogil=True)
+def count_shared(cell, near, taken, found):  # type: ignore[no-untyped-def]
+    """Count the neighbours int32[n, k] of taken rows bool[n] that are taken too, by the cells
+    int64[n] of both: found, int64[c, c], is filled."""
+    for row in range(len(cell)):
+        if taken[row]:
+            own = found[cell[row]]
+            for k in range(near.shape[1]):
+                other = near[row, k]
+                if taken[other]:
+                    own[cell[other]] += 1
+
+
+@njit(nogil=True)
+def likest_of(alike, row, best, most):  # type: ignore[no-untyped-def]
+    """Find the first of the likest groups of a row of float64[c, c]."""
+    own, at = alike[row], 0
+    for other in range(1, len(own)):
+        if own[other] > own[at]:
+            at = other
+    best[row], most[row] = at, own[at]
+
+
+@njit(nogil=True)
+def likeness(shared, volume, size, least, power, one, other):  # type: ignore[no-untyped-def]
+    """How alike two groups are; a small one and any that it shares neighbours with, more than all
+    others."""
+    both = shared[one, other]
+    if both <= 0.0:
+        return 0.0
+    alike = both / (volume[one] * volume[other]) ** power
+    # No other likeness reaches 2: it is at most 1 / sqrt(volume), of volumes of 0.5 at least.
+    return alike + 2.0 if size[one] < least or size[other] < least else alike
+
+
+@njit(nogil=True)
+def merge(shared, size, least, power, merged):  # type: ignore[no-untyped-def]
+    """Merge groups, the likest two first, until none share neighbours; returns how many merged.
+
+    Args:
+        shared: float64[c, c], symmetric, changed; size: float64[c], rows of each, changed.
+        least: groups of fewer rows merge before all others.
+        power: of the product of two groups' neighbours, that what they share is divided by.
+        merged: int64[c - 1, 2], filled.
+    """
+    count = len(shared)
+    volume, group = np.empty(count), np.arange(count)
+    for row in range(count):
+        # Halves of numbers; a cell that shares nothing is like no other.
+        volume[row] = max(shared[row].sum(), 0.5)
+        shared[row, row] = 0.0
+    alike = np.zeros((count, count))
+    best, most = np.zeros(count, np.int64), np.zeros(count)
+    for row in range(count):
+        for other in range(count):
+            alike[row, other] = likeness(shared, volume, size, least, power, row, other)
+        likest_of(alike, row, best, most)
+    done = 0
+    while done < count - 1:
+        first = int(most.argmax())
+        second = best[first]
+        if most[first] <= 0.0:
+            break
+        merged[done, 0], merged[done, 1] = group[first], group[second]
+        group[first] = count + done
+        done += 1
+        for other in range(count):
+            shared[first, other] += shared[second, other]
+            shared[other, first] = shared[first, other]
+            shared[second, other] = shared[other, second] = 0.0
+            alike[second, other] = alike[other, second] = 0.0
+        shared[first, first] = 0.0
+        volume[first] += volume[second]
+        size[first] += size[second]
+        for other in range(count):
+            own = likeness(shared, volume, size, least, power, first, other)
+            alike[first, other] = alike[other, first] = own
+        for row in range(count):
+            own = alike[row, first]
+            if row in (first, second) or best[row] in (first, second):
+                likest_of(alike, row, best, most)
+            elif own > most[row] or (own == most[row] and first < best[row]):
+                best[row], most[row] = first, own
+    return done
+
+
+for loop in (nearest, means, count_shared, merge):
+    keep_compiled(loop)
