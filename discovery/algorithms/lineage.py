@@ -24,6 +24,9 @@ from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 # runs (benchmarks/nights.py, ten seeds) it is 0.42 to 1 for clusters of one behaviour, and below
 # 0.08 for others; two that meet halfway between their old positions have the least.
 LINKED = 0.2
+# An event may be chance where a cluster that it is about is less stable than this. In 14 nights of
+# one traffic (benchmarks/real_nights.py) all but 8 of 154 events that no task explains are so.
+STABLE = 0.7
 Event = dict[str, Any]
 
 
@@ -105,3 +108,33 @@ def events(found: Match, ids: Int32s, parent_ids: Int32s) -> list[Event]:
         kind = "absorbed" if linked else "died"
         happened.append({"event": kind, "cluster_id": parent, "parents": [], "children": into})
     return happened
+
+
+def with_stability(
+    happened: list[Event],
+    ids: Int32s,
+    stability: Doubles,
+    parent_ids: Int32s,
+    parent_stability: Doubles,
+) -> list[Event]:
+    """The events, each with the stability of the least stable cluster that it is about, None where
+    one is not known.
+
+    Those are the cluster itself, what it took in or is part of now. What another came off stays
+    what it is.
+
+    Args:
+        stability: float64[c], of this run's clusters `ids`, NaN where unknown; parent_stability:
+            float64[p], of the parent's.
+    """
+    now = dict(zip(ids.tolist(), stability.tolist(), strict=True))
+    before = dict(zip(parent_ids.tolist(), parent_stability.tolist(), strict=True))
+    found = []
+    for event in happened:
+        cluster, kind = event["cluster_id"], event["event"]
+        about = [before[cluster] if kind in ("died", "absorbed") else now[cluster]]
+        about += [before[parent] for parent in event["parents"][1:] if kind == "merged"]
+        about += [now[child] for child in event["children"]]
+        least = float(np.min(about))
+        found.append({**event, "stability": None if np.isnan(least) else round(least, 4)})
+    return found

@@ -75,6 +75,7 @@ class ClusterEvent(TypedDict):
     cluster_id: ClusterId
     parents: list[ClusterId]
     children: list[ClusterId]
+    stability: NotRequired[float | None]
 
 
 class PastEvent(ClusterEvent):

@@ -43,7 +43,8 @@ TOTALS = ("requests", "rows", "effective_rows")
 class Parent(NamedTuple):
     """What a run is compared with.
 
-    ids int32[p], labels and traits of the clusters; share float64[p], of all rows;
+    ids int32[p], labels and traits of the clusters; share float64[p], of all rows; stability
+    float64[p], NaN where it is not known;
     references float32[m, 20], rows of the clusters, with reference_cluster int64[m], the index of
     each one's cluster; codebook, whose labels are indices of clusters; coordinates float32[l, 2] of
     its prototypes on the map; zones and clusters, the shares that drift is measured from.
@@ -54,6 +55,7 @@ class Parent(NamedTuple):
     labels: list[str]
     traits: list[list[str]]
     share: Doubles
+    stability: Doubles
     born_in: list[str]
     references: Floats
     reference_cluster: Ints
@@ -172,6 +174,7 @@ def open_parent(output: Path, run_id: str) -> Parent:
         clusters.column("label").to_pylist(),
         clusters.column("traits").to_pylist(),
         clusters.column("share").to_numpy(),
+        known_stability(clusters),
         clusters.column("born_in").to_pylist(),
         np.concatenate([np.empty((0, DIMENSIONS), np.float32), *vectors]),
         index_of(ids, references.column("cluster_id").to_numpy()),
@@ -180,6 +183,13 @@ def open_parent(output: Path, run_id: str) -> Parent:
         *saved_shares(shares.to_pylist()),
         history(artifacts.manifest),
     )
+
+
+def known_stability(clusters: pa.Table) -> Doubles:
+    """float64[p], NaN by HDBSCAN, and in runs of before it was published."""
+    if "stability" not in clusters.column_names:
+        return np.full(len(clusters), np.nan)
+    return np.array(clusters.column("stability").to_pylist(), np.float64)
 
 
 def saved_shares(rows: list[dict[str, Any]]) -> tuple[Shares, Shares]:

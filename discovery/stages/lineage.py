@@ -12,7 +12,7 @@ from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.lineage import cluster_ids, events, match
+from discovery.algorithms.lineage import STABLE, cluster_ids, events, match, with_stability
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
 from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
@@ -41,7 +41,8 @@ def parameters(context: RunContext) -> dict[str, Any]:
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
     parent = context.parent
     codebook = run_codebook(context)
-    count = len(context.saved("cluster", "fit.npz")["persistence"])
+    stability = context.saved("cluster", "fit.npz")["stability"]
+    count = len(stability)
     contingency, kin = label_rows(context, codebook, count)
     rows = contingency.sum()
     # Without a parent nothing is matched, and every cluster is born.
@@ -60,7 +61,13 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, int(least))
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
-    changes = events(found, ids, known)
+    changes = with_stability(
+        events(found, ids, known),
+        ids,
+        stability,
+        known,
+        parent.stability if parent else np.empty(0),
+    )
     of = identity_in_words({**context.window, "layout": context.layout.label})
     says = in_one_sentence(context.follows, changes, of, context.options.new_lineage)
     labels = parent.labels if parent else []
@@ -108,7 +115,18 @@ def in_one_sentence(
         words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
         names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
         words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
+        words[-1] += of_stable_clusters(changes)
     return ", ".join(words) + (f"; {damaged}" if damaged else "")
+
+
+def of_stable_clusters(changes: list[dict[str, Any]]) -> str:
+    """How many of the changes are of clusters that other requests would give as well; nothing where
+    that is not known, or nothing changed."""
+    known = [one["stability"] for one in changes if one["event"] != "kept"]
+    if not known or None in known:
+        return ""
+    sure = sum(stability >= STABLE for stability in known)
+    return f"; {sure} of {counted(len(known), 'change')} of stable clusters"
 
 
 def counted(count: int, noun: str) -> str:

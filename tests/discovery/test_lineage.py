@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery.algorithms.lineage import cluster_ids, events, match
+from discovery.algorithms.lineage import STABLE, cluster_ids, events, match, with_stability
 from discovery.describe.clusters import event_in_words
 from discovery.stages.lineage import in_one_sentence
 
@@ -24,6 +24,32 @@ def test_a_run_without_a_parent_says_why_it_has_none(follows, new_lineage, says)
     born = [{"event": "born"}] * 2
     found = in_one_sentence({"parent": None, **follows}, born, "m (log16, capture c)", new_lineage)
     assert found == f"{says}: 2 new clusters"
+
+
+@pytest.mark.parametrize(
+    ("stability", "ending"),
+    [([0.9, 0.2, 0.9, 0.1], "; 1 of 3 changes of stable clusters"),
+     ([0.9, 0.2, 0.3, 0.1], "; 0 of 3 changes of stable clusters"),
+     ([None, None, None, None], "")],
+)  # fmt: skip
+def test_a_run_says_how_many_changes_are_of_stable_clusters(stability, ending):
+    kinds = ("kept", "split", "died", "born")
+    changes = [{"event": k, "stability": s} for k, s in zip(kinds, stability, strict=True)]
+    says = in_one_sentence({"parent": "r"}, changes, "m", False)
+    assert says == f"1 cluster of r went on, 1 born, 1 died, 1 split off{ending}"
+
+
+def test_an_event_is_as_stable_as_the_least_stable_cluster_that_it_is_about():
+    happened = [
+        {"event": "merged", "cluster_id": 4, "parents": [4, 7], "children": []},
+        {"event": "split", "cluster_id": 20, "parents": [4], "children": []},
+        {"event": "absorbed", "cluster_id": 7, "parents": [], "children": [4]},
+        {"event": "died", "cluster_id": 9, "parents": [], "children": []},
+    ]
+    now, before = np.array([0.8, 0.9]), np.array([0.1, 0.75, np.nan])
+    ids = np.array([4, 20], np.int32)
+    found = with_stability(happened, ids, now, PARENTS, before)
+    assert [event["stability"] for event in found] == [0.75, 0.9, 0.75, None]
 
 
 PARENTS = np.array([4, 7, 9], np.int32)
@@ -146,6 +172,15 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
             assert event["cluster_id"] >= 50 and set(event["parents"]) <= set(known.tolist())
     names = {int(i): f"name {i}" for i in (*ids, *known)}
     assert all(event_in_words(event, names, names) for event in happened)
+    known_stability = rng.random(parents)
+    marked = with_stability(happened, ids, rng.random(children), known, known_stability)
+    assert [{k: v for k, v in e.items() if k != "stability"} for e in marked] == happened
+    for event in marked:
+        words = event_in_words(event, names, names)
+        doubted = event["event"] != "kept" and event["stability"] < STABLE and parents > 0
+        assert ("by chance" in words) == doubted
+        if event["event"] in ends:
+            assert event["stability"] <= known_stability[known == event["cluster_id"]] + 1e-4
 
 
 @pytest.mark.parametrize("parents", [0, 3])
