@@ -122,11 +122,12 @@ def in_one_sentence(
 def of_stable_clusters(changes: list[dict[str, Any]]) -> str:
     """How many of the changes are of clusters that other requests would give as well; nothing where
     that is not known, or nothing changed."""
-    known = [one["stability"] for one in changes if one["event"] != "kept"]
+    # What was absorbed is counted where it was merged.
+    known = [one["stability"] for one in changes if one["event"] not in ("kept", "absorbed")]
     if not known or None in known:
         return ""
     sure = sum(stability >= STABLE for stability in known)
-    return f"; {sure} of {counted(len(known), 'change')} of stable clusters"
+    return f"; {sure} of these {len(known)} of stable clusters"
 
 
 def counted(count: int, noun: str) -> str:

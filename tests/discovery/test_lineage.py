@@ -28,12 +28,12 @@ def test_a_run_without_a_parent_says_why_it_has_none(follows, new_lineage, says)
 
 @pytest.mark.parametrize(
     ("stability", "ending"),
-    [([0.9, 0.2, 0.9, 0.1], "; 1 of 3 changes of stable clusters"),
-     ([0.9, 0.2, 0.3, 0.1], "; 0 of 3 changes of stable clusters"),
-     ([None, None, None, None], "")],
+    [([0.9, 0.2, 0.9, 0.1, 0.8], "; 1 of these 3 of stable clusters"),
+     ([0.9, 0.2, 0.3, 0.1, 0.8], "; 0 of these 3 of stable clusters"),
+     ([None] * 5, "")],
 )  # fmt: skip
 def test_a_run_says_how_many_changes_are_of_stable_clusters(stability, ending):
-    kinds = ("kept", "split", "died", "born")
+    kinds = ("kept", "split", "died", "born", "absorbed")
     changes = [{"event": k, "stability": s} for k, s in zip(kinds, stability, strict=True)]
     says = in_one_sentence({"parent": "r"}, changes, "m", False)
     assert says == f"1 cluster of r went on, 1 born, 1 died, 1 split off{ending}"
