@@ -61,6 +61,7 @@ def inspect(page: Page, _: System) -> None:
     page.get_by_role("link", name="Inspect", exact=True).click()
     page.get_by_role("button", name="Measure the same tokens again").click()
     page.locator("[data-mode=exact] canvas").wait_for()
+    page.locator(".inspect-main").evaluate("(main) => main.scrollTo(0, 0)")
 
 
 def manifold(page: Page, _: System) -> None:
@@ -83,6 +84,8 @@ def compare(page: Page, running: System) -> None:
 
 
 def overhead(page: Page, _: System) -> None:
+    ask(page)
+    page.get_by_role("link", name="Overhead", exact=True).click()
     page.get_by_role("button", name="Measure").click()
     page.get_by_role("button", name="Measure").wait_for()
 
@@ -95,7 +98,7 @@ VIEWS: dict[str, tuple[str, Callable[[Page, System], None]]] = {
     "manifold": ("/manifold", manifold),
     "router": ("/router", router),
     "compare": ("/compare", compare),
-    "overhead": ("/overhead", overhead),
+    "overhead": ("/chat", overhead),
 }
 
 
