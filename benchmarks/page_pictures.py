@@ -66,6 +66,7 @@ def inspect(page: Page, _: System) -> None:
 
 def manifold(page: Page, _: System) -> None:
     page.wait_for_selector("main[data-view=manifold] canvas")
+    page.get_by_role("radio", name="By family").click()
     time.sleep(8)
 
 
@@ -150,10 +151,11 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
 
 
 def write(shot: bytes, target: Path) -> None:
-    """A picture with 256 colours, a third of its size."""
+    """A picture with 256 colours, a third of its size: the means of what each stands for, so that
+    large areas keep their colour."""
     with Image.open(BytesIO(shot)) as image:
         few = image.convert("RGB").quantize(
-            256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE
         )
         few.save(target, optimize=True)
 
