@@ -1,11 +1,13 @@
-"""How soon the page is painted, and what its Live view takes of a core at 5,000 rows a second.
+"""How soon the page is painted, how many bytes that takes, and what its Live view takes of a core
+at 5,000 rows a second.
 
     python benchmarks/page.py --output RUNS [--rate 5000] [--seconds 30] [--json PATH]
 
 RUNS is an output folder of attn discover (make discover). First paint is the browser's own
 first-contentful-paint, each time in a new context without a cache, over loopback; ready is when
-the view is mounted. The browser's CPU is that of all of its processes, WebGL on the CPU included.
-Exits 1 if rows were lost, or if the page did not show the rate at which they came.
+the view is mounted. Bytes are those of the page's own files as they are sent, without headers, to
+a browser without a cache. The browser's CPU is that of all of its processes, WebGL on the CPU
+included. Exits 1 if rows were lost, or if the page did not show the rate at which they came.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ PAINTED = """() => new Promise((resolve) => new PerformanceObserver((list) => {
     if (name === "first-contentful-paint") resolve(startTime);
   }
 }).observe({ type: "paint", buffered: true }))"""
+SENT = """() => performance.getEntries()
+  .filter(({ name, entryType }) => entryType === "navigation" || name.includes("/static/"))
+  .reduce((sum, { encodedBodySize }) => sum + (encodedBodySize ?? 0), 0)"""
 
 
 def main() -> None:
@@ -54,6 +59,7 @@ def main() -> None:
         runs = given.output.resolve()
         with system(Path(folder), runs, engine=False) as running, chromium() as browser:
             figures["first_paint"] = paints(browser, running.url, given.times)
+            figures["bytes"] = sizes(browser, running.url)
             figures["live"] = live(browser, running, given.rate, given.seconds)
     print(json.dumps(figures, indent=2))
     if given.json:
@@ -83,6 +89,24 @@ def opened(browser: Browser, address: str) -> tuple[float, float]:
         return painted, ready
     finally:
         context.close()
+
+
+def sizes(browser: Browser, url: str) -> dict[str, int]:
+    """Bytes that are sent for each view when it is the first, and for all of them in turn."""
+    found: dict[str, int] = {}
+    for first in VIEWS:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{url}/{first}")
+        page.wait_for_selector(f"main[data-view={first}]")
+        found[first] = page.evaluate(SENT)
+        if first == VIEWS[-1]:
+            for view in VIEWS:
+                page.get_by_role("link", name=view.capitalize(), exact=True).click()
+                page.wait_for_selector(f"main[data-view={view}]")
+            found["all"] = page.evaluate(SENT)
+        context.close()
+    return found
 
 
 def live(browser: Browser, running: System, rate: float, seconds: float) -> dict[str, Any]:

@@ -61,10 +61,12 @@ def inspect(page: Page, _: System) -> None:
     page.get_by_role("link", name="Inspect", exact=True).click()
     page.get_by_role("button", name="Measure the same tokens again").click()
     page.locator("[data-mode=exact] canvas").wait_for()
+    page.locator(".inspect-main").evaluate("(main) => main.scrollTo(0, 0)")
 
 
 def manifold(page: Page, _: System) -> None:
     page.wait_for_selector("main[data-view=manifold] canvas")
+    page.get_by_role("radio", name="By family").click()
     time.sleep(8)
 
 
@@ -83,6 +85,8 @@ def compare(page: Page, running: System) -> None:
 
 
 def overhead(page: Page, _: System) -> None:
+    ask(page)
+    page.get_by_role("link", name="Overhead", exact=True).click()
     page.get_by_role("button", name="Measure").click()
     page.get_by_role("button", name="Measure").wait_for()
 
@@ -95,7 +99,7 @@ VIEWS: dict[str, tuple[str, Callable[[Page, System], None]]] = {
     "manifold": ("/manifold", manifold),
     "router": ("/router", router),
     "compare": ("/compare", compare),
-    "overhead": ("/overhead", overhead),
+    "overhead": ("/chat", overhead),
 }
 
 
@@ -147,10 +151,11 @@ def picture(browser: Browser, running: System, view: str, images: Path) -> None:
 
 
 def write(shot: bytes, target: Path) -> None:
-    """A picture with 256 colours, a third of its size."""
+    """A picture with 256 colours, a third of its size: the means of what each stands for, so that
+    large areas keep their colour."""
     with Image.open(BytesIO(shot)) as image:
         few = image.convert("RGB").quantize(
-            256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE
         )
         few.save(target, optimize=True)
 

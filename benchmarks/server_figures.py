@@ -99,6 +99,8 @@ def of_page(found: dict[str, Any]) -> Iterator[Figure]:
             f"{paint['median']:.0f} ({paint['worst']:.0f}) ms, "
             f"{ready['median']:.0f} ({ready['worst']:.0f}) ms",
         )
+    for view, sent in found["bytes"].items():
+        yield f"{view}: KB that are sent", f"{sent / 1000:.0f}"
     live = found["live"]
     yield (
         f"Live at {live['rows_per_s']:,} rows/s: browser, its main thread, sidecar",

@@ -52,15 +52,39 @@ NAMELESS = """() => [...document.querySelectorAll(
     || one.textContent.trim() || one.title || (one.labels && one.labels.length)))
   .map((one) => one.outerHTML.slice(0, 120))"""
 
+# Targets under 24 px that another target comes near to (WCAG 2.2, 2.5.8). Links in a sentence are
+# excepted, and so are tokens of a text and parts of a diagram: these are where they are.
+SMALL = """() => {
+  const size = 24;
+  const all = [...document.querySelectorAll("button, a[href], select, input, summary")]
+    .filter((one) => one.checkVisibility() && !one.closest(".hidden-text, .skip, .flow, svg"))
+    .map((one) => ({ one, rect: (one.closest("label") ?? one).getBoundingClientRect() }))
+    .filter(({ rect }) => rect.width && rect.height);
+  const inSentence = (one) => one.matches("a") && getComputedStyle(one).display === "inline";
+  const near = (a, b) => {
+    const [x, y] = [(a.left + a.right) / 2, (a.top + a.bottom) / 2];
+    const across = Math.max(b.left - x, x - b.right, 0);
+    return Math.hypot(across, Math.max(b.top - y, y - b.bottom, 0)) < size / 2;
+  };
+  const isCrowded = ({ one, rect }) => all.some((other) =>
+    other.one !== one && !other.one.contains(one) && near(rect, other.rect));
+  return all.filter(({ one, rect }) => rect.width < size || rect.height < size)
+    .filter((target) => !inSentence(target.one) && isCrowded(target))
+    .map(({ one, rect: { width, height } }) =>
+      `${Math.round(width)} x ${Math.round(height)} ${one.outerHTML.slice(0, 90)}`);
+}"""
+
 
 def assert_legible(page: Page) -> None:
-    """Nothing sticks out of the page, text has the contrast of WCAG AA, controls have names."""
+    """Nothing sticks out of the page, text has the contrast of WCAG AA, controls have names and
+    can be hit."""
     wide: dict[str, Any] = page.evaluate(
         "({ page: document.documentElement.scrollWidth, window: window.innerWidth })"
     )
     assert wide["page"] <= wide["window"], wide
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate(NAMELESS) == []
+    assert page.evaluate(SMALL) == []
 
 
 def hacked(page: Page) -> Any:

@@ -28,6 +28,7 @@ def test_layers_heads_and_modes_of_a_row_stand_side_by_side(chat: Chat):
     at = tokens(page) - 4
     token(page, at).click()
     to_inspect(page)
+    expect(page.locator(f"[data-row='{at}']")).to_be_in_viewport()
     layers = page.get_by_role("table", name="Layers")
     expect(layers.locator("tbody tr")).to_have_count(4)
     expect(page.get_by_role("region", name="Heads")).to_contain_text("mean of the heads")
@@ -47,6 +48,7 @@ def test_layers_heads_and_modes_of_a_row_stand_side_by_side(chat: Chat):
     heads.get_by_role("button", name="head 3").click()
     expect(heads.locator("tr.chosen")).to_have_attribute("data-layer", "3")
     # Rows of the prompt were measured, too.
+    page.get_by_role("list", name="Tokens").press("Home")
     page.locator("[data-row='5']").click()
     expect(page.get_by_role("region", name="Layers")).to_contain_text("token 5")
     expect(page.locator("[data-mode=exact] canvas")).to_be_visible()

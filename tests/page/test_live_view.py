@@ -143,8 +143,8 @@ def test_without_runs_and_rows_it_says_what_to_do(watched, tmp_path: Path):
     with watched.beside(tmp_path) as sidecar:
         page = watched.open(f"{sidecar.url}/live")
         expect(panel(page, "nightly")).to_contain_text("attn discover")
-        expect(panel(page, "drift")).to_contain_text("no run is served")
-        expect(panel(page, "mix")).to_contain_text("attn stream send")
+        expect(panel(page, "drift")).to_contain_text("No run is served")
+        expect(panel(page, "mix")).to_contain_text("attn send")
         assert_legible(page)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from collected import commands
 from shared import REPO
 
 STATIC, REPORT = REPO / "sidecar" / "static", REPO / "discovery" / "report"
@@ -83,6 +84,14 @@ def test_no_file_names_another_machine(folder):
             continue
         found = re.findall(r"https?://[^\s\"'`)<]+", path.read_text(encoding="utf-8"))
         assert {one for one in found if "www.w3.org/" not in one} == set(), path
+
+
+def test_commands_that_the_page_names_exist():
+    files = [path for path in (STATIC / "app").rglob("*.js") if path.is_file()]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    named = {code.strip() for code in re.findall(r"<code>(attn [a-z ]+)", text)}
+    assert {"attn discover", "attn send", "attn sidecar"} <= named
+    assert named <= set(commands())
 
 
 def test_vendored_libraries_have_licences_and_the_versions_of_the_lock_file():

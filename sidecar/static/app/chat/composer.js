@@ -2,7 +2,7 @@
 
 import { html, signal, useEffect, useRef, useState } from "../../vendor/preact.js";
 import { config, conversation } from "../state.js";
-import { shown } from "../ui/text.js";
+import { sentence, shown } from "../ui/text.js";
 import { ask, obstacle } from "./conversation.js";
 import { settings } from "./settings.js";
 import { SettingsPanel, settingsInWords } from "./settings-panel.js";
@@ -31,7 +31,7 @@ export function Composer() {
   };
   const lines = Math.min(8, Math.max(2, draft.value.slice(0, 4000).split("\n").length));
   return html`<section class="composer" aria-label="Ask">
-    ${blocked && html`<p class="composer-note" role="status" data-obstacle>${shown(blocked, 300)}</p>`}
+    ${blocked && html`<p class="composer-note" role="status" data-obstacle>${sentence(shown(blocked, 300))}</p>`}
     ${isOpen && html`<${SettingsPanel} />`}
     <div class="composer-row">
       <textarea ref=${field} rows=${lines} maxlength=${MOST_CHARACTERS} placeholder="Ask the model. Enter sends, Shift+Enter begins a line." aria-label="Question"

@@ -79,7 +79,9 @@ function Axes({ found, width }) {
   const [all, setAll] = useState(false);
   const axes = found.axes?.slice(0, all ? found.axes.length : FEW_AXES);
   return html`<${Panel} title="Axes" says="of the run's PCA: where the sides lie; the bars are 95% intervals, by request" width=${width} data-panel="axes">
-    ${!found.axes ? html`<${Empty} title="No axes to compare">They are those of a run, for rows of its model and capture.<//>`
+    ${!found.axes ? html`<${Empty} title="No axes to compare">${[found.a, found.b].every(({ kind }) => kind === "run")
+        ? "Each run has axes of its own. Compare a run with a session, request, trace or window of time to see where it lies on them."
+        : "They are those of a run, for rows of its model and capture."}<//>`
       : html`<ul class="axes">${axes.map((axis) => html`<li key=${axis.axis} data-differs=${axis.differs ? "yes" : null}><div class="row apart"><b>${axis.axis}</b>
           <span class="quiet small">${percent(axis.explained, 0)} of the variance</span></div>
           <${AxisPicture} axis=${axis} /><div class="row apart quiet small ends"><span>${shown(axis.low, 90)}</span><span>${shown(axis.high, 90)}</span></div>
@@ -103,8 +105,8 @@ function Phases({ found, width }) {
   const side = (name) => ({ title: html`<span class=${`side-mark side-${name}`}>${name.toUpperCase()}</span> of the rows`, number: true, value: (row) => percent(row[name]) });
   const entropy = (name) => ({ title: html`<span class=${`side-mark side-${name}`}>${name.toUpperCase()}</span> entropy`, number: true, value: (row) => figure(row[`${name}_entropy`]) });
   return html`<${Panel} title="Phases" says="thinking against answer" width=${width} flush data-panel="phases">
-    <${Table} label="Phases" rows=${found.phases} rowKey=${({ phase }) => phase}
-      columns=${[{ title: "phase", value: ({ phase }) => phase }, side("a"), side("b"), entropy("a"), entropy("b")]} /><//>`;
+    ${!found.phases.length ? html`<${Empty} title="No phases to compare">A run does not keep the phases of its rows; sessions, requests, traces and windows of time do.<//>` : html`<${Table} label="Phases" rows=${found.phases} rowKey=${({ phase }) => phase}
+      columns=${[{ title: "phase", value: ({ phase }) => phase }, side("a"), side("b"), entropy("a"), entropy("b")]} />`}<//>`;
 }
 
 /** Drift from A to B, as the gate measures it. */
@@ -114,8 +116,7 @@ function Drift({ found, width }) {
     ${!kinds.length ? html`<p class="quiet">Not measured: it takes more than one request on each side.</p>`
       : html`<dl class="psi-list">${kinds.map((kind) => {
         const { psi, low, high, by_chance: chance } = found.drift[kind];
-        return html`<div key=${kind}><dt>${kind}</dt><dd>PSI <b>${figure(psi)}</b> <span class="quiet">(${figure(low)} to ${figure(high)}; by chance up to ${figure(chance)})</span>
-          <${Mark} kind=${low > chance ? "warn" : ""}>${low > chance ? "moved" : "within chance"}<//></dd></div>`;
+        return html`<div key=${kind}><dt>${kind}</dt><dd>PSI <b>${figure(psi)}</b> <span class="quiet">(${figure(low)} to ${figure(high)}; by chance up to ${figure(chance)})</span> <${Mark} kind=${low > chance ? "warn" : ""}>${low > chance ? "moved" : "within chance"}<//></dd></div>`;
       })}</dl>`}
   <//>`;
 }

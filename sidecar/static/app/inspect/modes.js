@@ -49,9 +49,10 @@ function ExactRow({ trace, row, raw }) {
     if (p > row[most]) most = index;
   });
   const off = raw ? raw.links.reduce((worst, { index, p }) => Math.max(worst, Math.abs(p - (row[index] ?? 0))), 0) : null;
-  return html`<p class="small quiet">all ${plural(row.length, "key")}; entropy ${figure(row.length > 1 ? entropy / Math.log(row.length) : 0, 2)}; the most, ${percent(row[most])}, on
-      <bdi class="given tk-name">${named(trace.text(most), most)}</bdi> at ${most}</p>
+  return html`<p class="small quiet">all ${plural(row.length, "key")}; entropy ${figure(row.length > 1 ? entropy / Math.log(row.length) : 0, 2)}; the most, ${percent(row[most])},
+      at ${most}: <bdi class="given tk-name">${named(trace.text(most), most)}</bdi></p>
     <canvas ref=${canvas} class="exact-row" role="img" aria-label=${`Probability of each of ${row.length} keys, the oldest first`}></canvas>
+    <p class="row apart small quiet"><span>oldest key</span><span>height: root of the share</span><span>newest</span></p>
     ${off !== null && html`<p class="small quiet" data-off=${off.toFixed(5)}>The links differ from it by ${percent(off, 2)} at most.</p>`}`;
 }
 

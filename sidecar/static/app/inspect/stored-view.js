@@ -42,7 +42,7 @@ function Opened({ request, position }) {
       <${Panel} title="Request" says=${html`<${Given} text=${request.id} most=${90} />`} tools=${html`<a class="button" href=${`/compare?a=request:${encodeURIComponent(request.id)}`}>Compare</a>`}>
         <${Summary} summary=${summary} /><//>
       ${row?.error ? html`<${Failure} error=${row.error} onRetry=${() => { request.retry(); request.want(chosen, chosen + 1); }} />`
-        : row ? html`<${Panel} title=${`Row at position ${count(row.position)}`} says=${`${row.phase}, step ${row.step}${row.layer >= 0 ? `, layer ${row.layer}` : ""}`}>
+        : row ? html`<${Panel} title=${`Row at position ${count(row.position)}`} says=${`${row.phase}${row.step < 0 ? "" : `, step ${count(row.step)}`}${row.layer >= 0 ? `, layer ${row.layer}` : ""}`}>
           <div class="two"><${Fingerprint} vector=${row.vector} layout=${summary.layout} record=${row} />
             <div class="stack"><h3>MoE</h3><${StoredExperts} row=${row} /><h3>Cluster</h3><p>${row.cluster_id === null ? "This row is not of the served run's model and capture." : html`<${Cluster} id=${row.cluster_id} />`}</p></div></div><//>`
         : html`<p class="quiet">Choose a row on the left. Where it looked is not stored: records hold fingerprints. Ask again in <button type="button" class="button" onClick=${() => navigate("/chat")}>Chat</button> to see links.</p>`}

@@ -34,10 +34,13 @@ export function TokenList({ trace }) {
   const length = chosen ? chosen.length : trace.length;
   const at = (place) => (chosen ? chosen[place] : place);
   const placeOf = (index) => (chosen ? chosen.indexOf(index) : index);
-  useEffect(() => {
-    const place = revealed.value ? placeOf(revealed.value.index) : -1;
+  const show = (index) => {
+    const place = index === null ? -1 : placeOf(index);
     if (place >= 0) list.current?.scrollTo(place);
-  }, [revealed.value]);
+  };
+  useEffect(() => show(revealed.value?.index ?? null), [revealed.value]);
+  // The token that another view has pinned is in sight from the beginning.
+  useEffect(() => show(pinned.peek()), []);
   const [layer, head, sinks] = [layerOf(trace), headOf(trace), sinksOf(trace)];
   const row = (place) => {
     const index = at(place);

@@ -2,11 +2,10 @@
 
 import { html } from "../../vendor/preact.js";
 import { clusterName } from "../state.js";
-import { zoneColor } from "../ui/colors.js";
 import { Cluster, Mark, Zone } from "../ui/marks.js";
 import { Panel, Table } from "../ui/panel.js";
 import { Empty, Failure, Loading } from "../ui/states.js";
-import { count, duration, figure, percent, shown, spaced } from "../ui/text.js";
+import { count, duration, figure, percent, sentence, shown, spaced } from "../ui/text.js";
 import { change } from "./mix.js";
 
 const STATES = {
@@ -20,10 +19,10 @@ export function Drift({ stats, width }) {
   const drift = stats.data?.drift;
   const [kind, word] = STATES[drift?.state] ?? ["", ""];
   return html`<${Panel} title="Drift" width=${width} data-panel="drift"
-    says=${drift ? `the last ${duration(drift.covered_seconds)} against the run, by request` : null}
+    says=${drift?.rows ? `the last ${duration(drift.covered_seconds)} against the run, by request` : null}
     tools=${drift && html`<${Mark} kind=${kind}>${word}<//>`}>
     ${!drift ? (stats.error ? html`<${Failure} error=${stats.error} onRetry=${stats.reload} />` : html`<${Loading} what="drift" />`)
-      : drift.state === "no artifacts" ? html`<${Empty} title="Nothing to compare with">${shown(drift.reason)}.
+      : drift.state === "no artifacts" ? html`<${Empty} title="Nothing to compare with">${sentence(shown(drift.reason))}.
           Run <code>attn discover</code>; the sidecar serves what it publishes at once.<//>`
       : html`<div class="stack">
           ${drift.reason && html`<p>${shown(drift.reason)}.</p>`}
@@ -80,8 +79,7 @@ export function TopClusters({ sample, clusters, stats, width }) {
     ${rows.length ? html`<${Table} label="Top clusters" rows=${rows} rowKey=${([id]) => id} columns=${[
         { title: "cluster", class: "name", value: ([id]) => html`<a class="cluster-link" href=${`/manifold?cluster=${id}`}
             aria-label=${`Cluster ${id}: ${clusterName(id)}`}><${Cluster} id=${id} /></a>` },
-        { title: "zone", value: ([id]) => html`<span class="swatch" title=${spaced(clusters.get(id)?.zone ?? "unknown zone")}
-            style=${{ "--ink": zoneColor(clusters.get(id)?.zone) }}></span>` },
+        { title: "zone", value: ([id]) => html`<span title=${spaced(clusters.get(id)?.zone ?? "unknown zone")}><${Zone} zone=${clusters.get(id)?.zone ?? "unknown zone"} /></span>` },
         { title: "now", number: true, value: ([, n]) => html`<span class="bar-cell"><span style=${{ width: `${(100 * n) / known.length / top}%` }}></span>
             ${percent(n / known.length)}</span>` },
         { title: "run", number: true, value: ([id]) => percent(inRun(id)) },

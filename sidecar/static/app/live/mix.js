@@ -17,7 +17,7 @@ export function NothingYet() {
   }
   if (feedState.value !== "open" || !tick.value) return html`<${Loading} what="the stream" />`;
   return html`<${Empty} title="No rows arrive">
-    Send some: <code>attn stream send</code> replays a store, <code>attn serve</code> and the SGLang plug-in send what they
+    Send some: <code>attn send</code> replays a store, <code>attn serve</code> and the SGLang plug-in send what they
     capture to the address that <code>attn sidecar</code> printed. Or ask something in <a href="/chat">Chat</a>.<//>`;
 }
 

@@ -19,7 +19,9 @@ export function Nightly({ manifest, width }) {
     says=${last ? `last finished: ${ago(last.created_at)}` : null}
     tools=${last && html`<${Mark} kind=${last.gate_passed ? "good" : "bad"}>${last.gate_passed ? "passed its gate" : "failed its gate"}<//>`}>
     ${!found ? html`<${Loading} what="the runs" />` : html`<div class="stack">
-      ${found.refused && html`<p role="alert"><${Mark} kind="bad">refused<//> Run ${runName(found.refused.run_id)} is not served: ${shown(found.refused.reason)}</p>`}
+      ${found.refused && (found.refused.run_id
+        ? html`<p role="alert"><${Mark} kind="bad">refused<//> Run ${runName(found.refused.run_id)} is not served: ${shown(found.refused.reason)}</p>`
+        : html`<p class="quiet">No run is served: ${shown(found.refused.reason)}</p>`)}
       ${found.running ? html`<${Job} job=${found.running} />` : html`<p class="quiet">No job is at work now.</p>`}
       ${!found.runs.length ? html`<${Empty} title="No runs yet"><code>attn discover</code> finds the kinds of behaviour in what is
           stored, and the sidecar serves the run as soon as it is published.<//>`
@@ -80,14 +82,14 @@ function Gate({ manifest }) {
 /** The newest runs, the newest first. */
 function Runs({ runs }) {
   return html`<${Table} label="Runs" rows=${runs.slice(0, MOST_RUNS)} rowKey=${({ run_id: id }) => id} columns=${[
-    { title: "run", value: ({ run_id: id, gate_passed: passed }) => (passed === null || passed === undefined ? runName(id)
+    { title: "run", class: "whole", value: ({ run_id: id, gate_passed: passed }) => (passed === null || passed === undefined ? runName(id)
       : html`<a href=${`/manifold?run=${id}`}>${runName(id)}</a>`) },
     { title: "state", value: ({ state, served, reason }) => html`<span title=${shown(reason ?? "", 300)}><${Mark} kind=${KINDS[state] ?? ""}>${
       served ? "served" : state}<//></span>` },
     { title: "clusters", number: true, value: ({ clusters }) => count(clusters) },
     { title: "in none", number: true, value: ({ noise_share: share }) => percent(share) },
-    { title: "made", value: ({ created_at: at }) => html`<span class="quiet" title=${moment(at)}>${at ? ago(at) : "–"}</span>` },
-    { title: "", value: ({ run_id: id, parent_run: parent }) => parent && html`<a href=${`/compare?a=run:${parent}&b=run:${id}`}
+    { title: "made", class: "whole", value: ({ created_at: at }) => html`<span class="quiet" title=${moment(at)}>${at ? ago(at) : "–"}</span>` },
+    { title: "", class: "whole", value: ({ run_id: id, parent_run: parent }) => parent && html`<a href=${`/compare?a=run:${parent}&b=run:${id}`}
         aria-label=${`What changed in run ${runName(id)}`}>what changed</a>` },
   ]} />`;
 }

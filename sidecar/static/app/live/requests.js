@@ -25,7 +25,7 @@ export function LatestRows({ width }) {
       label="Latest requests" rows=${rows} rowKey=${({ request_id: id }) => id} onOpen=${open} columns=${[
         { title: "request", class: "name", value: ({ request_id: id, position }) => html`<a class="clip given-link" href=${href("/inspect", { request: id, position })}>
             <bdi class="given">${shown(id, 80)}</bdi></a>` },
-        { title: "session", class: "name", value: ({ session_id: id }) => html`<bdi class="given clip quiet">${id === null ? "–" : shown(id, 60)}</bdi>` },
+        { title: "session", class: "name few", value: ({ session_id: id }) => html`<bdi class="given clip quiet">${id === null ? "–" : shown(id, 60)}</bdi>` },
         { title: "phase", value: ({ phase }) => shown(phase, 12) },
         { title: "position", number: true, value: ({ position }) => count(position) },
         { title: "zone", value: ({ zone }) => html`<${Zone} zone=${zone} />` },

@@ -11,7 +11,9 @@ import { ApiError } from "../api.js";
 import { loadClusters, loadLineage } from "./data.js";
 
 const MOST_RUNS = 6;
-const [LEAST_COLUMN, WORDS_WIDTH, NODE, ROW] = [170, 190, 10, 20];
+const [LEAST_COLUMN, NODE, ROW] = [170, 10, 20];
+// Of a name: pixels, and those of one letter.
+const [LEAST_WORDS, MOST_WORDS, LETTER] = [190, 330, 6.8];
 const LEAST_SHARE = 0.001;
 const WORDS = { merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed", kept: "kept" };
 
@@ -56,12 +58,14 @@ function layoutOf(runs, wide) {
   const spine = runs.map((_, at) => ({ key: `spine:${at}`, column: at, fixedValue: 0, isSpine: true }));
   for (let at = 1; at < runs.length; at += 1) links.push({ source: spine[at - 1].key, target: spine[at].key, value: 0, isSpine: true });
   const most = Math.max(...runs.map(({ clusters }) => clusters.length));
-  const column = Math.max(LEAST_COLUMN, (wide - WORDS_WIDTH) / Math.max(1, runs.length - 1));
-  const [width, height] = [(runs.length - 1) * column + WORDS_WIDTH, Math.max(140, most * ROW)];
+  const words = Math.max(LEAST_WORDS, Math.min(MOST_WORDS, wide / (runs.length + 1)));
+  const column = Math.max(LEAST_COLUMN, (wide - words) / Math.max(1, runs.length - 1));
+  const letters = Math.floor((Math.min(words, column) - 40) / LETTER);
+  const [width, height] = [(runs.length - 1) * column + words, Math.max(140, most * ROW)];
   const made = sankey().nodeId(({ key }) => key).nodeWidth(NODE).nodePadding(Math.min(13, (0.65 * height) / Math.max(1, most)))
     // One column for each run, whichever links there are.
     .nodeAlign((node) => node.column).extent([[2, 26], [2 + (runs.length - 1) * column + NODE, height]])({ nodes: [...nodes, ...spine], links });
-  return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column };
+  return { nodes, links: made.links.filter(({ isSpine }) => !isSpine), width, height, column, letters };
 }
 
 /**
@@ -157,7 +161,7 @@ function Sankey({ runs, shownRun, selected, onCluster }) {
       ...${item(node.key, `${name(node).replace(/^c/, "C")}, ${percent(node.share)} of the rows`, () => onCluster(node.runId, node.id))}>
       <title>${`${node.id} ${shown(node.label, 120)}: ${percent(node.share)}`}</title>
       <rect x=${node.x0} y=${node.y0} width=${NODE} height=${Math.max(2, node.y1 - node.y0)} rx="2" style=${{ "--ink": clusterColor(node.id) }} />
-      <text x=${node.x1 + 5} y=${(node.y0 + node.y1) / 2 + 4}><tspan class="id">${node.id}</tspan>  ${shown(node.label, 22)}</text></g>`)}
+      <text x=${node.x1 + 5} y=${(node.y0 + node.y1) / 2 + 4}><tspan class="id">${node.id}</tspan>  ${shown(node.label, drawn.letters)}</text></g>`)}
   </svg></div>`;
 }
 

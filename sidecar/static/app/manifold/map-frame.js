@@ -57,7 +57,9 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
 
   const tool = (label, title, words, act, pressed = null) => html`<button type="button" aria-label=${label} title=${title}
     aria-pressed=${pressed} onClick=${act}>${words}</button>`;
-  const zones = ZONES.map((zone) => [zone, zoneColor(zone), percent((run.zoneCounts[zone] ?? 0) / Math.max(1, run.map.size))]);
+  // Points in colours of clusters: a zone's own colour would be that of a cluster.
+  const ink = (zone) => (look.color === "zone" ? zoneColor(zone) : "var(--quiet)");
+  const zones = ZONES.map((zone) => [zone, ink(zone), percent((run.zoneCounts[zone] ?? 0) / Math.max(1, run.map.size))]);
   return html`<div class="map-column">
     <div class="map-frame">
       <div class="map" ref=${frame} tabindex="0" role="application" aria-roledescription="map" data-map
@@ -74,7 +76,7 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
       ${hovered.at && html`<${PointTip} run=${run} point=${hovered.point} at=${hovered.at} frame=${frame.current} />`}
     </div>
     <div class="map-foot">
-      <div class="zones" data-zones><${Legend} entries=${zones} hidden=${hiddenZones} onToggle=${onZone} /></div>
+      <div class="zones" data-zones><span class="quiet small">Zones</span><${Legend} entries=${zones} hidden=${hiddenZones} onToggle=${onZone} /></div>
       <p id="map-help" class="quiet small">${HELP}</p>
       <p class="quiet small" role="status" data-map-status>${says}</p>
     </div>

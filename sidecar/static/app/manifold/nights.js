@@ -42,7 +42,7 @@ export function Nights({ nights, runId, isLoading, onRun }) {
     <div class="slider">
       <input type="range" min="0" max=${nights.length - 1} step="1" value=${at} aria-label="Runs in the order of time" aria-valuetext=${words}
         onInput=${(event) => go(Number(event.target.value))} />
-      <div class="ticks" aria-hidden="true">${nights.map((one) => html`<i key=${one.run_id} class=${one.gate_passed === false ? "failed" : one.served ? "is-served" : ""}
+      <div class="ticks" aria-hidden="true">${nights.map((one) => html`<i key=${one.run_id} class=${one.gate_passed === false ? "is-failed" : one.served ? "is-served" : ""}
         title=${`${runName(one.run_id)}${one.served ? ", served" : ""}${one.gate_passed === false ? ", gate not passed" : ""}`}></i>`)}</div>
     </div>
     <button type="button" class="plain" aria-label="The next run" disabled=${at === nights.length - 1} onClick=${() => go(at + 1)}>›</button>

@@ -7,7 +7,7 @@ import { useLoaded } from "../ui/load.js";
 import { Mark } from "../ui/marks.js";
 import { Facts, Panel } from "../ui/panel.js";
 import { Empty, Failure, Loading } from "../ui/states.js";
-import { count, duration, figure, listed, shown, spaced } from "../ui/text.js";
+import { count, duration, figure, listed, sentence, shown, spaced } from "../ui/text.js";
 
 const EVERY_MS = 5000;
 
@@ -29,8 +29,8 @@ export function Engine({ width }) {
   <//>`;
 }
 
-export const NoEngine = () => html`<${Empty} title="No engine is connected"><bdi class="given">${shown(config.value?.engine_problem
-  ?? "Start the sidecar with --engine-url URL.", 300)}</bdi>. For a try on this machine: <code>attn explore</code>.<//>`;
+export const NoEngine = () => html`<${Empty} title="No engine is connected"><bdi class="given">${sentence(shown(config.value?.engine_problem
+  ?? "Start the sidecar with --engine-url URL.", 300))}</bdi>. For a try on this machine: <code>attn explore</code>.<//>`;
 
 /** Costs of the sidecar: what a row takes until it is classified and stored. */
 export function Sidecar({ width }) {

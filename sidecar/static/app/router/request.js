@@ -43,6 +43,9 @@ export function TracePath({ id, path, width }) {
     tools=${html`<a class="button" href="/inspect">Inspect</a>`}><${Path} data=${path} /><//>`;
 }
 
+/** Steps of rows of the prompt are below 0. */
+const stepName = (step) => (step < 0 ? `${count(-step)} before the answer` : `step ${count(step)}`);
+
 function Path({ data }) {
   const spans = data.zone_path.slice(0, MOST_SPANS);
   const rows = spans.reduce((sum, span) => sum + span.rows, 0);
@@ -55,10 +58,10 @@ function Path({ data }) {
         const width = (1000 * span.rows) / rows;
         x += width;
         return html`<rect x=${x - width} y="0" width=${Math.max(0.6, width)} height="26" style=${{ fill: zoneColor(span.zone) }}>
-          <title>${`steps ${span.first_step} to ${span.last_step}: ${spaced(span.zone)}`}</title></rect>`;
+          <title>${`${stepName(span.first_step)} to ${stepName(span.last_step)}: ${spaced(span.zone)}`}</title></rect>`;
       })}</svg>
-    <div class="row apart quiet small"><span>step ${count(spans[0]?.first_step)}</span><span>${plural(data.zone_spans, "span")}${data.zone_spans > spans.length
-      ? `, the first ${count(spans.length)} are drawn` : ""}</span><span>step ${count(spans.at(-1)?.last_step)}</span></div>
+    <div class="row apart quiet small"><span>${stepName(spans[0]?.first_step)}</span><span>${plural(data.zone_spans, "span")}${data.zone_spans > spans.length
+      ? `, the first ${count(spans.length)} are drawn` : ""}</span><span>${stepName(spans.at(-1)?.last_step)}</span></div>
     <${Table} label="Phases" rows=${Object.entries(data.phases)} rowKey=${([phase]) => phase} columns=${[
       { title: "phase", value: ([phase]) => phase }, { title: "rows", number: true, value: ([, one]) => count(one.rows) },
       { title: "zones", class: "bar", value: ([phase, one]) => html`<${ShareBar} label=${phase} parts=${ZONES.map((zone) => [spaced(zone), one.zones[zone] ?? 0, zoneColor(zone)])} />` },

@@ -6,7 +6,7 @@ import { servedId } from "../state.js";
 import { Mark, Zone } from "../ui/marks.js";
 import { Panel } from "../ui/panel.js";
 import { Empty } from "../ui/states.js";
-import { percent, shown } from "../ui/text.js";
+import { percent, shown, spaced } from "../ui/text.js";
 
 const NAMES = [["temperature", "Temperature"], ["top_p", "top_p"], ["mode", "Capture"]];
 const word = (name, value) => (name === "mode" ? MODES[value] ?? value : Number(value).toFixed(2));
@@ -32,7 +32,7 @@ export function Recommended({ found, width }) {
           <tbody>${NAMES.map(([name, title]) => html`<tr key=${name}><th scope="row">${title}</th>
             <td class="number"><b>${found[name] === null ? "–" : word(name, found[name])}</b></td>
             <td class="number ${now[name] === found[name] ? "" : "quiet"}">${word(name, now[name])}</td></tr>`)}</tbody></table>
-        <ul class="reasons">${found.reason && html`<li>${shown(found.reason)}</li>`}<li>${MODES[found.mode]}: ${found.why}</li></ul>
+        <ul class="reasons">${found.reason && html`<li>${spaced(shown(found.reason))}</li>`}<li>${MODES[found.mode]}: ${found.why}</li></ul>
         ${found.temperature === null && html`<p class="quiet">${servedId.value ? "None of these rows has a hint for sampling: they are in no cluster of the served run."
           : html`No run is served, so there is no hint for sampling: run <code>attn discover</code>.`}</p>`}
         <div class="row wrap">${isUsed ? html`<${Mark} kind="good">the next question uses them<//>`

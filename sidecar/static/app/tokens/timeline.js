@@ -1,7 +1,7 @@
 // The request from its first token to its last, in one bar: segments above, zones below.
 
 import { html, useEffect, useRef, useState } from "../../vendor/preact.js";
-import { phaseHex, phaseColor, zoneHex } from "../ui/colors.js";
+import { phaseHex, phaseColor, zoneColor, zoneHex } from "../ui/colors.js";
 import { cssColor, isDark } from "../ui/theme.js";
 import { count, spaced } from "../ui/text.js";
 import { segmentName } from "./line.js";
@@ -38,7 +38,7 @@ export function Timeline({ trace, sight }) {
       ${mainSegments(segments).map((segment) => html`<button type="button" class="plain" key=${segment.id} onClick=${() => reveal(segment.start)}
         aria-label=${`To ${segmentName(segment).toLowerCase()}, ${count(segment.end - segment.start)} tokens`}>
         <span class="swatch" style=${{ "--ink": phaseColor(segment.phase) }} aria-hidden="true"></span> ${segmentName(segment)} <span class="quiet">${count(segment.end - segment.start)}</span></button>`)}
-      <span class="quiet">${zoneWords(trace)}</span></div>
+      <${Zones} trace=${trace} /></div>
   </div>`;
 }
 
@@ -47,14 +47,16 @@ function mainSegments(segments) {
   return segments.length <= 8 ? segments : segments.filter(({ type }, i) => segments.findIndex((one) => one.type === type) === i);
 }
 
-function zoneWords(trace) {
+/** How many rows are in each zone, most first, in the colours of the lower bar. */
+function Zones({ trace }) {
   const counts = {};
   for (const step of trace.rows.keys()) {
     const zone = trace.zone(step + trace.known);
     if (zone) counts[zone] = (counts[zone] ?? 0) + 1;
   }
   const sorted = Object.entries(counts).sort((a, b) => b[1] - a[1]);
-  return sorted.length ? `zones: ${sorted.map(([zone, rows]) => `${spaced(zone)} ${count(rows)}`).join(", ")}` : "";
+  return sorted.length > 0 && html`<span class="quiet">zones:</span> ${sorted.map(([zone, rows]) => html`<span class="zone" key=${zone}>
+    <span class="swatch" style=${{ "--ink": zoneColor(zone) }} aria-hidden="true"></span>${spaced(zone)} <span class="quiet">${count(rows)}</span></span>`)}`;
 }
 
 function draw(canvas, trace, width, sight, marked) {

@@ -78,6 +78,8 @@ export const listed = (words) => new Intl.ListFormat("en-GB").format(words);
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 const picture = (character) => {
   const code = character.codePointAt(0);
+  // The sign of the token view; fonts often lack that of Unicode's control pictures.
+  if (character === "\n") return "⏎";
   if (code < 0x20) return String.fromCodePoint(0x2400 + code);
   return code === 0x7f ? "␡" : `‹${code.toString(16)}›`;
 };

@@ -71,7 +71,7 @@ function Question({ turn }) {
 
 function Beginning() {
   return html`<div class="state" data-state="empty"><strong>${obstacle() ? "There is no engine to ask" : "Ask something, or begin with one of these"}</strong>
-    <div class="quiet">${obstacle() ? "Traces can be imported all the same." : "Each token of the answer shows which tokens it was read off."}</div><${Examples} /></div>`;
+    <div class="quiet">${obstacle() ? "Traces can be imported all the same." : "Each token of the answer shows which tokens it was read off."}</div>${!obstacle() && html`<${Examples} />`}</div>`;
 }
 
 /** An answer that is not whole: why, in the engine's words, and what to do. */

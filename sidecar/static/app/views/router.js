@@ -72,7 +72,7 @@ function Clusters({ found, width }) {
         { title: "rows", number: true, value: ({ rows: n }) => percent(n / found.length, 0) },
         { title: "temp.", number: true, value: ({ record }) => figure(record.hint.temperature, 2) },
         { title: "top_p", number: true, value: ({ record }) => figure(record.hint.top_p, 2) },
-        { title: "why", class: "why", value: ({ record }) => html`<span class="quiet small">${shown(record.hint.reason, 240)}</span>` },
+        { title: "why", class: "why", value: ({ record }) => html`<span class="quiet small">${spaced(shown(record.hint.reason, 240))}</span>` },
       ]} />`}
   <//>`;
 }
