@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted
 from published import ALL_NOW, RUN_ID, make_store
+from shared import REPO
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
@@ -48,6 +51,13 @@ def blobs(sizes: list[int], seed: int, dimensions: int = 4) -> tuple[np.ndarray,
 def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
     found = NearestNeighbors(n_neighbors=k + 1).fit(rows).kneighbors(rows, return_distance=False)
     return found[:, 1:].astype(np.int32)
+
+
+def test_a_worker_of_a_run_loads_no_numba():
+    """Its 60 MB are more than what a worker with the least memory has to spare."""
+    code = "import sys, discovery.stages.registry; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 @given(st.integers(1, 30), st.integers(0, 2**31), st.floats(0, 1))

@@ -176,7 +176,7 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
     marked = with_stability(happened, ids, rng.random(children), known, known_stability)
     assert [{k: v for k, v in e.items() if k != "stability"} for e in marked] == happened
     for event in marked:
-        words = event_in_words(event, names, names)
+        words = event_in_words(event, names, {int(i): f"name {i}" for i in known})
         doubted = event["event"] != "kept" and event["stability"] < STABLE and parents > 0
         assert ("by chance" in words) == doubted
         if event["event"] in ends:

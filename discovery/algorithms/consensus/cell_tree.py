@@ -3,6 +3,9 @@
 Real attention is a continuum with dense regions, and a clustering of single rows cuts it where
 chance puts a gap. A cell is a few dozen rows: the number of neighbours that two cells share is a
 mean over all of them, and is hardly moved by chance.
+
+The compiled loops are imported where they are called: numba takes 60 MB, and the workers of a run
+import this module without clustering anything.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
-
-from .loops import count_shared, means, merge, nearest
 
 # Rounds of k-means that cells are made by. Cells need not be the best ones, only of like rows.
 ROUNDS = 4
@@ -47,6 +48,8 @@ def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
 
     k-means from random rows. A cell that lost all its rows stays where it was.
     """
+    from .loops import means
+
     centres = rows[rng.choice(len(rows), count, replace=False)]
     for _ in range(ROUNDS):
         means(rows, nearest_cells(rows, centres), centres)
@@ -55,6 +58,8 @@ def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
 
 def nearest_cells(rows: Floats, centres: Floats) -> Ints:
     """The cell of each row, by its nearest centre: int64[n] of float32[n, d] and float32[c, d]."""
+    from .loops import nearest
+
     cell = np.empty(len(rows), np.int64)
     nearest(rows, centres, cell)
     return cell
@@ -67,6 +72,8 @@ def shared_neighbors(cell: Ints, near: Int32s, taken: Mask, count: int) -> Doubl
     Args:
         cell: int64[n]; near: int32[n, k], the neighbours of each row; taken: bool[n].
     """
+    from .loops import count_shared
+
     found = np.zeros((count, count), np.int64)
     count_shared(cell, near, taken, found)
     return (found + found.T) / 2.0
@@ -80,6 +87,8 @@ def merge_cells(shared: Doubles, sizes: Ints, least: float) -> Tree:
     Args:
         sizes: int64[c], rows of each cell.
     """
+    from .loops import merge
+
     merged = np.empty((max(len(shared) - 1, 0), 2), np.int64)
     done = merge(shared.copy(), sizes.astype(np.float64), float(least), POWER, merged)
     return Tree(len(shared), merged[:done])
