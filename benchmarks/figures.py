@@ -105,10 +105,11 @@ def of_real_nights(found: dict[str, Any]) -> Iterator[Figure]:
                 f"{name}, {len(one['nights'])} nights: events of tasks, others, missing",
                 f"{one['of_tasks']}, {one['other']}, {', '.join(one['missing']) or 'none'}",
             )
-            yield (
-                f"{name}: events of tasks that may be chance, others that may be",
-                f"{one['of_tasks_by_chance']}, {one['by_chance']}",
-            )
+            if "by_chance" in one:
+                yield (
+                    f"{name}: events of tasks that may be chance, others that may be",
+                    f"{one['of_tasks_by_chance']}, {one['by_chance']}",
+                )
             yield f"{name}: events of the same rows again", str(len(one["same_rows_again"]))
 
 

@@ -8,7 +8,7 @@ night goes through the job into one output folder, and every event of its lineag
 
 - of the task: clusters that are born on night 5 and have most of their rows from the added task;
   clusters that die on night 9 and had most of theirs from the removed one;
-- other: what the requests of a night did;
+- other: what the requests of a run did;
 - by chance: other ones that the run itself says of that they may be chance, as half of the requests
   do not find a cluster again that they are about.
 
@@ -125,13 +125,16 @@ KINDS = ("of_tasks", "of_tasks_by_chance", "other", "by_chance")
 
 
 def judged(night: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list[str]]:
-    """The events of a night by kind, in words: those that its tasks explain, the others, and of
-    both those that may be chance, as the run itself says."""
+    """The events of a run by kind, in words: those that its tasks explain, the others, and of both
+    those that may be chance, as the run itself says. The first run, without one before, has none.
+    """
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for event in night["events"] if before else ():
+    if before is None:
+        return found
+    for event in night["events"]:
         number, kind, stability = event["cluster_id"], event["event"], event["stability"]
         gained = night["tasks"].get(number, {}).get(ADDED, 0.0)
-        lost = before["tasks"].get(number, {}).get(REMOVED, 0.0) if before else 0.0
+        lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
         added = night["night"] == ADDED_ON and kind == "born" and gained >= MOST
         removed = night["night"] == REMOVED_ON and kind == "died" and lost >= MOST
         sure = stability is None or stability >= STABLE

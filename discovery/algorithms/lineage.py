@@ -25,7 +25,8 @@ from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 # 0.08 for others; two that meet halfway between their old positions have the least.
 LINKED = 0.2
 # An event may be chance where a cluster that it is about is less stable than this. In 14 nights of
-# one traffic (benchmarks/real_nights.py) all but 8 of 154 events that no task explains are so.
+# one traffic (benchmarks/real_nights.py) all but 8 of 154 events that no task explains are so,
+# on which the limit was chosen.
 STABLE = 0.7
 Event = dict[str, Any]
 

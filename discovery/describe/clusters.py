@@ -205,5 +205,5 @@ def event_in_words(
     stability = event.get("stability")
     # Without a run before it, nothing was found again or not.
     chance = kind != "kept" and parent_labels and stability is not None and stability < STABLE
-    doubt = f", perhaps by chance (stability {stability:.2f})" if chance else ""
-    return f"{name} {words[kind]}{doubt}"
+    uncertain = f", perhaps by chance (stability {stability:.2f})" if chance else ""
+    return f"{name} {words[kind]}{uncertain}"

@@ -177,8 +177,8 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
     assert [{k: v for k, v in e.items() if k != "stability"} for e in marked] == happened
     for event in marked:
         words = event_in_words(event, names, {int(i): f"name {i}" for i in known})
-        doubted = event["event"] != "kept" and event["stability"] < STABLE and parents > 0
-        assert ("by chance" in words) == doubted
+        uncertain = event["event"] != "kept" and event["stability"] < STABLE and parents > 0
+        assert ("by chance" in words) == uncertain
         if event["event"] in ends:
             assert event["stability"] <= known_stability[known == event["cluster_id"]] + 1e-4
 

@@ -196,8 +196,8 @@ def clusters_of_run(folder: Path) -> np.ndarray:
     return labels
 
 
-# Of 2,000 rows with 12 behaviours the trees put some together.
-@pytest.mark.parametrize(("sample", "least"), [(None, 0.85), (2_000, 0.7)])
+# Of 2,000 rows with 12 behaviours some are put together: 0.76 on the CPU, by HDBSCAN as well.
+@pytest.mark.parametrize(("sample", "least"), [(None, 0.85), (2_000, 0.75)])
 def test_a_run_finds_what_the_cpu_finds_and_a_cpu_serves_it(tmp_path, sample, least):
     db, truth = store_of(tmp_path, 6_000)
     found = {}
