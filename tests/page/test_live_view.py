@@ -127,6 +127,7 @@ def test_a_killed_sidecar_is_said_and_its_return_seen(watched, tmp_path: Path):
     try:
         page = watched.open(f"{sidecar.url}/live")
         expect(page.locator("[data-connection=open]")).to_be_visible()
+        expect(panel(page, "nightly")).to_contain_text("Served run")
         sidecar.kill()
         expect(page.locator("[data-connection=lost]")).to_be_visible(timeout=20 * SECOND)
         expect(page.get_by_role("alert").first).to_contain_text("tries again by itself")
