@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from running import Sidecar, running
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -29,6 +29,8 @@ def chromium() -> Iterator[Browser]:
         says = "no Chromium: install one (apt-get install chromium) to test the page"
         # A machine that checks every change must not leave this out unseen.
         pytest.fail(says) if os.environ.get("CI") else pytest.skip(says)
+    # How fast the page is, benchmarks say: here what it shows counts, on a busy machine too.
+    expect.set_options(timeout=15_000)
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=found, args=ARGUMENTS)
         yield browser

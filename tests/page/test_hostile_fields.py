@@ -32,7 +32,7 @@ def assert_harmless(page: Page) -> None:
     assert page.locator("main img[src=x]").count() == 0
 
 
-@pytest.mark.parametrize(("text", "seen"), zip(TEXTS, SEEN, strict=True), ids=NAMES)
+@pytest.mark.parametrize(("text", "seen"), list(zip(TEXTS, SEEN, strict=True)), ids=NAMES)
 def test_a_request_of_router(show: Callable[..., Page], watched, text: str, seen: str):
     watched.allowed += REFUSED
     page = show("/router", viewport=NARROW)
