@@ -9,8 +9,7 @@ night goes through the job into one output folder, and every event of its lineag
 - of the task: clusters that are born on night 5 and have most of their rows from the added task;
   clusters that die on night 9 and had most of theirs from the removed one;
 - other: what the requests of a run did;
-- by chance: other ones that the run itself says of that they may be chance, as half of the requests
-  do not find a cluster again that they are about.
+- by chance: other ones that the run itself says of that they may be chance.
 
 Then the rows of the first night come again, as a night after it in a folder of its own: any event
 is wrong there. Exits 1 where an event is, where a task's own is missing or may be chance, or where
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.judge.real import KEPT, captured, why_no_captures
-from discovery.algorithms.lineage import STABLE
+from discovery.algorithms.lineage import may_be_chance
 from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import CLUSTERINGS, DiscoverOptions
@@ -132,18 +131,18 @@ def judged(night: dict[str, Any], before: dict[str, Any] | None) -> dict[str, li
     if before is None:
         return found
     for event in night["events"]:
-        number, kind, stability = event["cluster_id"], event["event"], event["stability"]
+        number, kind = event["cluster_id"], event["event"]
         gained = night["tasks"].get(number, {}).get(ADDED, 0.0)
         lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
         added = night["night"] == ADDED_ON and kind == "born" and gained >= MOST
         removed = night["night"] == REMOVED_ON and kind == "died" and lost >= MOST
-        sure = stability is None or stability >= STABLE
+        sure = not may_be_chance(event)
         name = "of_tasks" if added or removed else "other" if sure else "by_chance"
         if name == "of_tasks" and not sure:
             name = "of_tasks_by_chance"
         found[name].append(
             f"{kind} {number}, from {event['parents']} into {event['children']}"
-            + ("" if stability is None else f", stability {stability:.2f}")
+            f", stability {event['stability']}, of {event['requests']} requests"
         )
     return found
 

@@ -10,24 +10,27 @@ is common:
 
 Child i and parent j are linked when enough of the smaller one is common. Ids then follow DESIGN.md
 section 5: of a split the largest child keeps the id, of a merge the largest parent's id survives.
+What the clustering went on with, or found to be new, is known before and not asked again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 
+from .shares import Shares
+
 # Two clusters are linked when more than this share of the smaller is common to both. In planted
 # runs (benchmarks/nights.py, ten seeds) it is 0.42 to 1 for clusters of one behaviour, and below
 # 0.08 for others; two that meet halfway between their old positions have the least.
 LINKED = 0.2
-# An event may be chance where a cluster that it is about is less stable than this. In 14 nights of
-# one traffic (benchmarks/real_nights.py) all but 8 of 154 events that no task explains are so,
-# on which the limit was chosen.
-STABLE = 0.7
+# Clusters that are cut otherwise may be chance where one of them is less stable than this, and
+# those that come and go where their rows are worth fewer requests than that.
+STABLE, LEAST_REQUESTS = 0.7, 3.0
 Event = dict[str, Any]
 
 
@@ -43,7 +46,14 @@ class Match(NamedTuple):
     heir_of: Ints
 
 
-def match(forward: Doubles, backward: Doubles, shares: Doubles, parent_shares: Doubles) -> Match:
+def match(
+    forward: Doubles,
+    backward: Doubles,
+    shares: Doubles,
+    parent_shares: Doubles,
+    heir_of: Int32s,
+    new: Mask,
+) -> Match:
     """Links between the clusters of two runs, and which cluster inherits which id.
 
     Args:
@@ -53,20 +63,24 @@ def match(forward: Doubles, backward: Doubles, shares: Doubles, parent_shares: D
             run's prototypes label i.
         shares: float64[c], share of this run's rows in each cluster.
         parent_shares: float64[p], the same of the parent's.
+        heir_of, new: int32[c] and bool[c], what the clustering says, as of `Clusters`.
     """
     common = np.minimum(forward, backward)
     # A behaviour may have become commoner or rarer, so either one's own share will do.
     smaller = np.minimum(shares[:, None], parent_shares[None])
     linked = common > LINKED * smaller
-    heir_of = np.full(len(shares), -1, np.int64)
+    linked[new] = False
+    heirs = heir_of.astype(np.int64)
+    goes_on = np.flatnonzero(heir_of >= 0)
+    linked[goes_on, heir_of[goes_on]] = True
     # The largest parent chooses first, and takes the child with most of its rows in this run: a
     # merge then leaves the smaller parent without an heir, and a split the smaller child without
     # an id.
     for parent in np.argsort(-parent_shares, kind="stable"):
-        free = np.flatnonzero(linked[:, parent] & (heir_of < 0))
-        if len(free):
-            heir_of[free[np.argmax(forward[free, parent])]] = parent
-    return Match(common, linked, heir_of)
+        free = np.flatnonzero(linked[:, parent] & (heirs < 0))
+        if len(free) and parent not in heir_of:
+            heirs[free[np.argmax(forward[free, parent])]] = parent
+    return Match(common, linked, heirs)
 
 
 def cluster_ids(found: Match, parent_ids: Int32s, first_fresh: int) -> Int32s:
@@ -111,31 +125,49 @@ def events(found: Match, ids: Int32s, parent_ids: Int32s) -> list[Event]:
     return happened
 
 
-def with_stability(
-    happened: list[Event],
-    ids: Int32s,
-    stability: Doubles,
-    parent_ids: Int32s,
-    parent_stability: Doubles,
-) -> list[Event]:
-    """The events, each with the stability of the least stable cluster that it is about, None where
-    one is not known.
+class Evidence(NamedTuple):
+    """Of the clusters `ids` int32[c] of a run: stability float64[c], NaN where it is not known, and
+    requests float64[c], how many equal ones their rows are worth."""
 
-    Those are the cluster itself, what it took in or is part of now. What another came off stays
-    what it is.
+    ids: Int32s
+    stability: Doubles
+    requests: Doubles
 
-    Args:
-        stability: float64[c], of this run's clusters `ids`, NaN where unknown; parent_stability:
-            float64[p], of the parent's.
+    def by_id(self) -> dict[int, tuple[float, float]]:
+        """Stability and requests of each cluster."""
+        pairs = zip(self.stability.tolist(), self.requests.tolist(), strict=True)
+        return dict(zip(self.ids.tolist(), pairs, strict=True))
+
+
+def with_evidence(happened: list[Event], now: Evidence, before: Evidence) -> list[Event]:
+    """The events, each with what it rests on.
+
+    stability is that of the least stable cluster that it is about, None where one is not known, and
+    requests the fewest that one of them is worth. They are the cluster itself, what it took in or
+    is part of now. What another came off stays what it is.
     """
-    now = dict(zip(ids.tolist(), stability.tolist(), strict=True))
-    before = dict(zip(parent_ids.tolist(), parent_stability.tolist(), strict=True))
+    ours, theirs = now.by_id(), before.by_id()
     found = []
     for event in happened:
         cluster, kind = event["cluster_id"], event["event"]
-        about = [before[cluster] if kind in ("died", "absorbed") else now[cluster]]
-        about += [before[parent] for parent in event["parents"][1:] if kind == "merged"]
-        about += [now[child] for child in event["children"]]
-        least = float(np.min(about))
-        found.append({**event, "stability": None if np.isnan(least) else round(least, 4)})
+        about = [theirs[cluster] if kind in ("died", "absorbed") else ours[cluster]]
+        about += [theirs[parent] for parent in event["parents"][1:] if kind == "merged"]
+        about += [ours[child] for child in event["children"]]
+        stability, requests = np.min(about, axis=0).tolist()
+        known = None if np.isnan(stability) else round(stability, 4)
+        found.append({**event, "stability": known, "requests": round(requests, 1)})
     return found
+
+
+def may_be_chance(event: Mapping[str, Any]) -> bool:
+    """Whether an event of `with_evidence` may be what these requests happened to be."""
+    kind, stability = event["event"], event.get("stability")
+    if kind in ("born", "died") and "requests" in event:
+        return bool(event["requests"] < LEAST_REQUESTS)
+    return kind != "kept" and stability is not None and stability < STABLE
+
+
+def requests_of(shares: Shares) -> Doubles:
+    """How many equal requests the rows of each category are worth: float64[k]."""
+    variance = np.diag(shares.covariance)
+    return np.square(shares.shares) / np.maximum(variance, np.finfo(float).tiny)

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from pipeline.hashing import Hashes
 
 from .consensus.clusters import stable_clusters
+from .consensus.continued import ParentClusters
 from .voting import vote
 
 # At most so many rows are clustered, or as give the smallest cluster `SAMPLED_LEAST`. For HDBSCAN
@@ -41,7 +42,9 @@ class FoundClusters(NamedTuple):
 
     labels int32[n] (-1: noise); probabilities float32[n] in [0, 1]; of each cluster, float64[c],
     how often trees of half of the requests have it (NaN by HDBSCAN), and HDBSCAN's persistence (NaN
-    by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN had, or has by default.
+    by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN had, or has by default;
+    heir_of int32[c], new bool[c] and own_stability float64[k] as of `Clusters`: -1, False and none
+    by HDBSCAN.
     """
 
     labels: Int32s
@@ -50,6 +53,9 @@ class FoundClusters(NamedTuple):
     persistence: Doubles
     family: Int32s
     min_samples: int
+    heir_of: Int32s
+    new: Mask
+    own_stability: Doubles
 
 
 def clusters_of_rows(
@@ -60,6 +66,7 @@ def clusters_of_rows(
     requests: Ints | Hashes,
     size: int,
     seed: int,
+    parent: ParentClusters | None = None,
 ) -> FoundClusters:
     """Clusters of n rows in PCA space that are found again in other requests.
 
@@ -69,6 +76,7 @@ def clusters_of_rows(
         requests: int64[n] or uint64[n], a number for the request of each.
         size: fewest rows of a cluster.
         seed: of the sample and of the trees.
+        parent: clusters that go on where nothing has changed, with a label of each of the n rows.
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
@@ -78,17 +86,30 @@ def clusters_of_rows(
     rows = projected[seen]
     # Rows that are all alike have nothing to be told from.
     if len(seen) <= max(least, 1) or not (rows != rows[0]).any():
-        nothing = np.empty(0)
-        no_family = np.empty(0, np.int32)
-        return FoundClusters(labels, probabilities, nothing, nothing, no_family, least)
+        nothing, none = np.empty(0), np.empty(0, np.int32)
+        return FoundClusters(
+            labels,
+            probabilities,
+            nothing,
+            nothing,
+            none,
+            least,
+            none,
+            np.empty(0, bool),
+            nothing,
+        )
     near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
     _, numbers = np.unique(requests[seen], return_inverse=True)
     # A row's nearest is itself, or one like it.
-    found = stable_clusters(rows, near[:, 1:], numbers, least, seed)
+    seen_by_parent = parent and parent._replace(labels=parent.labels[seen])
+    found = stable_clusters(rows, near[:, 1:], numbers, least, seed, seen_by_parent)
     labels[seen], probabilities[seen] = found.labels, found.probabilities
     join(engine, projected, points, dense, labels, probabilities)
     unknown = np.full(len(found.stability), np.nan)
-    return FoundClusters(labels, probabilities, found.stability, unknown, found.family, least)
+    return FoundClusters(
+        labels, probabilities, found.stability, unknown, found.family, least, found.heir_of,
+        found.new, found.own_stability,
+    )  # fmt: skip
 
 
 def clusters_of_map(
@@ -121,9 +142,10 @@ def clusters_of_map(
     labels[seen], probabilities[seen] = found.labels, found.probabilities
     join(engine, projected, points, dense, labels, probabilities)
     clusters = len(found.persistence)
+    none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
-        labels, probabilities, np.full(clusters, np.nan), found.persistence,
-        np.full(clusters, NOISE, np.int32), min_samples,
+        labels, probabilities, np.full(clusters, np.nan), found.persistence, none, min_samples,
+        none, np.zeros(clusters, bool), np.empty(0),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 from capture_kernels.fingerprint.vector import LAYERED_BAND_EDGES, Layout
-from discovery.algorithms.lineage import STABLE
+from discovery.algorithms.lineage import may_be_chance
 from pipeline.token_text import TokenText
 
 from .claims import BAND_TRAITS, PHASE_WORDS, SUBJECTS, TRAITS, WEAKER, Claim, claims
@@ -187,8 +187,7 @@ def event_in_words(
     event: Mapping[str, Any], labels: Mapping[int, str], parent_labels: Mapping[int, str]
 ) -> str:
     """One of `discovery.algorithms.lineage.events` as a sentence, with the labels by id of this
-    run's clusters and of the parent's. It may be chance if a cluster that it is about is not
-    stable."""
+    run's clusters and of the parent's, and whether it may be chance."""
     kind, cluster = event["event"], event["cluster_id"]
     gone = kind in ("died", "absorbed")
     name = f"{cluster} ({(parent_labels if gone else labels)[cluster]})"
@@ -202,8 +201,11 @@ def event_in_words(
         "absorbed": f"is now part of {''.join(children)}",
         "died": "is gone",
     }
-    stability = event.get("stability")
-    # Without a run before it, nothing was found again or not.
-    chance = kind != "kept" and parent_labels and stability is not None and stability < STABLE
-    uncertain = f", perhaps by chance (stability {stability:.2f})" if chance else ""
+    uncertain = ""
+    # Without a run before it, every cluster is new.
+    if parent_labels and may_be_chance(event):
+        rests = f"of {event['requests']:g} requests" if kind in ("born", "died") else (
+            f"stability {event['stability']:.2f}"
+        )  # fmt: skip
+        uncertain = f", perhaps by chance ({rests})"
     return f"{name} {words[kind]}{uncertain}"

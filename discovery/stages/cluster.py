@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Int32s, Ints
 from discovery.algorithms.consensus.clusters import settings
+from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
     NEIGHBORS,
@@ -83,10 +84,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         arrays = found._asdict() | {"min_samples": np.array(found.min_samples)}
         context.checkpoint.write_arrays("fit.npz", **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
-    labels, probabilities, stability, family = (
-        saved[name] for name in ("labels", "probabilities", "stability", "family")
-    )
-    clusters = len(stability)
+    labels, probabilities, family = (saved[name] for name in ("labels", "probabilities", "family"))
+    clusters = len(saved["stability"])
     fitted = Fitted(fit["rows"], fit["projected"], points, labels, probabilities)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
@@ -106,11 +105,15 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
                "min_samples": int(saved["min_samples"]), "landmarks": prototypes}  # fmt: skip
     says = f"{clusters} clusters, {noise:.1%} noise"
     if clusters and context.options.clustering == "consensus":
-        summary |= {"families": int(family.max()) + 1, "mean_stability": float(stability.mean())}
-        says += (
-            f", {summary['families']} families; half of the requests find them again by "
-            f"{stability.mean():.0%}"
+        own, went_on = saved["own_stability"].mean(), int((saved["heir_of"] >= 0).sum())
+        summary |= {"families": int(family.max()) + 1, "mean_stability": float(own),
+                    "went_on": went_on}  # fmt: skip
+        # A run's own clusters are those that its rows give without a parent.
+        of_run = f"{len(saved['own_stability'])} of its own" if context.parent else "them"
+        says += f", {summary['families']} families; " + (
+            f"{went_on} of the parent run's; " if context.parent else ""
         )
+        says += f"half of the requests find {of_run} again by {own:.0%}"
     return summary, says
 
 
@@ -123,8 +126,27 @@ def clusters_of_fit(
         return clusters_of_map(
             context.engine, projected, points, apart, size, options.min_samples, options.seed
         )
-    requests = requests_of(context, rows)
-    return clusters_of_rows(context.engine, projected, points, apart, requests, size, options.seed)
+    return clusters_of_rows(
+        context.engine, projected, points, apart, requests_of(context, rows), size, options.seed,
+        clusters_of_parent(context, rows),
+    )  # fmt: skip
+
+
+def clusters_of_parent(context: RunContext, rows: Ints) -> ParentClusters | None:
+    """The parent's clusters, and which of them each of the sorted row numbers `rows` is in."""
+    parent = context.parent
+    if parent is None:
+        return None
+    vectors = [
+        batch_vectors(context.rows.batch(index))[own]
+        for index in range(context.rows.chunks)
+        if len(own := context.rows.among(index, rows))
+    ]
+    labels = parent.codebook.nearest_member(context.engine.array(np.concatenate(vectors)))
+    references = saved_projection(context)(parent.references, context.layout)
+    return ParentClusters(
+        context.engine.host(labels), references, parent.reference_cluster, parent.share
+    )
 
 
 def votes_of_rest(

@@ -12,12 +12,21 @@ from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.lineage import STABLE, cluster_ids, events, match, with_stability
+from discovery.algorithms.lineage import (
+    Evidence,
+    cluster_ids,
+    events,
+    match,
+    may_be_chance,
+    requests_of,
+    with_evidence,
+)
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
 from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
 from discovery.artifacts.schema import NOISE, identity_in_words
 from discovery.engines.protocol import Engine
+from discovery.runs.checkpoint import StageCheckpoint
 from discovery.runs.chunks import ChunkVectors, chunk_file
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.history import next_free_id
@@ -41,8 +50,8 @@ def parameters(context: RunContext) -> dict[str, Any]:
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
     parent = context.parent
     codebook = run_codebook(context)
-    stability = context.saved("cluster", "fit.npz")["stability"]
-    count = len(stability)
+    clusters = context.saved("cluster", "fit.npz")
+    count = len(clusters["stability"])
     contingency, kin = label_rows(context, codebook, count)
     rows = contingency.sum()
     # Without a parent nothing is matched, and every cluster is born.
@@ -53,6 +62,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         seen_by_own(parent, codebook, count) if parent else np.empty((count, 0)),
         contingency[:count].sum(axis=1) / rows,
         their_share,
+        clusters["heir_of"],
+        clusters["new"],
     )
     fresh = int((found.heir_of < 0).sum())
     # Ids that any run used are not used again, even if the file that counts them was lost.
@@ -61,12 +72,14 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     first = reserve_cluster_ids(context.options.output_dir, context.run_id, fresh, int(least))
     ids = cluster_ids(found, known, first)
     context.checkpoint.write_arrays("ids.npz", ids=ids)
-    changes = with_stability(
+    none = np.empty(0)
+    # Noise is the last of the shares.
+    theirs = (parent.stability, requests_of(parent.clusters)[:-1]) if parent else (none, none)
+    own = requests_of(saved_shares(context, "clusters", context.checkpoint))[:-1]
+    changes = with_evidence(
         events(found, ids, known),
-        ids,
-        stability,
-        known,
-        parent.stability if parent else np.empty(0),
+        Evidence(ids, clusters["stability"], own),
+        Evidence(known, *theirs),
     )
     of = identity_in_words({**context.window, "layout": context.layout.label})
     says = in_one_sentence(context.follows, changes, of, context.options.new_lineage)
@@ -115,19 +128,16 @@ def in_one_sentence(
         words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
         names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
         words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
-        words[-1] += of_stable_clusters(changes)
+        words[-1] += perhaps_by_chance(changes)
     return ", ".join(words) + (f"; {damaged}" if damaged else "")
 
 
-def of_stable_clusters(changes: list[dict[str, Any]]) -> str:
-    """How many of the changes are of clusters that other requests would give as well; nothing where
-    that is not known, or nothing changed."""
+def perhaps_by_chance(changes: list[dict[str, Any]]) -> str:
+    """How many of the changes may be chance; nothing where none may."""
     # What was absorbed is counted where it was merged.
-    known = [one["stability"] for one in changes if one["event"] not in ("kept", "absorbed")]
-    if not known or None in known:
-        return ""
-    sure = sum(stability >= STABLE for stability in known)
-    return f"; {sure} of these {len(known)} of stable clusters"
+    real = [one for one in changes if one["event"] not in ("kept", "absorbed")]
+    count = sum(map(may_be_chance, real))
+    return f"; {count} of these {len(real)} perhaps by chance" if count else ""
 
 
 def counted(count: int, noun: str) -> str:
@@ -249,7 +259,14 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
 
 
-def saved_shares(context: RunContext, name: str) -> Shares:
-    """The shares that `label_rows` saved: "zones", "clusters" or "labelled"."""
-    saved: dict[str, Any] = context.saved("lineage", f"{name}.npz")
+def saved_shares(
+    context: RunContext, name: str, checkpoint: StageCheckpoint | None = None
+) -> Shares:
+    """The shares that `label_rows` saved: "zones", "clusters" or "labelled".
+
+    Args:
+        checkpoint: of this stage, while it is not finished.
+    """
+    checkpoint = checkpoint or context.checkpoint_of("lineage")
+    saved: dict[str, Any] = checkpoint.read_arrays(f"{name}.npz")
     return Shares(**{n: array if array.ndim else array.item() for n, array in saved.items()})

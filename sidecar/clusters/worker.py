@@ -144,7 +144,8 @@ def ids_of(numbers: Int32s, found: Int32s, before: Int32s | None, next_id: int) 
     for j, cluster_id in enumerate(old):
         old_shares[j] = (before == cluster_id).mean()
     # Both rounds label the same rows, so what one sees the other does.
-    matched = match(overlap, overlap, shares, old_shares)
+    none = np.full(len(numbers), NOISE, np.int32)
+    matched = match(overlap, overlap, shares, old_shares, none, np.zeros(len(numbers), bool))
     return cluster_ids(matched, old.astype(np.int32), next_id)
 
 

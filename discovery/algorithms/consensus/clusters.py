@@ -3,6 +3,7 @@
 A tree of cells is made of one half of the requests, and of the other, many times. Of each tree
 those groups are taken that the other trees have too (`found_again`), and the clusters are what most
 of these agree on (`partition`). What half of the requests shows by chance, the others do not show.
+After a parent run, its clusters go on where nothing has changed (`continued`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,26 @@ from discovery.algorithms.threads import one_thread, usable_cpus
 from discovery.artifacts.schema import NOISE
 
 from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, nearest_cells, shared_neighbors
+from .continued import (
+    NEW,
+    OTHERWISE,
+    SURE,
+    Continued,
+    ParentClusters,
+    continued,
+    counted,
+    effective_requests,
+)
 from .found_again import CHANCE, COMPARED, Halving, chosen_groups, found_again, large_groups, likest
-from .partition import RELATED, STARTS, TOGETHER, families_of, median_partition, without_small
+from .partition import (
+    RELATED,
+    STARTS,
+    TOGETHER,
+    families_of,
+    median_partition,
+    rows_inside,
+    without_small,
+)
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
@@ -34,6 +53,9 @@ LARGEST = 0.5
 DETAIL = 1.15
 # A group of fewer rows than this share of the smallest cluster merges before all others.
 LEAST_GROUP = 0.3
+# A cluster is of at least so many requests, or of this share of all where they are few: what one
+# request does is no behaviour of the traffic.
+LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
 
 
 class Clusters(NamedTuple):
@@ -41,13 +63,18 @@ class Clusters(NamedTuple):
 
     labels: int32[n], -1 for noise. probabilities: float32[n], how far each row belongs to its own,
     0 for noise. stability: float64[c], how far the trees of half of the requests have each one.
-    family: int32[c], numbered by falling size.
+    family: int32[c], numbered by falling size. heir_of: int32[c], the number of the parent's
+    cluster that each is, -1 for those of this run alone; new: bool[c], whether the parent had
+    hardly any rows there. own_stability: float64[k], of the clusters of these rows alone.
     """
 
     labels: Int32s
     probabilities: Floats
     stability: Doubles
     family: Int32s
+    heir_of: Int32s
+    new: Mask
+    own_stability: Doubles
 
 
 def settings() -> dict[str, Any]:
@@ -55,10 +82,19 @@ def settings() -> dict[str, Any]:
     return {
         "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
         "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
+        "requests": (LEAST_REQUESTS, SHARE_OF_REQUESTS),
+        "continued": (OTHERWISE, SURE, NEW),
     }
 
 
-def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed: int) -> Clusters:
+def stable_clusters(
+    rows: Floats,
+    near: Int32s,
+    requests: Ints,
+    size: int,
+    seed: int,
+    parent: ParentClusters | None = None,
+) -> Clusters:
     """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
 
     Args:
@@ -67,12 +103,13 @@ def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed:
         requests: int64[n], a number for the request of each.
         size: fewest rows of a cluster; n is at least that.
         seed: of cells and halves.
+        parent: the clusters that go on where nothing has changed.
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
     with one_thread():
         centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
-        _, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
+        used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
         with ThreadPoolExecutor(min(MOST_THREADS, usable_cpus())) as pool:
@@ -85,11 +122,25 @@ def stable_clusters(rows: Floats, near: Int32s, requests: Ints, size: int, seed:
             )
             again = found_again(halvings, atoms, size, pool)
         together, starts = agreement(halvings, again, atoms, size)
-        labels = without_small(median_partition(together, atoms, starts), together, atoms, size)
-        family = families_of(labels, together, atoms)
-        shares = row_shares(labels, together, atoms, atom, near)
-        stability = stability_of(labels, halvings, atoms, size)
-    return named(shares, stability, family)
+        labels = median_partition(together, atoms, starts)
+        for least, size_of in (
+            (size, lambda of: rows_inside(of, atoms).sum(axis=1)),
+            (least_requests(requests), lambda of: requests_of(of[atom], requests)),
+            (CHANCE, lambda of: stability_of(rows_inside(of, atoms), halvings, atoms, size)),
+        ):
+            labels = without_small(labels, together, atoms, least, size_of)
+        own_stability = stability_of(rows_inside(labels, atoms), halvings, atoms, size)
+        if parent is None:
+            count = labels.max() + 1
+            found = Continued(labels[atom], np.full(count, NOISE), np.zeros(count, bool))
+        else:
+            reference_atom = nearest_cells(parent.references, centres[used])
+            found = continued(parent, labels, own_stability, atom, reference_atom, divided, size)
+        inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
+        stability = stability_of(inside, halvings, atoms, size)
+        family = families_of(inside, together)
+        shares = row_shares(inside, found, together, atom, near)
+    return named(shares, stability, family, found, own_stability)
 
 
 def number_of(most: int, each: int, rows: int) -> int:
@@ -148,36 +199,57 @@ def agreement(
     return together / len(halvings), partitions
 
 
-def row_shares(labels: Ints, together: Doubles, atoms: Ints, atom: Ints, near: Int32s) -> Doubles:
+def least_requests(requests: Ints) -> float:
+    """The fewest requests of a cluster, by the request int64[n] of each row."""
+    all_of_them = requests_of(np.zeros(len(requests), np.int64), requests)[0]
+    return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(all_of_them))
+
+
+def requests_of(labels: Ints, requests: Ints) -> Doubles:
+    """How many requests the rows of each cluster are worth: float64[c]."""
+    return effective_requests(counted(labels, requests, labels.max() + 1, requests.max() + 1))
+
+
+def row_shares(
+    inside: Doubles, found: Continued, together: Doubles, atom: Ints, near: Int32s
+) -> Doubles:
     """How far each row belongs to each cluster: float64[n, c], each row's sum is 1.
 
     An atom belongs to a cluster as often as it is together with its rows. A row belongs as its
-    neighbours and itself do on average, so that clusters end where rows do and not where atoms do.
+    neighbours and itself do on average, so that clusters end where rows do and not where atoms do;
+    one that is in a cluster of the parent's, for half to that.
+
+    Args:
+        inside: float64[c, a], rows of each cluster in each atom.
     """
-    inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
-    of_atom = together @ inside / inside.sum(axis=0)
+    of_atom = (inside @ together).T / inside.sum(axis=1)
     total = of_atom.sum(axis=1, keepdims=True)
     # An atom that no tree has in a group belongs to what it was put to.
-    of_atom = np.where(
-        total > 0, of_atom / np.maximum(total, 1e-12), np.eye(len(of_atom.T))[labels]
-    )
-    of_row = of_atom[atom]
-    found = of_row.copy()
+    put = (inside / inside.sum(axis=0)).T
+    of_row = np.where(total > 0, of_atom / np.maximum(total, 1e-12), put)[atom]
+    kept = np.flatnonzero(found.heir_of[found.labels] >= 0)
+    of_row[kept] /= 2.0
+    of_row[kept, found.labels[kept]] += 0.5
+    shares = of_row.copy()
     for column in near.T:
-        found += of_row[column]
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+        shares += of_row[column]
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
-def stability_of(labels: Ints, halvings: list[Halving], atoms: Ints, size: int) -> Doubles:
-    """How far each cluster is found again in a tree, as the mean over all: float64[c]."""
-    own = np.eye(labels.max() + 1, dtype=np.float32)[labels].T
+def stability_of(inside: Doubles, halvings: list[Halving], atoms: Ints, size: int) -> Doubles:
+    """How far each cluster is found again in a tree, as the mean over all: float64[c] of the rows
+    float64[c, a] of each cluster in each atom."""
+    own = (inside / atoms).astype(np.float32)
     found = [likest(own, large_groups(one, size), atoms) for one in halvings]
     return np.asarray(np.mean(found, axis=0))
 
 
-def named(shares: Doubles, stability: Doubles, family: Ints) -> Clusters:
-    """Each row's likest cluster; clusters without a row are gone."""
-    likest = shares.argmax(axis=1)
+def named(
+    shares: Doubles, stability: Doubles, family: Ints, found: Continued, own_stability: Doubles
+) -> Clusters:
+    """Each row's likest cluster, or the parent's that it is in; clusters without a row are gone."""
+    kept = found.heir_of[found.labels] >= 0
+    likest = np.where(kept, found.labels, shares.argmax(axis=1))
     sizes = np.bincount(likest, minlength=shares.shape[1])
     order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
     number = np.full(len(sizes), NOISE, np.int32)
@@ -187,7 +259,10 @@ def named(shares: Doubles, stability: Doubles, family: Ints) -> Clusters:
     by_rows = np.argsort(np.argsort(-in_family, kind="stable"))
     return Clusters(
         number[likest],
-        shares.max(axis=1).astype(np.float32),
+        shares[np.arange(len(likest)), likest].astype(np.float32),
         stability[order],
         by_rows[family].astype(np.int32),
+        found.heir_of[order].astype(np.int32),
+        found.new[order],
+        own_stability,
     )

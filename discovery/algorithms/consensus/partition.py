@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -73,31 +73,35 @@ def joined(gain: Doubles, labels: Ints, least: float) -> Ints:
     return numbered(name[labels])
 
 
-def without_small(labels: Ints, together: Doubles, atoms: Ints, least: float) -> Ints:
-    """Clusters of fewer than `least` rows, the smallest first, put to the one that most agree they
-    belong to: int64[a]."""
+def without_small(
+    labels: Ints, together: Doubles, atoms: Ints, least: float, size_of: Callable[[Ints], Doubles]
+) -> Ints:
+    """Clusters of a size below `least`, the smallest first, put to the one that most agree they
+    belong to: int64[a].
+
+    Args:
+        size_of: the size float64[c] of each cluster of a partition int64[a].
+    """
     while True:
         labels = numbered(labels)
-        inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
-        rows = inside.sum(axis=0)
-        small = int(rows.argmin())
-        if rows[small] >= least or len(rows) == 1:
+        inside, sizes = rows_inside(labels, atoms), size_of(labels)
+        small = int(sizes.argmin())
+        if sizes[small] >= least or len(sizes) == 1:
             return labels
-        share = inside[:, small] @ together @ inside / rows
+        share = inside[small] @ together @ inside.T / inside.sum(axis=1)
         share[small] = -1.0
         labels = np.where(labels == small, int(share.argmax()), labels)
 
 
-def families_of(labels: Ints, together: Doubles, atoms: Ints) -> Ints:
+def families_of(inside: Doubles, together: Doubles) -> Ints:
     """The family of each cluster, by average linkage as long as more than `RELATED` of the
     clusterings have two together: int64[clusters].
 
     Args:
-        labels: int64[a], the cluster of each atom; together: float64[a, a], as above.
+        inside: float64[c, a], rows of each cluster in each atom; together: float64[a, a], as above.
     """
-    inside = np.eye(labels.max() + 1)[labels] * atoms[:, None]
-    rows = inside.sum(axis=0)
-    sums = inside.T @ together @ inside
+    rows = inside.sum(axis=1)
+    sums = inside @ together @ inside.T
     family = np.arange(len(rows))
     while len(rows) > 1:
         share = sums / np.outer(rows, rows)
@@ -112,6 +116,11 @@ def families_of(labels: Ints, together: Doubles, atoms: Ints) -> Ints:
         rows = np.delete(rows, second)
         family = np.where(family == second, first, family - (family > second))
     return numbered(family)
+
+
+def rows_inside(labels: Ints, atoms: Ints) -> Doubles:
+    """Rows of each cluster in each atom: float64[c, a] of the cluster int64[a] of each atom."""
+    return np.asarray((np.eye(labels.max() + 1)[labels] * atoms[:, None]).T)
 
 
 def numbered(labels: Ints) -> Ints:
