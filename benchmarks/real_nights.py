@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.judge.real import KEPT, captured, why_no_captures
-from discovery.algorithms.lineage import may_be_chance
 from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import CLUSTERINGS, DiscoverOptions
@@ -136,7 +135,7 @@ def judged(night: dict[str, Any], before: dict[str, Any] | None) -> dict[str, li
         lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
         added = night["night"] == ADDED_ON and kind == "born" and gained >= MOST
         removed = night["night"] == REMOVED_ON and kind == "died" and lost >= MOST
-        sure = not may_be_chance(event)
+        sure = not event["perhaps_chance"]
         name = "of_tasks" if added or removed else "other" if sure else "by_chance"
         if name == "of_tasks" and not sure:
             name = "of_tasks_by_chance"

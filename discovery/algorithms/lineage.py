@@ -15,7 +15,6 @@ What the clustering went on with, or found to be new, is known before and not as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +27,8 @@ from .shares import Shares
 # runs (benchmarks/nights.py, ten seeds) it is 0.42 to 1 for clusters of one behaviour, and below
 # 0.08 for others; two that meet halfway between their old positions have the least.
 LINKED = 0.2
-# Clusters that are cut otherwise may be chance where one of them is less stable than this, and
-# those that come and go where their rows are worth fewer requests than that.
+# Clusters that are cut otherwise may be chance where one of them is less stable than this, and any
+# event where the rows of one are worth fewer requests than that.
 STABLE, LEAST_REQUESTS = 0.7, 3.0
 Event = dict[str, Any]
 
@@ -140,7 +139,8 @@ class Evidence(NamedTuple):
 
 
 def with_evidence(happened: list[Event], now: Evidence, before: Evidence) -> list[Event]:
-    """The events, each with what it rests on.
+    """The events, each with what it rests on, and whether it may be what these requests happened to
+    be: `perhaps_chance`, never of the first run.
 
     stability is that of the least stable cluster that it is about, None where one is not known, and
     requests the fewest that one of them is worth. They are the cluster itself, what it took in or
@@ -155,16 +155,14 @@ def with_evidence(happened: list[Event], now: Evidence, before: Evidence) -> lis
         about += [ours[child] for child in event["children"]]
         stability, requests = np.min(about, axis=0).tolist()
         known = None if np.isnan(stability) else round(stability, 4)
-        found.append({**event, "stability": known, "requests": round(requests, 1)})
+        # Rows come and go however a cluster is cut.
+        cut = kind not in ("kept", "born", "died") and stability < STABLE
+        rare = kind != "kept" and requests < LEAST_REQUESTS
+        chance = bool(len(before.ids) and (cut or rare))
+        found.append(
+            {**event, "stability": known, "requests": round(requests, 1), "perhaps_chance": chance}
+        )
     return found
-
-
-def may_be_chance(event: Mapping[str, Any]) -> bool:
-    """Whether an event of `with_evidence` may be what these requests happened to be."""
-    kind, stability = event["event"], event.get("stability")
-    if kind in ("born", "died") and "requests" in event:
-        return bool(event["requests"] < LEAST_REQUESTS)
-    return kind != "kept" and stability is not None and stability < STABLE
 
 
 def requests_of(shares: Shares) -> Doubles:

@@ -43,7 +43,7 @@ class FoundClusters(NamedTuple):
     labels int32[n] (-1: noise); probabilities float32[n] in [0, 1]; of each cluster, float64[c],
     how often trees of half of the requests have it (NaN by HDBSCAN), and HDBSCAN's persistence (NaN
     by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN had, or has by default;
-    heir_of int32[c], new bool[c] and own_stability float64[k] as of `Clusters`: -1, False and none
+    heir_of int32[c], new bool[c] and raw_stability float64[k] as of `Clusters`: -1, False and none
     by HDBSCAN.
     """
 
@@ -55,7 +55,7 @@ class FoundClusters(NamedTuple):
     min_samples: int
     heir_of: Int32s
     new: Mask
-    own_stability: Doubles
+    raw_stability: Doubles
 
 
 def clusters_of_rows(
@@ -108,7 +108,7 @@ def clusters_of_rows(
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         labels, probabilities, found.stability, unknown, found.family, least, found.heir_of,
-        found.new, found.own_stability,
+        found.new, found.raw_stability,
     )  # fmt: skip
 
 

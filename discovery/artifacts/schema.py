@@ -76,6 +76,8 @@ class ClusterEvent(TypedDict):
     parents: list[ClusterId]
     children: list[ClusterId]
     stability: NotRequired[float | None]
+    requests: NotRequired[float]
+    perhaps_chance: NotRequired[bool]
 
 
 class PastEvent(ClusterEvent):

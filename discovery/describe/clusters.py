@@ -12,7 +12,6 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 from capture_kernels.fingerprint.vector import LAYERED_BAND_EDGES, Layout
-from discovery.algorithms.lineage import may_be_chance
 from pipeline.token_text import TokenText
 
 from .claims import BAND_TRAITS, PHASE_WORDS, SUBJECTS, TRAITS, WEAKER, Claim, claims
@@ -202,10 +201,9 @@ def event_in_words(
         "died": "is gone",
     }
     uncertain = ""
-    # Without a run before it, every cluster is new.
-    if parent_labels and may_be_chance(event):
-        rests = f"of {event['requests']:g} requests" if kind in ("born", "died") else (
-            f"stability {event['stability']:.2f}"
-        )  # fmt: skip
+    if event.get("perhaps_chance"):
+        rests = f"of {event['requests']:g} requests"
+        if event["stability"] is not None:
+            rests += f", stability {event['stability']:.2f}"
         uncertain = f", perhaps by chance ({rests})"
     return f"{name} {words[kind]}{uncertain}"

@@ -26,9 +26,9 @@ const events = data.lineage?.events || [];
 const isGone = ({ event }) => event === "died" || event === "absorbed";
 const eventOf = byId(events.filter((e) => !isGone(e)));
 const isFirstRun = !data.lineage?.parent;
-/** The events that changed something, those of the most stable clusters first. */
+/** The events that changed something, those that may be chance last. */
 const news = isFirstRun ? [] : events.filter(({ event }) => event !== "kept")
-  .sort((a, b) => (b.stability ?? 1) - (a.stability ?? 1));
+  .sort((a, b) => !!a.perhaps_chance - !!b.perhaps_chance);
 const EVENT_WORDS = {
   kept: "kept", merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed",
 };

@@ -105,15 +105,13 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
                "min_samples": int(saved["min_samples"]), "landmarks": prototypes}  # fmt: skip
     says = f"{clusters} clusters, {noise:.1%} noise"
     if clusters and context.options.clustering == "consensus":
-        own, went_on = saved["own_stability"].mean(), int((saved["heir_of"] >= 0).sum())
-        summary |= {"families": int(family.max()) + 1, "mean_stability": float(own),
+        stability, went_on = saved["stability"].mean(), int((saved["heir_of"] >= 0).sum())
+        summary |= {"families": int(family.max()) + 1, "stability": float(stability),
                     "went_on": went_on}  # fmt: skip
-        # A run's own clusters are those that its rows give without a parent.
-        of_run = f"{len(saved['own_stability'])} of its own" if context.parent else "them"
-        says += f", {summary['families']} families; " + (
-            f"{went_on} of the parent run's; " if context.parent else ""
-        )
-        says += f"half of the requests find {of_run} again by {own:.0%}"
+        says += f", {summary['families']} families; "
+        if context.parent:
+            says += f"{went_on} go on from the run before; "
+        says += f"half of the requests find them again by {stability:.0%}"
     return summary, says
 
 

@@ -17,7 +17,6 @@ from discovery.algorithms.lineage import (
     cluster_ids,
     events,
     match,
-    may_be_chance,
     requests_of,
     with_evidence,
 )
@@ -136,7 +135,7 @@ def perhaps_by_chance(changes: list[dict[str, Any]]) -> str:
     """How many of the changes may be chance; nothing where none may."""
     # What was absorbed is counted where it was merged.
     real = [one for one in changes if one["event"] not in ("kept", "absorbed")]
-    count = sum(map(may_be_chance, real))
+    count = sum(one["perhaps_chance"] for one in real)
     return f"; {count} of these {len(real)} perhaps by chance" if count else ""
 
 

@@ -46,7 +46,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         "sampled_rows": min(SAMPLE_ROWS, distinct),
         "noise_share": context.summaries["cluster"]["noise_share"],
         "mean_persistence": mean_known(found_clusters["persistence"]),
-        "mean_stability": mean_known(found_clusters["own_stability"]),
+        "mean_stability": mean_known(found_clusters["raw_stability"]),
         "classifier_agreement": held["agreement"] if held["rows"] else None,
         "classifier_held_out_rows": held["rows"],
         "classifier_effective_rows": round(held["effective_rows"], 1),

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery.algorithms.lineage import STABLE, cluster_ids, events, match, with_stability
+from discovery.algorithms.lineage import (
+    LEAST_REQUESTS,
+    STABLE,
+    Evidence,
+    cluster_ids,
+    events,
+    match,
+    with_evidence,
+)
 from discovery.describe.clusters import event_in_words
 from discovery.stages.lineage import in_one_sentence
 
@@ -27,36 +35,43 @@ def test_a_run_without_a_parent_says_why_it_has_none(follows, new_lineage, says)
 
 
 @pytest.mark.parametrize(
-    ("stability", "ending"),
-    [([0.9, 0.2, 0.9, 0.1, 0.8], "; 1 of these 3 of stable clusters"),
-     ([0.9, 0.2, 0.3, 0.1, 0.8], "; 0 of these 3 of stable clusters"),
-     ([None] * 5, "")],
+    ("chance", "ending"),
+    [([False] * 5, ""),
+     ([False, True, False, True, True], "; 2 of these 3 perhaps by chance")],
 )  # fmt: skip
-def test_a_run_says_how_many_changes_are_of_stable_clusters(stability, ending):
+def test_a_run_says_how_many_changes_may_be_chance(chance, ending):
     kinds = ("kept", "split", "died", "born", "absorbed")
-    changes = [{"event": k, "stability": s} for k, s in zip(kinds, stability, strict=True)]
+    found = zip(kinds, chance, strict=True)
+    changes = [{"event": k, "perhaps_chance": chance} for k, chance in found]
     says = in_one_sentence({"parent": "r"}, changes, "m", False)
     assert says == f"1 cluster of r went on, 1 born, 1 died, 1 split off{ending}"
 
 
-def test_an_event_is_as_stable_as_the_least_stable_cluster_that_it_is_about():
+def test_an_event_rests_on_the_least_stable_and_the_rarest_cluster_that_it_is_about():
     happened = [
         {"event": "merged", "cluster_id": 4, "parents": [4, 7], "children": []},
         {"event": "split", "cluster_id": 20, "parents": [4], "children": []},
         {"event": "absorbed", "cluster_id": 7, "parents": [], "children": [4]},
         {"event": "died", "cluster_id": 9, "parents": [], "children": []},
     ]
-    now, before = np.array([0.8, 0.9]), np.array([0.1, 0.75, np.nan])
-    ids = np.array([4, 20], np.int32)
-    found = with_stability(happened, ids, now, PARENTS, before)
+    now = Evidence(np.array([4, 20], np.int32), np.array([0.8, 0.9]), np.array([30.0, 4.04]))
+    before = Evidence(PARENTS, np.array([0.1, 0.75, np.nan]), np.array([1.0, 50.0, 2.0]))
+    found = with_evidence(happened, now, before)
     assert [event["stability"] for event in found] == [0.75, 0.9, 0.75, None]
+    assert [event["requests"] for event in found] == [30.0, 4.0, 30.0, 2.0]
 
 
 PARENTS = np.array([4, 7, 9], np.int32)
 
 
+def unknown(clusters):
+    """What a clustering says that went on with nothing."""
+    return np.full(clusters, -1, np.int32), np.zeros(clusters, bool)
+
+
 def told(forward, backward, shares, parent_shares, parents=PARENTS, fresh=20):
-    found = match(*(np.array(a, float) for a in (forward, backward, shares, parent_shares)))
+    tables = (np.array(a, float) for a in (forward, backward, shares, parent_shares))
+    found = match(*tables, *unknown(len(shares)))
     ids = cluster_ids(found, parents, fresh)
     return ids.tolist(), {
         (e["event"], e["cluster_id"]): (e["parents"], e["children"])
@@ -155,8 +170,13 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
     tables = rng.random((2, children, parents)) ** rng.integers(1, 6)
     shares, before = rng.random(children), rng.random(parents)
     known = rng.permutation(50)[:parents].astype(np.int32)
-    found = match(tables[0], tables[1], shares, before)
+    heir_of, new = unknown(children)
+    went_on = rng.integers(0, min(children, parents) + 1)
+    heir_of[rng.permutation(children)[:went_on]] = rng.permutation(parents)[:went_on]
+    new[heir_of < 0] = rng.random((heir_of < 0).sum()) < 0.3
+    found = match(tables[0], tables[1], shares, before, heir_of, new)
     ids = cluster_ids(found, known, 50)
+    assert (ids[heir_of >= 0] == known[heir_of[heir_of >= 0]]).all() and (ids[new] >= 50).all()
     assert len(set(ids.tolist())) == children
     happened = events(found, ids, known)
     ends = ("died", "absorbed")
@@ -173,12 +193,20 @@ def test_whatever_the_overlaps_every_cluster_has_one_id_and_one_event(seed, chil
     names = {int(i): f"name {i}" for i in (*ids, *known)}
     assert all(event_in_words(event, names, names) for event in happened)
     known_stability = rng.random(parents)
-    marked = with_stability(happened, ids, rng.random(children), known, known_stability)
-    assert [{k: v for k, v in e.items() if k != "stability"} for e in marked] == happened
+    marked = with_evidence(
+        happened,
+        Evidence(ids, rng.random(children), rng.integers(0, 9, children)),
+        Evidence(known, known_stability, rng.integers(0, 9, parents)),
+    )
+    added = {"stability", "requests", "perhaps_chance"}
+    assert [{k: v for k, v in e.items() if k not in added} for e in marked] == happened
     for event in marked:
         words = event_in_words(event, names, {int(i): f"name {i}" for i in known})
-        uncertain = event["event"] != "kept" and event["stability"] < STABLE and parents > 0
-        assert ("by chance" in words) == uncertain
+        uncertain = event["requests"] < LEAST_REQUESTS or (
+            event["event"] not in ("born", "died") and event["stability"] < STABLE
+        )
+        chance = event["event"] != "kept" and uncertain and parents > 0
+        assert ("by chance" in words) == event["perhaps_chance"] == chance
         if event["event"] in ends:
             assert event["stability"] <= known_stability[known == event["cluster_id"]] + 1e-4
 
@@ -190,7 +218,7 @@ def test_the_order_in_which_the_clusters_come_does_not_matter(parents):
     shares, before = rng.random(6), rng.random(parents)
     known = np.arange(parents, dtype=np.int32)
     order = rng.permutation(6)
-    one = match(tables[0], tables[1], shares, before)
-    other = match(tables[0][order], tables[1][order], shares[order], before)
+    one = match(tables[0], tables[1], shares, before, *unknown(6))
+    other = match(tables[0][order], tables[1][order], shares[order], before, *unknown(6))
     assert np.array_equal(one.heir_of[order], other.heir_of)
     assert cluster_ids(one, known, 9).size == 6

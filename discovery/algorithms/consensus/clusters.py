@@ -65,7 +65,8 @@ class Clusters(NamedTuple):
     0 for noise. stability: float64[c], how far the trees of half of the requests have each one.
     family: int32[c], numbered by falling size. heir_of: int32[c], the number of the parent's
     cluster that each is, -1 for those of this run alone; new: bool[c], whether the parent had
-    hardly any rows there. own_stability: float64[k], of the clusters of these rows alone.
+    hardly any rows there. raw_stability: float64[k], of the clusters of these rows before any is
+    merged for not being found again: noise has many such.
     """
 
     labels: Int32s
@@ -74,7 +75,7 @@ class Clusters(NamedTuple):
     family: Int32s
     heir_of: Int32s
     new: Mask
-    own_stability: Doubles
+    raw_stability: Doubles
 
 
 def settings() -> dict[str, Any]:
@@ -123,24 +124,31 @@ def stable_clusters(
             again = found_again(halvings, atoms, size, pool)
         together, starts = agreement(halvings, again, atoms, size)
         labels = median_partition(together, atoms, starts)
+
+        def stability_of_atoms(of: Ints) -> Doubles:
+            return stability_of(rows_inside(of, atoms), halvings, atoms, size)
+
+        labels = without_small(
+            labels, together, atoms, size, lambda of: rows_inside(of, atoms).sum(axis=1)
+        )
+        raw_stability = stability_of_atoms(labels)
         for least, size_of in (
-            (size, lambda of: rows_inside(of, atoms).sum(axis=1)),
             (least_requests(requests), lambda of: requests_of(of[atom], requests)),
-            (CHANCE, lambda of: stability_of(rows_inside(of, atoms), halvings, atoms, size)),
+            (CHANCE, stability_of_atoms),
         ):
             labels = without_small(labels, together, atoms, least, size_of)
-        own_stability = stability_of(rows_inside(labels, atoms), halvings, atoms, size)
         if parent is None:
             count = labels.max() + 1
             found = Continued(labels[atom], np.full(count, NOISE), np.zeros(count, bool))
         else:
             reference_atom = nearest_cells(parent.references, centres[used])
-            found = continued(parent, labels, own_stability, atom, reference_atom, divided, size)
+            stability = stability_of_atoms(labels)
+            found = continued(parent, labels, stability, atom, reference_atom, divided, size)
         inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
         stability = stability_of(inside, halvings, atoms, size)
         family = families_of(inside, together)
         shares = row_shares(inside, found, together, atom, near)
-    return named(shares, stability, family, found, own_stability)
+    return named(shares, stability, family, found, raw_stability)
 
 
 def number_of(most: int, each: int, rows: int) -> int:
@@ -245,7 +253,7 @@ def stability_of(inside: Doubles, halvings: list[Halving], atoms: Ints, size: in
 
 
 def named(
-    shares: Doubles, stability: Doubles, family: Ints, found: Continued, own_stability: Doubles
+    shares: Doubles, stability: Doubles, family: Ints, found: Continued, raw_stability: Doubles
 ) -> Clusters:
     """Each row's likest cluster, or the parent's that it is in; clusters without a row are gone."""
     kept = found.heir_of[found.labels] >= 0
@@ -264,5 +272,5 @@ def named(
         by_rows[family].astype(np.int32),
         found.heir_of[order].astype(np.int32),
         found.new[order],
-        own_stability,
+        raw_stability,
     )

@@ -96,13 +96,12 @@ def continued(
     found = home.copy()
     for cluster in range(len(stability)):
         inside = labels == cluster
-        loose = inside & free
-        if rows[loose].sum() >= max(size / 2, rows[inside].sum() / 2):
-            found[loose] = known + cluster
-        elif loose.any():
+        loose, rest = inside & free, inside & ~free
+        if rest.any() and rows[loose].sum() < max(size / 2, rows[inside].sum() / 2):
             # The smaller part of it is left to what the larger part goes on as.
-            rest = inside & ~free
             found[loose] = np.bincount(home[rest], rows[rest]).argmax()
+        else:
+            found[loose] = known + cluster
     # Rows that the parent puts elsewhere than most of their atom go on as what it says, or small
     # clusters would be lost to their neighbours.
     goes_on = np.isin(np.arange(known), found)

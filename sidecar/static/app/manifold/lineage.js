@@ -167,7 +167,8 @@ function Sankey({ runs, shownRun, selected, onCluster }) {
 
 function Events({ run, data, onCluster }) {
   const own = data.events.filter(({ run_id: id }) => id === data.run_id);
-  const news = own.filter(({ event }) => event !== "kept");
+  // Those that may be chance last.
+  const news = own.filter(({ event }) => event !== "kept").sort((a, b) => !!a.perhaps_chance - !!b.perhaps_chance);
   const earlier = data.events.filter(({ run_id: id, event }) => id !== data.run_id && event !== "kept").reverse();
   const line = (event, withRun) => {
     const id = event.cluster_id;
