@@ -317,6 +317,7 @@ def test_a_cluster_elsewhere_whose_workers_all_restart_finishes_the_work(elsewhe
     executor.close()
 
 
+@pytest.mark.slow
 def test_a_cluster_elsewhere_that_is_gone_ends_the_run(elsewhere):
     address, process = elsewhere
     executor = DaskExecutor(address)
@@ -465,11 +466,12 @@ def killing(point: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 COMMAND = ["--now", f"{NOW:%Y-%m-%dT%H:%M:%S}", "--engine", "cpu", *OPTIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("point", "limit"), [pytest.param("neighbors:2:1", "3", id="one of two"),
-     pytest.param("neighbors:3:2", "3", id="both", marks=pytest.mark.slow),
-     pytest.param("neighbors:2:1", "1.1", id="the only one", marks=pytest.mark.slow)],
-)  # fmt: skip
+    ("point", "limit"),
+    [("neighbors:2:1", "3"), ("neighbors:3:2", "3"), ("neighbors:2:1", "1.1")],
+    ids=["one of two", "both", "the only one"],
+)
 def test_a_run_whose_workers_are_killed_publishes_the_same_artifacts(
     uninterrupted, tmp_path, point, limit
 ):

@@ -201,6 +201,7 @@ def chain(rows: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]
     return points.astype(np.float32), np.where(joins, -1, behaviour)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_clusters_of_a_large_map_are_those_of_its_sample_and_all_rows_join(seed):
     points, square = chain(40_009, seed)

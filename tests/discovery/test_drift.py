@@ -77,6 +77,7 @@ def test_chance_stays_below_its_level_and_its_interval_holds_nothing(requests, a
     assert np.median(found["psi"]) < np.median(found["by_chance"]) / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [0.2, 5.0])
 @pytest.mark.parametrize(
     "after",
@@ -95,6 +96,7 @@ def test_the_interval_covers_the_true_change(after, alike):
         assert (found["psi"] > found["by_chance"]).mean() > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [(2, 2), (4, 4), (1_000, 4)])
 def test_few_requests_are_not_taken_for_drift(requests):
     found = many_runs(EVEN, EVEN, requests, 5.0, trials=80)
@@ -104,6 +106,7 @@ def test_few_requests_are_not_taken_for_drift(requests):
     assert np.median(found["by_chance"]) < 3
 
 
+@pytest.mark.slow
 def test_many_rare_categories_do_not_look_like_drift():
     shares = np.array([16, 14, 11, 10, 10, 8, 7, 7, 6, 5, 4, 2, 1, 0.5, 0.3, 0.1])
     found = many_runs(shares / shares.sum(), shares / shares.sum(), (250, 150), 5.0, trials=80)

@@ -86,6 +86,7 @@ def test_any_limit_gives_the_same_artifacts(fresh_attn, without_limit, tmp_path)
     assert counts["over_request_limit"] > 0 and counts["sampled"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_too_small_is_refused_and_the_one_it_names_is_enough(
     fresh_attn, planted_store, tmp_path
 ):

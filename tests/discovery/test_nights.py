@@ -130,7 +130,7 @@ POISON = {
 
 
 # Rows that contradict one another, and too few of them.
-FAST_POISON = ("more entropy than their histograms allow", "half of the rows missing")
+FAST_POISON = ("half of the rows missing",)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,8 @@ def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, run
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("landmarks.parquet", ()), ("manifest.json", ()),
+    [("landmarks.parquet", ()),
+     pytest.param("manifest.json", (), marks=pytest.mark.slow),
      pytest.param("landmarks.parquet", ("--new-lineage",), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_damaged_parent_fails_the_gate_unless_a_new_lineage_was_asked_for(
@@ -267,6 +268,7 @@ def test_the_layered_layout_has_nights_as_well(attn, tmp_path):
     assert (tmp_path / "runs" / "latest").is_symlink()
 
 
+@pytest.mark.slow
 def test_a_night_from_the_past_does_not_become_latest(attn, first_night, runs, tmp_path):
     db = store_of(tmp_path / "past.db", planted(1_500, 1)[0], -1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(-1), "--no-gate")
@@ -275,6 +277,7 @@ def test_a_night_from_the_past_does_not_become_latest(attn, first_night, runs, t
     assert (runs / "latest").readlink().name == first_night.run_id
 
 
+@pytest.mark.slow
 def test_parts_that_are_all_or_none_of_the_sample_are_placed_as_well(attn, runs, tmp_path):
     db = store_of(tmp_path / "second.db", planted(1_281, 1)[0], 1)
     done = attn("discover", "--db", db, "--output", runs, "--now", at(1), "--no-gate",
@@ -315,6 +318,7 @@ def test_a_label_with_square_brackets_is_printed_as_it_is(capsys):
     assert 'on "[/INST]" and "[b]"' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_token_texts_name_clusters(attn, tmp_path):
     sample = REPO / "examples" / "sample" / "fingerprints.parquet"
     tokens = REPO / "examples" / "demo_model" / "tokenizer.json"

@@ -34,6 +34,7 @@ def share(night: Night, identity: int) -> float:
     return float((night.truth == identity).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_behaviours_of_a_night_can_be_told_apart(seed):
     planted = two_nights(seed)
@@ -91,6 +92,7 @@ def test_everything_moves_a_little_from_night_to_night(seed):
                 assert 0.5 < behaviour.share / then.share < 2
 
 
+@pytest.mark.slow
 def test_a_fortnight_wanders_but_stays_near_home():
     nights = fortnight(0)
     assert len(nights) == 14
@@ -117,6 +119,7 @@ def test_no_two_nights_share_a_row_or_a_window():
         assert not shared
 
 
+@pytest.mark.slow
 def test_the_seed_decides_everything():
     for draw in (lambda seed: two_nights(seed, 500).second, lambda s: fortnight(s, 2, 500)[1]):
         one, same, other = draw(3), draw(3), draw(4)

@@ -254,6 +254,7 @@ def test_a_run_that_is_served_and_damaged_is_not_written_again(attn, killed_afte
     assert as_on_disk(folder) == before
 
 
+@pytest.mark.slow
 def test_whether_the_gate_counts_is_decided_when_a_run_begins(attn, tmp_path):
     db = make_store(tmp_path / "alike.db", np.repeat(planted(1, 1)[0], 120, axis=0))
     first = ["discover", "--db", str(db), "--output", str(tmp_path / "out")]
@@ -321,6 +322,7 @@ def test_a_tokenizer_that_changes_while_the_run_is_at_work_names_no_clusters(tmp
         token_text(context)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_appears_later_is_not_used(attn, tmp_path):
     model = tmp_path / "model"
     db = make_store(tmp_path / "late.db", planted(600, 1)[0], model=str(model))
@@ -338,6 +340,7 @@ def test_a_tokenizer_that_appears_later_is_not_used(attn, tmp_path):
     assert fingerprint_of(tmp_path / "out" / RUN_ID) == expected
 
 
+@pytest.mark.slow
 def test_parts_of_another_version_are_computed_again_and_the_run_says_so(
     attn, left_alone, tmp_path
 ):

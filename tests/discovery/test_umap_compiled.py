@@ -51,6 +51,7 @@ def test_a_process_loads_what_another_compiled(process, tmp_path):
     assert list((tmp_path / "kept").rglob("*.nbc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize(
     "content", [b"", b"\0" * 200, b"cno_such_module\nname\n."], ids=["empty", "zeros", "import"]

@@ -44,6 +44,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.slow
 def test_impossible_rows_of_an_old_store_change_nothing_and_are_reported(
     attn, planted_store, tmp_path
 ):

@@ -307,6 +307,7 @@ def test_fresh_needles_are_answered(demo: Demo, count: int) -> None:
     assert right >= 0.95 * count
 
 
+@pytest.mark.slow
 def test_one_pass_tells_what_greedy_decoding_answers(demo: Demo) -> None:
     needles = evaluate.fresh_needles(10, seed=6, lines=40)
     told = evaluate.answered(

@@ -116,6 +116,7 @@ def test_lineage_is_what_the_commands_print(notebook_data: NotebookData, attn: A
         life(notebook_data.nights, 999)
 
 
+@pytest.mark.slow
 def test_trials_agree_with_themselves_and_less_with_others(tmp_path: Path) -> None:
     rows = [pa.Table.from_batches([planted_batch(planted(900, seed)[0], START, f"s{seed}")])
             for seed in (0, 1)]  # fmt: skip

@@ -20,11 +20,17 @@ from page_engine import Engine, free_port
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
 
+# What `make test` has of the page: that each view opens, and what its files hold.
+EVERYDAY = {"test_page_files.py", "test_shell.py", "test_live_view.py", "test_router.py"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(str(item.fspath)).parent == Path(__file__).parent:
+        path = Path(str(item.fspath))
+        if path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(180))
+            if path.name not in EVERYDAY:
+                item.add_marker(pytest.mark.slow)
 
 
 # Of a file, as that of the report's tests is: one process may only have one Playwright at a time.

@@ -250,6 +250,7 @@ with open_store(path, read_only=True) as store:
 """
 
 
+@pytest.mark.slow
 def test_two_exports_to_one_name_leave_a_whole_file(tmp_path):
     path, out = tmp_path / "fingerprints.db", tmp_path / "out.parquet"
     writer = child(WRITER, path, 0, 40)

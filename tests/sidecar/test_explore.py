@@ -144,6 +144,7 @@ def test_kill_9_leaves_nothing_behind(tmp_path):
         assert explore.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_the_browser_is_opened_at_the_page(tmp_path):
     browser = tmp_path / "browser"
     browser.write_text(f"#!/bin/sh\nprintf '%s' \"$1\" > {tmp_path}/address\n")
@@ -168,6 +169,7 @@ def test_without_torch_the_page_opens_and_says_what_is_missing(tmp_path):
         assert explore.end() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_elsewhere_is_asked_in_the_place_of_the_demo_model(tmp_path, explore):
     with Explore(prepared(tmp_path / "data"), "--engine-url", explore.url + "/engine") as other:
         assert other.engine()["model"] == "examples/demo_model"

@@ -66,7 +66,7 @@ def examples() -> Run:
 
 
 @pytest.mark.parametrize("example", [NEEDLE, CODENAME], ids=lambda e: e.name)
-@pytest.mark.parametrize("kind", ["plain", "chat"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "chat"])
 def test_the_answer_is_right_and_the_line_is_marked(
     example: Example, kind: str, attn: Run, request: pytest.FixtureRequest, demo: DemoModel
 ) -> None:

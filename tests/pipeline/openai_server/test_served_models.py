@@ -162,6 +162,7 @@ def test_the_system_prompt_is_hidden_in_chats(templated):
         assert live.chat(messages=[user, system])["usage"]["completion_tokens"]
 
 
+@pytest.mark.slow
 def test_thinking_begins_where_the_template_or_the_parser_has_it(templated):
     body = {"return_attention_tokens": True, "attention_fingerprint_mode": True,
             "include_prompt_attention": True, "max_tokens": 30, "ignore_eos": True}  # fmt: skip
