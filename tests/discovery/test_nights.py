@@ -325,7 +325,8 @@ def test_token_texts_name_clusters(attn, tmp_path):
     db = tmp_path / "sample.db"
     with open_store(db, create=True) as store:
         table = pq.read_table(sample)
-        wanted = pc.starts_with(table["request_id"], "brackets")
+        tasks = (pc.starts_with(table["request_id"], task) for task in ("brackets", "counting"))
+        wanted = pc.or_(*tasks)
         store.append(table.filter(wanted).combine_chunks().to_batches()[0])
     done = attn("discover", "--db", db, "--output", tmp_path / "runs", "--hours", "0",
                 "--tokenizer", tokens, "--no-gate")  # fmt: skip
@@ -333,6 +334,7 @@ def test_token_texts_name_clusters(attn, tmp_path):
     clusters = open_artifacts(tmp_path / "runs").table("clusters").to_pylist()
     texts = {token["text"] for cluster in clusters for token in cluster["tokens"]}
     assert texts & {"␣[", "␣("}
-    assert any("on closing brackets" in cluster["label"] for cluster in clusters)
+    named = " ".join(cluster["label"] for cluster in clusters)
+    assert "on closing brackets" in named and "on digits" in named
     page = (tmp_path / "runs" / "latest" / "report.html").read_text()
     assert clusters[0]["says"].split(";")[0] in page
