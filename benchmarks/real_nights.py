@@ -11,6 +11,8 @@ night goes through the job into one output folder, and every event of its lineag
 - other: what the requests of a run did;
 - by chance: other ones that the run itself says of that they may be chance.
 
+What decides which clusters go on was chosen with `--seed 3171`; the default is another.
+
 Then the rows of the first night come again, as a night after it in a folder of its own: any event
 is wrong there. Exits 1 where an event is, where a task's own is missing or may be chance, or where
 one of another kind was found. Captures are kept below `build/`; the first time they take 5 minutes
