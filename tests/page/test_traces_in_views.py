@@ -1,19 +1,22 @@
-"""An imported trace opens in every view that looks at requests: here in Manifold, Router, Compare
-and Overhead, in test_trace_files.py in Chat and Inspect."""
+"""An imported trace opens in every view: here in Live, Manifold, Router, Compare and Overhead, in
+test_trace_files.py in Chat and Inspect."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from looks import assert_legible
 from map_reading import expect_state, pixel_of
 from page_engine import HOSTILE, hacked
 from playwright.sync_api import Page, expect
 from running import Sidecar
 from trace_lines import header, import_file, kept_of_the_run, lines_of, measured_trace, trace_of
 
+from capture_kernels.fingerprint.zones import ZONES
 from sidecar.http.compare.axes import NOT_KNOWN
 
 Show = Callable[..., Page]
@@ -126,6 +129,35 @@ def test_the_router_looks_at_an_imported_trace(show: Show, sidecar: Sidecar):
     assert "trace=" not in page.url
 
 
+def test_live_shows_an_imported_trace_beside_the_run(show: Show, sidecar: Sidecar):
+    vectors = kept_of_the_run(20)
+    records = [{"vector": vector} for vector in vectors]
+    answer = sidecar.client.post("/classify", json={"records": records}).json()["results"]
+    said = [one["manifold"] for one in answer]
+    page = show("/live")
+    import_file(page, measured_trace(vectors))
+    assert "trace=t-1" in page.url
+    meters = page.locator("[data-panel=zones]").get_by_role("meter")
+    expect(meters).to_have_count(5)
+    shares = [float(meters.nth(i).get_attribute("aria-valuenow")) for i in range(5)]
+    zones = Counter(one["zone"] for one in said)
+    assert shares == pytest.approx([zones[zone] / 20 for zone in ZONES], abs=0.001)
+    clusters = Counter(one["cluster_id"] for one in said if one["cluster_id"] >= 0)
+    lines = page.locator("[data-panel=clusters] tbody tr")
+    expect(lines).to_have_count(min(9, len(clusters)))
+    expect(lines.first).to_contain_text(f"{5 * clusters.most_common(1)[0][1]:.1f}%")
+    expect(page.locator("[data-panel=request] svg.path")).to_be_visible()
+    assert_legible(page)
+    page.get_by_role("button", name="What arrives").click()
+    expect(page.locator("[data-panel=ingest]")).to_be_visible()
+    assert "trace=" not in page.url
+
+
+def test_live_says_why_a_trace_shows_nothing(show: Show):
+    page = show("/live?trace=gone")
+    expect(page.locator("[data-panel=zones]")).to_contain_text("import its file")
+
+
 def test_the_router_says_why_a_trace_has_no_evidence(show: Show):
     page = show("/router?trace=gone")
     expect(page.locator("[data-panel=evidence]")).to_contain_text("import its file")
@@ -141,7 +173,7 @@ def test_overhead_says_what_an_imported_trace_holds(show: Show):
     expect(cells.nth(6)).to_contain_text("KB")
 
 
-@pytest.mark.parametrize("view", ["router", "overhead"])
+@pytest.mark.parametrize("view", ["live", "router", "overhead"])
 def test_hostile_names_of_traces_are_text(show: Show, view: str):
     records = trace_of(["a ", "b ", "c"], 2, {1: {0: 0.5}}, {1: kept_of_the_run(1)[0]})
     records[0] = header(trace_id=HOSTILE[0], model=HOSTILE[2])

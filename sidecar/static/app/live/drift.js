@@ -63,28 +63,28 @@ export function Interval({ value, low, high, limit, label }) {
     <path class="limit" d=${`M${x(limit)} 2v12`} /><circle class="value" cx=${x(value)} cy="8" r="3.2" /></svg>`;
 }
 
-/** Clusters by their share of the sampled rows of the last seconds, beside that in the run. */
-export function TopClusters({ sample, clusters, stats, width }) {
+/** Clusters by their share of the sampled rows of the last seconds, or of the rows of a trace, beside that in the run. */
+export function TopClusters({ sample, clusters, stats, width, isTrace = false }) {
   // Rows of the run as its classifier labels them, which is what labels what arrives.
   const usual = stats.data?.drift.clusters?.parent_shares ?? null;
   const inRun = (id) => (usual ? usual[id] : clusters.get(id)?.share);
-  const known = sample.filter((record) => record.comparable);
+  const known = sample.filter((record) => isTrace || record.comparable);
   const counts = new Map();
   for (const { cluster_id: id } of known) counts.set(id, (counts.get(id) ?? 0) + 1);
   const rows = [...counts].filter(([id]) => id >= 0).sort((a, b) => b[1] - a[1]).slice(0, 9);
   const none = counts.get(-1) ?? 0;
   const top = Math.max(...rows.map(([, n]) => n), 1) / Math.max(1, known.length);
   return html`<${Panel} title="Top clusters" flush width=${width} data-panel="clusters"
-    says=${known.length ? `of ${count(known.length)} sampled rows; ${percent(none / known.length)} in none` : null}>
+    says=${known.length ? `of ${count(known.length)} ${isTrace ? "rows of the trace" : "sampled rows"}; ${percent(none / known.length)} in none` : null}>
     ${rows.length ? html`<${Table} label="Top clusters" rows=${rows} rowKey=${([id]) => id} columns=${[
         { title: "cluster", class: "name", value: ([id]) => html`<a class="cluster-link" href=${`/manifold?cluster=${id}`}
             aria-label=${`Cluster ${id}: ${clusterName(id)}`}><${Cluster} id=${id} /></a>` },
         { title: "zone", value: ([id]) => html`<span title=${spaced(clusters.get(id)?.zone ?? "unknown zone")}><${Zone} zone=${clusters.get(id)?.zone ?? "unknown zone"} /></span>` },
-        { title: "now", number: true, value: ([, n]) => html`<span class="bar-cell"><span style=${{ width: `${(100 * n) / known.length / top}%` }}></span>
+        { title: isTrace ? "trace" : "now", number: true, value: ([, n]) => html`<span class="bar-cell"><span style=${{ width: `${(100 * n) / known.length / top}%` }}></span>
             ${percent(n / known.length)}</span>` },
         { title: "run", number: true, value: ([id]) => percent(inRun(id)) },
       ]} />`
-      : sample.length ? html`<${Empty} title="No row is in a cluster">${known.length ? "The run calls what arrives noise." : html`What arrives is not
+      : sample.length ? html`<${Empty} title="No row is in a cluster">${known.length ? `The run calls what ${isTrace ? "it did" : "arrives"} noise.` : html`What arrives is not
           of the served run's model and capture, or no run is served. Run <code>attn discover</code> on today's rows.`}<//>`
       : html`<${Empty} title="No rows yet">The clusters of what arrives are listed here.<//>`}
   <//>`;

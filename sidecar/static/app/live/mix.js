@@ -37,12 +37,12 @@ export function MixOverTime({ span, tools, width }) {
   <//>`;
 }
 
-/** Shares of the last minutes beside those of the served run. */
-export function MixAgainstRun({ span, manifest, width }) {
+/** Shares of the last minutes, or of the records of a trace, beside those of the served run. */
+export function MixAgainstRun({ span, manifest, width, trace = null }) {
   void tick.value;
-  const sum = recent(span);
+  const sum = trace ? sumOf(trace) : recent(span);
   const usual = manifest.data?.zones ?? null;
-  return html`<${Panel} title="Zones now" width=${width} data-panel="zones"
+  return html`<${Panel} title=${trace ? "Zones beside the run" : "Zones now"} width=${width} data-panel="zones"
     says=${usual ? `the line: share in run ${runName(servedId.value)}` : servedId.value ? null : "no run to compare with"}>
     ${!sum.rows ? html`<${NothingYet} />` : html`<ul class="zone-meters">${ZONES.map((zone, z) => {
       const share = sum.counts[z] / sum.rows;
@@ -51,9 +51,16 @@ export function MixAgainstRun({ span, manifest, width }) {
           ${before !== null && html`<span class="quiet small">${change(share - before)}</span>`}</div>
         <${Meter} value=${share} mark=${before} color=${zoneColor(zone)} label=${spaced(zone)} /></li>`;
     })}</ul>
-    <p class="quiet small">${count(sum.rows)} rows, ${percent(sum.comparable / sum.rows)} of the run's model and capture,${" "}
+    <p class="quiet small">${count(sum.rows)} rows, ${!trace && `${percent(sum.comparable / sum.rows)} of the run's model and capture, `}
       ${percent(sum.clustered / sum.rows)} in a cluster.</p>`}
   <//>`;
+}
+
+function sumOf(records) {
+  return {
+    rows: records.length, counts: ZONES.map((name) => records.filter(({ zone }) => zone === name).length),
+    clustered: records.filter(({ cluster_id: id }) => id >= 0).length,
+  };
 }
 
 /** +1.2 points */

@@ -8,10 +8,15 @@ import { Ingest } from "../live/ingest.js";
 import { MixAgainstRun, MixOverTime } from "../live/mix.js";
 import { Nightly } from "../live/nightly.js";
 import { LatestRows } from "../live/requests.js";
+import { TracePath } from "../router/request.js";
+import { useTrace } from "../router/trace.js";
 import { query, setQuery } from "../routes.js";
 import { clusters, servedId } from "../state.js";
+import { ImportButton, OpenedFile } from "../trace/opened.js";
 import { Segments } from "../ui/choices.js";
 import { useLoaded } from "../ui/load.js";
+import { Panel } from "../ui/panel.js";
+import { Empty, Failure } from "../ui/states.js";
 
 const SPANS = [["120", "2 min"], ["600", "10 min"], ["3600", "1 h"]];
 const STATS_MS = 2000;
@@ -25,8 +30,16 @@ export default function View() {
   const manifest = useLoaded(runId && ((signal) => manifestOf(runId, signal)), [runId]);
   const span = Number(SPANS.find(([name]) => name === query.value.span)?.[0] ?? 120);
   const tools = html`<${Segments} label="Span of time" choices=${SPANS} chosen=${String(span)} onChoose=${(name) => setQuery({ span: name })} />`;
-  return html`
-    <div class="view-head"><h1>Live</h1><p class="says">What arrives now, and how it differs from the run that is served.</p></div>
+  const asked = query.value.trace ?? null;
+  const trace = useTrace(asked);
+  const head = html`
+    <div class="view-head"><h1>Live</h1><p class="says">${asked
+      ? "A trace that is open, and how it differs from the run that is served." : "What arrives now, and how it differs from the run that is served."}</p>
+      <div class="row">${asked && html`<button type="button" class="button" onClick=${() => setQuery({ trace: null })}>What arrives</button>`}
+        <${ImportButton} onOpen=${(id) => setQuery({ trace: id })} /></div></div>
+    <${OpenedFile} />`;
+  if (asked) return html`${head}<${Trace} id=${asked} trace=${trace} manifest=${manifest} stats=${stats} />`;
+  return html`${head}
     <div class="grid live">
       <${MixOverTime} span=${span} tools=${tools} width=${8} />
       <${MixAgainstRun} span=${span} manifest=${manifest} width=${4} />
@@ -35,6 +48,20 @@ export default function View() {
       <${TopClusters} stats=${stats} sample=${sampled()} clusters=${clusters.value} width=${4} />
       <${LatestRows} width=${7} />
       <${Nightly} manifest=${manifest} width=${5} />
+    </div>`;
+}
+
+/** An open trace in the place of what arrives. */
+function Trace({ id, trace, manifest, stats }) {
+  if (trace.missing) {
+    return html`<div class="grid live"><${Panel} title="Zones of the trace" width=${12} data-panel="zones"><${Empty} title="Nothing to look at">${trace.missing}<//><//></div>`;
+  }
+  return html`
+    ${trace.error && html`<${Failure} error=${trace.error} title="The served run does not place this trace" todo="Its zones are by the run's rules; its clusters are missing." />`}
+    <div class="grid live">
+      <${TracePath} id=${id} path=${trace.path} width=${12} />
+      <${MixAgainstRun} trace=${trace.records} manifest=${manifest} width=${6} />
+      <${TopClusters} isTrace sample=${trace.records} stats=${stats} clusters=${clusters.value} width=${6} />
     </div>`;
 }
 
