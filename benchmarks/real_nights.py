@@ -124,19 +124,19 @@ def shares(tasks: np.ndarray) -> dict[str, float]:
 KINDS = ("of_tasks", "of_tasks_by_chance", "other", "by_chance")
 
 
-def judged(night: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list[str]]:
+def judged(run: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list[str]]:
     """The events of a run by kind, in words: those that its tasks explain, the others, and of both
     those that may be chance, as the run itself says. The first run, without one before, has none.
     """
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     if before is None:
         return found
-    for event in night["events"]:
+    for event in run["events"]:
         number, kind = event["cluster_id"], event["event"]
-        gained = night["tasks"].get(number, {}).get(ADDED, 0.0)
+        gained = run["tasks"].get(number, {}).get(ADDED, 0.0)
         lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
-        added = night["night"] == ADDED_ON and kind == "born" and gained >= MOST
-        removed = night["night"] == REMOVED_ON and kind == "died" and lost >= MOST
+        added = run["night"] == ADDED_ON and kind == "born" and gained >= MOST
+        removed = run["night"] == REMOVED_ON and kind == "died" and lost >= MOST
         sure = not event["perhaps_chance"]
         name = "of_tasks" if added or removed else "other" if sure else "by_chance"
         if name == "of_tasks" and not sure:

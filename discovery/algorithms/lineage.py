@@ -21,8 +21,6 @@ import numpy as np
 
 from capture_kernels.arrays import Doubles, Int32s, Ints, Mask
 
-from .shares import Shares
-
 # Two clusters are linked when more than this share of the smaller is common to both. In planted
 # runs (benchmarks/nights.py, ten seeds) it is 0.42 to 1 for clusters of one behaviour, and below
 # 0.08 for others; two that meet halfway between their old positions have the least.
@@ -163,9 +161,3 @@ def with_evidence(happened: list[Event], now: Evidence, before: Evidence) -> lis
             {**event, "stability": known, "requests": round(requests, 1), "perhaps_chance": chance}
         )
     return found
-
-
-def requests_of(shares: Shares) -> Doubles:
-    """How many equal requests the rows of each category are worth: float64[k]."""
-    variance = np.diag(shares.covariance)
-    return np.square(shares.shares) / np.maximum(variance, np.finfo(float).tiny)

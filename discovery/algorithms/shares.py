@@ -36,6 +36,12 @@ class Shares:
     rows: int
     effective_rows: float
 
+    @property
+    def effective_requests(self) -> Doubles:
+        """How many requests of equal size the rows of each category are worth: float64[k]."""
+        variance = np.diag(self.covariance)
+        return np.square(self.shares) / np.maximum(variance, np.finfo(float).tiny)
+
 
 class DistinctCount:
     """Number of distinct hashes in constant memory: exact for a few thousand, within 1% for 20

@@ -12,20 +12,12 @@ from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.lineage import (
-    Evidence,
-    cluster_ids,
-    events,
-    match,
-    requests_of,
-    with_evidence,
-)
+from discovery.algorithms.lineage import Evidence, cluster_ids, events, match, with_evidence
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
 from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
 from discovery.artifacts.schema import NOISE, identity_in_words
 from discovery.engines.protocol import Engine
-from discovery.runs.checkpoint import StageCheckpoint
 from discovery.runs.chunks import ChunkVectors, chunk_file
 from discovery.runs.folder import reserve_cluster_ids
 from discovery.runs.history import next_free_id
@@ -51,7 +43,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     codebook = run_codebook(context)
     clusters = context.saved("cluster", "fit.npz")
     count = len(clusters["stability"])
-    contingency, kin = label_rows(context, codebook, count)
+    contingency, kin, shares = label_rows(context, codebook, count)
     rows = contingency.sum()
     # Without a parent nothing is matched, and every cluster is born.
     known = parent.ids if parent else np.empty(0, np.int32)
@@ -73,11 +65,10 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     context.checkpoint.write_arrays("ids.npz", ids=ids)
     none = np.empty(0)
     # Noise is the last of the shares.
-    theirs = (parent.stability, requests_of(parent.clusters)[:-1]) if parent else (none, none)
-    own = requests_of(saved_shares(context, "clusters", context.checkpoint))[:-1]
+    theirs = (parent.stability, parent.clusters.effective_requests[:-1]) if parent else (none, none)
     changes = with_evidence(
         events(found, ids, known),
-        Evidence(ids, clusters["stability"], own),
+        Evidence(ids, clusters["stability"], shares.effective_requests[:-1]),
         Evidence(known, *theirs),
     )
     of = identity_in_words({**context.window, "layout": context.layout.label})
@@ -170,7 +161,7 @@ class References(NamedTuple):
         return References(vectors[kept], label[kept], order[kept])
 
 
-def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Ints, Ints]:
+def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Ints, Ints, Shares]:
     """Label every row with this run's prototypes and with the parent's, and save what that gives.
 
     zones.npz, clusters.npz and labelled.npz hold shares: of the zones, of this run's clusters as
@@ -179,7 +170,8 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Int
 
     Returns:
         contingency int64[c + 1, p + 1], rows by own cluster and by the parent's label; kin, the
-        same by the parent's nearest cluster. Noise is last in each.
+        same by the parent's nearest cluster; the shares of this run's clusters. Noise is last in
+        each.
     """
     parent = context.parent
     known = len(parent.ids) if parent else 0
@@ -208,13 +200,14 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Int
         requests.add(table)
         context.chunk_done(index + 1, context.rows.chunks)
     save = context.checkpoint.write_arrays
-    for name, counts in (("zones", zones), ("clusters", clusters), ("labelled", labelled)):
-        shares = counts.shares(requests.estimate)
-        save(f"{name}.npz", **{field: np.array(value) for field, value in vars(shares).items()})
+    counted = {"zones": zones, "clusters": clusters, "labelled": labelled}
+    shares = {name: counts.shares(requests.estimate) for name, counts in counted.items()}
+    for name, found in shares.items():
+        save(f"{name}.npz", **{field: np.array(value) for field, value in vars(found).items()})
     save("references.npz", **references._asdict())
     save("counts.npz", contingency=contingency, beyond=np.array(beyond),
          inconsistent=np.array(wrong))  # fmt: skip
-    return contingency, kin
+    return contingency, kin, shares["clusters"]
 
 
 def crossed(rows: Int32s, columns: NDArray[np.integer[Any]], shape: tuple[int, ...]) -> Ints:
@@ -258,14 +251,7 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
 
 
-def saved_shares(
-    context: RunContext, name: str, checkpoint: StageCheckpoint | None = None
-) -> Shares:
-    """The shares that `label_rows` saved: "zones", "clusters" or "labelled".
-
-    Args:
-        checkpoint: of this stage, while it is not finished.
-    """
-    checkpoint = checkpoint or context.checkpoint_of("lineage")
-    saved: dict[str, Any] = checkpoint.read_arrays(f"{name}.npz")
+def saved_shares(context: RunContext, name: str) -> Shares:
+    """The shares that `label_rows` saved: "zones", "clusters" or "labelled"."""
+    saved: dict[str, Any] = context.saved("lineage", f"{name}.npz")
     return Shares(**{n: array if array.ndim else array.item() for n, array in saved.items()})

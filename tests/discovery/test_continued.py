@@ -146,8 +146,9 @@ def test_whatever_the_parent_says_every_row_has_one_cluster(seed, known, atoms, 
 
 
 def test_requests_are_counted_by_their_rows():
-    rows = np.array([[5, 5, 5], [90, 0, 0], [8, 1, 1], [0, 0, 0]], float)
-    assert effective_requests(rows).tolist() == pytest.approx([3.0, 1.0, 100 / 66, 0.0])
+    rows = np.array([[5, 5, 5], [90, 0, 0], [0, 0, 0], [8, 1, 1]])
+    labels, requests = (np.repeat(at.ravel(), rows.ravel()) for at in np.indices(rows.shape))
+    assert effective_requests(labels, requests).tolist() == pytest.approx([3.0, 1.0, 0, 100 / 66])
 
 
 def test_rows_are_spread_otherwise_by_the_share_that_would_have_to_move():

@@ -133,7 +133,7 @@ def stable_clusters(
         )
         raw_stability = stability_of_atoms(labels)
         for least, size_of in (
-            (least_requests(requests), lambda of: requests_of(of[atom], requests)),
+            (least_requests(requests), lambda of: effective_requests(of[atom], requests)),
             (CHANCE, stability_of_atoms),
         ):
             labels = without_small(labels, together, atoms, least, size_of)
@@ -209,13 +209,8 @@ def agreement(
 
 def least_requests(requests: Ints) -> float:
     """The fewest requests of a cluster, by the request int64[n] of each row."""
-    all_of_them = requests_of(np.zeros(len(requests), np.int64), requests)[0]
-    return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(all_of_them))
-
-
-def requests_of(labels: Ints, requests: Ints) -> Doubles:
-    """How many requests the rows of each cluster are worth: float64[c]."""
-    return effective_requests(counted(labels, requests, labels.max() + 1, requests.max() + 1))
+    everything = effective_requests(np.zeros(len(requests), np.int64), requests)
+    return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(everything[0]))
 
 
 def row_shares(

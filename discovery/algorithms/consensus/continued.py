@@ -17,9 +17,9 @@ import numpy as np
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 
 # Rows of a cluster are spread in another way if their distribution over the atoms differs from that
-# of the parent's rows by more than so many times what halves of the requests differ by. In 14 runs
-# of one traffic (benchmarks/real_nights.py, seed 3171) that was at most 1.8; where planted
-# behaviours split or merge (benchmarks/nights.py, seeds 0 to 2), 2.2 and more.
+# of the parent's rows by more than so many times what halves of the requests differ by. When this
+# was chosen, that was at most 1.8 in 14 runs of one traffic (benchmarks/real_nights.py, seed 3171),
+# and 2.2 or more where planted behaviours split or merged (benchmarks/nights.py, seeds 0 to 2).
 OTHERWISE = 2.0
 # Clusters that the trees find again by more than this are taken as they are.
 SURE = 0.9
@@ -131,7 +131,8 @@ def unlike(first: Doubles, second: Doubles) -> Doubles:
     return np.asarray(0.5 * np.abs(spread[0] - spread[1]).sum(axis=1))
 
 
-def effective_requests(counts: Doubles) -> Doubles:
-    """How many requests of equal size the rows float64[c, q] of each cluster in each request are
-    worth: float64[c]. Source: Kish 1965, Survey Sampling."""
+def effective_requests(labels: Ints, requests: Ints) -> Doubles:
+    """How many requests of equal size the rows of each cluster are worth: float64[c] of the cluster
+    int64[n] and request int64[n] of each row. Source: Kish 1965, Survey Sampling."""
+    counts = counted(labels, requests, labels.max() + 1, requests.max() + 1)
     return np.square(counts.sum(axis=1)) / np.maximum(np.square(counts).sum(axis=1), 1)
