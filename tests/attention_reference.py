@@ -21,27 +21,41 @@ Doubles = NDArray[np.float64]
 
 
 class AttentionReference:
-    """Logits and probabilities of some tokens: float64[L, H, T, T]."""
+    """Logits and probabilities of some tokens: float64[L, H, T, T].
+
+    Soft caps, sliding windows and learned sinks are those of the model. Of a row with a sink the
+    probabilities sum to less than 1, and its logsumexp has the sink in it.
+    """
 
     def __init__(self, folder: Path, tokens: list[int]) -> None:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager"
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).eval()
-        logits = {}
+        logits, sinks = {}, {}
+        positions = np.arange(len(tokens))
+        distance = positions[:, None] - positions
 
         def observe(call: AttentionCall) -> None:
             keys = call.key[0].repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=0)
-            logits[call.layer] = call.query[0] @ keys.transpose(1, 2) * call.options["scaling"]
+            own = call.query[0] @ keys.transpose(1, 2) * call.options["scaling"]
+            if cap := call.options.get("softcap"):
+                own = cap * torch.tanh(own / cap)
+            seen = call.options.get("sliding_window") or len(tokens)
+            hidden = (distance < 0) | (distance >= seen)
+            logits[call.layer] = np.where(hidden, -np.inf, own.numpy())
+            learned = call.options.get("s_aux")
+            none = np.full(len(own), -np.inf)
+            sinks[call.layer] = none if learned is None else learned.detach().numpy()
 
         ids = torch.tensor([tokens])
         with torch.inference_mode():
             self.p = torch.stack(model(ids, output_attentions=True).attentions)[:, 0].numpy()
             with AttentionTap(model, observe):
                 model(ids)
-        later = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
-        stacked = np.stack([logits[layer].numpy() for layer in sorted(logits)])
-        self.logits = np.where(later, -np.inf, stacked)
-        own = np.exp(self.logits - np.logaddexp.reduce(self.logits, axis=3, keepdims=True))
+        self.logits = np.stack([logits[layer] for layer in sorted(logits)])
+        self.sinks = np.stack([sinks[layer] for layer in sorted(logits)])
+        sums = np.logaddexp(np.logaddexp.reduce(self.logits, axis=3), self.sinks[..., None])
+        own = np.exp(self.logits - sums[..., None])
         # Its eager attention takes the softmax in float32, whatever the model's type.
         np.testing.assert_allclose(own, self.p, rtol=0, atol=2e-6)
 
@@ -53,7 +67,7 @@ class AttentionReference:
         first = max(mask, position - window + 1 if window else 0)
         chosen = slice(None) if heads is None else heads
         logits = self.logits[layer, chosen, position, first : position + 1]
-        logsumexp = np.logaddexp.reduce(logits, axis=1)
+        logsumexp = np.logaddexp(np.logaddexp.reduce(logits, axis=1), self.sinks[layer, chosen])
         hidden = np.zeros((len(logits), first - mask))
         p = np.exp(logits - logsumexp[:, None])
         return np.concatenate([hidden, p], axis=1), logsumexp

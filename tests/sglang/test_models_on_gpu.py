@@ -9,6 +9,7 @@ import asyncio
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +28,20 @@ SHAPE = {
 }  # fmt: skip
 
 
-def saved(folder: Path, config: transformers.PretrainedConfig) -> Path:
-    """A model with random weights, with the tokenizer of the demo model."""
+def saved(
+    folder: Path, config: transformers.PretrainedConfig, *,
+    dtype: torch.dtype = torch.float16, sink: float | None = None,
+) -> Path:  # fmt: skip
+    """A model with random weights, with the tokenizer of the demo model.
+
+    With `sink`, that is the learned sink of every head.
+    """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.to(torch.float16).save_pretrained(folder)
+    if sink is not None:
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.self_attn.sinks, sink)
+    model.to(dtype).save_pretrained(folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
@@ -67,6 +77,90 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys):
     assert max(truth.p[0, :, -1].max(axis=1)) > 0.1
     most = (SHARE, SHARE) if keys == "auto" else (0.03, 0.3)
     assert np.mean(errors) < most[0] and max(errors) < most[1], (np.mean(errors), max(errors))
+
+
+def checked(
+    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str
+) -> list[Any]:
+    """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's.
+
+    `share` and `logit` bound the mean of the errors; of a single number, five times as much. The
+    `AttentionReference` of each answer is returned.
+    """
+    from attention_reference import AttentionReference
+
+    prompts, rows = prompts_of(4), 3
+    with start(folder, *options, model=model) as running:
+        url = running.wait().url
+        # The prompts are in the prefix cache after the first, so that only it can have their rows.
+        raw, vectors = (
+            asyncio.run(generate(url, prompts, return_attention_tokens=True, **fields))
+            for fields in (
+                {"top_k_attention": 8, "include_prompt_attention": rows},
+                {"attention_fingerprint_mode": True},
+            )
+        )
+        log = running.end_of_log(40)
+    truths, errors = [], {"share": [], "logit": [], "fingerprint": []}
+    for prompt, answer, told in zip(prompts, raw, vectors, strict=True):
+        truths.append(AttentionReference(model, prompt + answer["output_ids"]))
+        entries = answer["meta_info"]["attention_tokens"]
+        assert len(entries) == layers * (NEW - 1 + rows), log
+        for entry in entries:
+            p, logsumexp = truths[-1].row(entry["layer_id"], entry["position"])
+            found = np.exp(np.array(entry["topk_logits"]) - entry["logsumexp_candidates"])
+            errors["share"].append(np.abs(found - p.mean(axis=0)[entry["token_positions"]]).max())
+            errors["logit"].append(abs(entry["logsumexp_candidates"] - logsumexp.mean()))
+        own = AttentionReference(model, prompt + told["output_ids"])
+        entries = told["meta_info"]["attention_tokens"]
+        assert len(entries) == NEW - 1, log
+        for entry in entries:
+            vector = own.fingerprint(list(range(layers)), len(prompt) + entry["step"] - 1)
+            errors["fingerprint"].append(np.abs(vector - entry["fingerprint"]).max())
+    for name, most in {"share": share, "logit": logit, "fingerprint": share}.items():
+        found = np.array(errors[name])
+        print(f"{name}: mean {found.mean():.2g}, largest {found.max():.2g}")
+        assert found.mean() < most and found.max() < 5 * most, (name, found.mean(), found.max())
+    # Attention that tells positions apart, or any answer would do.
+    assert max(truths[0].p[0, :, -1].max(axis=1)) > 5 * share
+    return truths
+
+
+def test_soft_caps_and_sliding_windows(tmp_path):
+    """Gemma 2: a cap on every layer's logits, a window on every other layer, one plain pool."""
+    layers, window, cap = 3, 48, 3.0
+    model = saved(tmp_path / "model", transformers.Gemma2Config(
+        **SHAPE, intermediate_size=512, num_hidden_layers=layers, num_key_value_heads=2,
+        query_pre_attn_scalar=64, attn_logit_softcapping=cap, sliding_window=window,
+        hidden_act="gelu_pytorch_tanh",
+    ))  # fmt: skip
+    for truth in checked(tmp_path, model, layers, 4e-3, 2e-2):
+        seen = truth.logits[:, :, -1]
+        # Both do something here: logits near the cap, and keys that only the other layers see.
+        assert 0.9 * cap < seen.max() < cap
+        assert [int(np.isfinite(each[0]).sum()) for each in seen[:2]] == [
+            min(window, seen.shape[2]), seen.shape[2],
+        ]  # fmt: skip
+
+
+def test_learned_sinks(tmp_path):
+    """gpt-oss: a learned sink for each head, and windows, in one plain pool.
+
+    Each token is for both experts, so that rounding cannot choose others. Its weights are bfloat16.
+    """
+    layers, sink = 4, 5.0
+    model = saved(tmp_path / "model", transformers.GptOssConfig(
+        **SHAPE, intermediate_size=256, num_hidden_layers=layers, num_key_value_heads=2,
+        num_local_experts=2, num_experts_per_tok=2, sliding_window=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ), dtype=torch.bfloat16, sink=sink)  # fmt: skip
+    truths = checked(
+        tmp_path, model, layers, 2e-2, 6e-2, "--dtype", "bfloat16",
+        "--disable-hybrid-swa-memory", "--moe-runner-backend", "triton",
+    )  # fmt: skip
+    for truth in truths:
+        # The sinks take a share that is far from the tolerance, and from all.
+        assert 0.1 < 1 - truth.p[:, :, -1].sum(axis=2).mean() < 0.9
 
 
 def routed(folder: Path, tokens: list[int], layers: int) -> list[np.ndarray]:
