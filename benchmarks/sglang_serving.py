@@ -3,16 +3,17 @@
     python benchmarks/sglang_serving.py [--batches 48,8,1] [--rounds 5] [--steps 256]
         [--layers last] [--kinds recording,idle] [--folder DIR] [--json PATH]
 
-Servers of one model run on the same GPU, one without the plug-in and one of each kind with it:
-"recording" puts the fingerprints of every step of every request into a store; "idle" could capture,
-but nobody asks; of "raw" and "sketch" every request asks for entries of every step, in its answer.
-CUDA graphs are on. They take turns with the same prompts: in a round each
-answers as many requests as the batch has, all sent at once. What counts is the throughput that the
-engine itself reports for every 40 steps of the whole batch. The model has the shape of Llama 3 8B,
-with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
-statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
+Servers of one model run on the same GPU, one without the plug-in and up to two with it. Of one,
+"recording", the fingerprints of every step of every request go into a store. Of the other, which
+could give entries of all modes, nobody asks in "idle"; in "raw" and "sketch" every request asks for
+those of every step, in its answer. CUDA graphs are on. All kinds take turns with the same prompts:
+in a round each answers as many requests as the batch has, all sent at once. What counts is the
+throughput that the engine itself reports for every 40 steps of the whole batch. The model has the
+shape of Llama 3 8B, with weights that SGLang makes up: their attention is nearly uniform, which
+changes nothing for statistics. Prompts are CONTEXT random tokens each, in the prefix cache since
+the first round.
 
-Three servers of batch 48 fit into 139 GiB; 64 needs --kinds with one of the two.
+Three servers of batch 48 fit into 139 GiB, two of batch 64: that one without "recording", or alone.
 
 Exits 1 if a record is missing from the store, or if on an H200 capture of the last layer takes more
 than MOST_PERCENT of the largest batch's throughput, or nobody asking MOST_IDLE_PERCENT.
@@ -64,8 +65,9 @@ TIMEOUT_S, STORED_WITHIN_S = 300.0, 3.0
 REPORTED = re.compile(r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([0-9.]+)")
 
 
-# What every request asks of a kind of server.
+# What every request asks of the server of each kind that gives entries.
 ASKED: dict[str, dict[str, Any]] = {
+    "idle": {},
     "raw": {"return_attention_tokens": True, "top_k_attention": 16},
     "sketch": {"return_attention_tokens": True, "attention_sketch_mode": True},
 }
@@ -91,7 +93,7 @@ def server(
         "--cuda-graph-bs-decode", *sizes, *(options or []),
         environment=WITHOUT if options is None else {},
     )  # fmt: skip
-    return Server(process, log, ASKED.get(name, {}))
+    return Server(process, log, {})
 
 
 async def send(server: Server, prompts: list[list[int]], steps: int) -> None:
@@ -139,31 +141,33 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (model / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     store = folder / "store"
     layers = ["--attention-capture-layers", asked.layers]
-    kinds = {
-        "recording": [
-            *layers, "--attention-store", str(store), "--attention-fingerprint-max-steps", "0",
-            "--attention-tokens-max", "0",
-        ],
-        "idle": [*layers, "--return-attention-tokens", "--attention-fingerprint-mode"],
-        **{
-            kind: [*layers, "--return-attention-tokens", "--attention-tokens-max", "0"]
-            for kind in ASKED
-        },
-    }  # fmt: skip
+    recording = [
+        "--attention-store", str(store), "--attention-fingerprint-max-steps", "0",
+        "--attention-tokens-max", "0",
+    ]  # fmt: skip
+    giving = ["--return-attention-tokens", "--attention-tokens-max", "0"]
     drawn = random.Random(1)
     prompts = [
         [drawn.randrange(2, VOCABULARY) for _ in range(CONTEXT)] for _ in range(max(asked.batches))
     ]
     with ExitStack() as running:
         shared = (asked.batches, asked.steps)
-        servers = {"without": server(model, folder, "without", *shared)}
-        for kind in asked.kinds:
-            servers[kind] = server(model, folder, kind, *shared, kinds[kind])
-        for each in servers.values():
+        started = {"without": server(model, folder, "without", *shared)}
+        if "recording" in asked.kinds:
+            started["recording"] = server(
+                model, folder, "recording", *shared, [*layers, *recording]
+            )
+        if {*asked.kinds} & {*ASKED}:
+            started["entries"] = server(model, folder, "entries", *shared, [*layers, *giving])
+        for each in started.values():
             running.enter_context(each.process)
-        for each in servers.values():
+        for each in started.values():
             each.process.wait()
-            asyncio.run(send(each._replace(fields={}), prompts, 1))  # into the prefix cache
+            asyncio.run(send(each, prompts, 1))  # into the prefix cache
+        servers = {"without": started["without"]} | {
+            kind: started["entries"]._replace(fields=ASKED[kind]) if kind in ASKED
+            else started[kind] for kind in asked.kinds
+        }  # fmt: skip
         figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
         for batch in asked.batches:
             rates: dict[str, list[float]] = {name: [] for name in servers}
@@ -230,12 +234,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
     parser.add_argument("--kinds", default="recording,idle",
-                        help="servers with the plug-in: recording, idle, raw, sketch")  # fmt: skip
+                        help="with the plug-in: recording, idle, raw, sketch")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
     asked.kinds = asked.kinds.split(",")
-    if unknown := {*asked.kinds} - {"recording", "idle", *ASKED}:
+    if unknown := {*asked.kinds} - {"recording", *ASKED}:
         parser.error(f"no such kind of server: {', '.join(sorted(unknown))}")
     asked.batches = [int(size) for size in asked.batches.split(",")]
     if not torch.cuda.is_available():
