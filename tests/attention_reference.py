@@ -31,7 +31,7 @@ class AttentionReference:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).eval()
-        logits, sinks = {}, {}
+        logits, sinks, self._windows = {}, {}, {}
         positions = np.arange(len(tokens))
         distance = positions[:, None] - positions
 
@@ -40,7 +40,7 @@ class AttentionReference:
             own = call.query[0] @ keys.transpose(1, 2) * call.options["scaling"]
             if cap := call.options.get("softcap"):
                 own = cap * torch.tanh(own / cap)
-            seen = call.options.get("sliding_window") or len(tokens)
+            seen = self._windows[call.layer] = call.options.get("sliding_window") or len(tokens)
             hidden = (distance < 0) | (distance >= seen)
             logits[call.layer] = np.where(hidden, -np.inf, own.numpy())
             learned = call.options.get("s_aux")
@@ -78,5 +78,6 @@ class AttentionReference:
     ) -> NDArray[np.float32] | None:  # fmt: skip
         chosen = slice(None) if heads is None else heads
         rows = [self.p[layer, chosen, position, : position + 1] for layer in layers]
-        found = fingerprint(rows, position, layout, visibility)
+        first = [max(0, position + 1 - self._windows[layer]) for layer in layers]
+        found = fingerprint(rows, position, layout, visibility, first)
         return None if found is None else found.vector

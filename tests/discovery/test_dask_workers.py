@@ -441,7 +441,10 @@ KILLER = textwrap.dedent(
                 "progress", stage, int(done)
             ):
                 children = psutil.Process().children(recursive=True)
-                workers = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+                # Where setproctitle is installed, Dask gives them a title in place of the command.
+                lines = {one: " ".join(one.cmdline()) for one in children}
+                workers = [one for one, line in lines.items()
+                           if "spawn_main" in line or "Dask Worker" in line]
                 for worker in workers[:int(most)]:
                     worker.kill()
                     print("killed a worker", file=sys.stderr)

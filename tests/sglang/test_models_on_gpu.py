@@ -151,7 +151,7 @@ def test_learned_sinks(tmp_path):
     layers, sink = 4, 5.0
     model = saved(tmp_path / "model", transformers.GptOssConfig(
         **SHAPE, intermediate_size=256, num_hidden_layers=layers, num_key_value_heads=2,
-        num_local_experts=2, num_experts_per_tok=2, sliding_window=64,
+        num_local_experts=2, num_experts_per_tok=2, sliding_window=64, swiglu_limit=7.0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ), dtype=torch.bfloat16, sink=sink)  # fmt: skip
     truths = checked(

@@ -19,7 +19,15 @@ from pipeline.record import MEAN_LAYER, SCHEMA, make_batch
 
 from .phases import PhaseTracker
 from .request import CaptureRequest
-from .responses import Entry, fingerprint_entry, hub_list, raw_entry, routing_of, sketch_entry
+from .responses import (
+    Entry,
+    decoded,
+    fingerprint_entry,
+    hub_list,
+    raw_entry,
+    routing_of,
+    sketch_entry,
+)
 from .rows import Row
 
 NO_RECORDS = pa.RecordBatch.from_pylist([], SCHEMA)
@@ -113,13 +121,19 @@ class RequestCollector:
     def add(self, row: Row) -> list[Entry]:
         """Take a captured row; returns its entries of the response: one, in raw mode one a layer,
         none where the row has no key to describe or the response has no entries."""
+        return decoded(self.add_encoded(row))
+
+    def add_encoded(self, row: Row) -> list[bytes]:
+        """As `add`, but each entry is JSON, which other processes are sent and Python's garbage
+        collector need not look at: a sketch is some forty lists."""
         started = time.perf_counter()
         self.rows += 1
         phase = self.phase(row.position)
         if self._keep:
             self._kept.append((row, phase))
-        entries = self._entries(row, phase) if self.request.stream_entries else []
-        self.bytes += sum(len(msgspec.json.encode(entry)) for entry in entries)
+        found = self._entries(row, phase) if self.request.stream_entries else []
+        entries = [msgspec.json.encode(entry) for entry in found]
+        self.bytes += sum(map(len, entries))
         self.add_seconds(time.perf_counter() - started)
         return entries
 
@@ -182,11 +196,11 @@ class RequestCollector:
                 for layer in layers
                 if (layer.positions >= 0).any()
             ]
-        columns = np.stack([layer.mean for layer in row.layers])[:, None]
-        described = vectors_of_columns(columns, self.layout)
         if request.mode == "sketch":
             seen = [layer for layer in layers if (layer.positions >= 0).any()]
             return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
+        columns = np.stack([layer.mean for layer in row.layers])[:, None]
+        described = vectors_of_columns(columns, self.layout)
         if not described.valid[0]:
             return []
         vector = described.vector[0]

@@ -14,6 +14,7 @@ import gzip
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,6 +96,11 @@ def fingerprint_entry(
     }
 
 
+def decoded(entries: Sequence[bytes]) -> list[Entry]:
+    """Entries that `RequestCollector.add_encoded` made."""
+    return [msgspec.json.decode(entry) for entry in entries]
+
+
 def routing_of(rows: Sequence[LayerRow]) -> tuple[list[int] | None, float | None]:
     """The routing of a row for its record: the experts of its deepest layer with a router, and the
     mean entropy over those layers; None without any."""
@@ -167,7 +173,7 @@ def _sketch(row: LayerRow, k: int) -> Entry:
     positions, masses = _most(row, k)
     hubs = zip(positions.tolist(), _rounded(masses, SHARE), strict=True)
     return {
-        "top_hubs": [list(pair) for pair in hubs],
+        "top_hubs": list(map(list, hubs)),
         "dist_hist": _rounded(row.mean[:HIST_BINS].astype(np.float64), SHARE),
         "entropy": round(float(row.mean[_ENTROPY]), SHARE),
         "mass_captured": round(float(masses.sum()), SHARE),

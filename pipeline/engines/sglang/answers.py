@@ -27,6 +27,7 @@ from pipeline.engines.serving.full_scores import TOO_LARGE, check_room
 from pipeline.engines.serving.http.asgi import error_content
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
+from pipeline.engines.serving.responses import decoded
 from pipeline.engines.serving.system_prompt import count_system_tokens
 from pipeline.engines.serving.token_names import Named, NamedOutput, named_prompt, roles_of
 
@@ -93,6 +94,7 @@ async def heard(
                     if not isinstance(one, dict):
                         continue
                     await put_scores(current, one)
+                    decode_entries(one.get("meta_info") or {})
                     if current is not None:
                         meta_info = one.get("meta_info") or {}
                         note(current, meta_info, self.incremental_streaming_output)
@@ -152,6 +154,15 @@ async def put_scores(current: Heard | None, output: dict[str, Any]) -> None:
         output[SCORES] = entries
     else:
         current.scores = entries
+
+
+def decode_entries(meta_info: dict[str, Any]) -> None:
+    """Decode the entries that are new, in the list itself: SGLang goes on adding to it."""
+    entries = meta_info.get(ENTRIES) or []
+    new = len(entries)
+    while new and isinstance(entries[new - 1], bytes):
+        new -= 1
+    entries[new:] = decoded(entries[new:])
 
 
 def drop_empty(output: dict[str, Any]) -> None:

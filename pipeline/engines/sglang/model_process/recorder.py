@@ -345,7 +345,7 @@ class Recorder:
                 )
             if state.is_asked:
                 state.unnamed += found.lacks_top_k(note)
-                state.entries += collector.add(Row(note.position, token, layers, at))
+                state.entries += collector.add_encoded(Row(note.position, token, layers, at))
         take_hubs(noted, found)
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, found.mean, at))

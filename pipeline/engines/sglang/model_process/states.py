@@ -26,16 +26,16 @@ from .routing import RoutingRows
 
 @dataclass(eq=False)
 class RequestState:
-    """One captured request. entries: those that no response has yet; last: position of the last
-    row that was taken, as a request that was put back is run again; prompt_rows: how many of the
-    prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
+    """One captured request. entries: JSON of those that no response has yet; last: position of the
+    last row that was taken, as a request that was put back is run again; prompt_rows: how many of
+    the prompt were; fed: tokens whose phase is known; ended: whether its response was told how it
     ended; unnamed: rows that see keys, but have no top k; lensless: rows whose logit lens was asked
-    for, and is not known; hub: its slot, -1 for none; hubs: what
-    the slot held after its last row, float32[n] by position; no_hubs: why there is none."""
+    for, and is not known; hub: its slot, -1 for none; hubs: what the slot held after its last row,
+    float32[n] by position; no_hubs: why there is none."""
 
     collector: RequestCollector
     layers: tuple[int, ...]  # indices among the captured layers
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[bytes] = field(default_factory=list)
     last: int = -1
     prompt_rows: int = 0
     fed: int = 0
