@@ -64,11 +64,13 @@ def parameters(context: RunContext) -> dict[str, Any]:
 class Fitted(NamedTuple):
     """The n rows that the map was fitted on.
 
-    rows: int64[n], their numbers in the run; projected: float32[n, d]; points: float32[n, 2] of the
-    map; labels: int32[n], numbers of clusters (-1: noise); probabilities: float32[n].
+    rows: int64[n], their numbers in the run; requests: uint64[n], hashes of their requests;
+    projected: float32[n, d]; points: float32[n, 2] of the map; labels: int32[n], numbers of
+    clusters (-1: noise); probabilities: float32[n].
     """
 
     rows: Ints
+    requests: Hashes
     projected: Floats
     points: Floats
     labels: Int32s
@@ -79,14 +81,15 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     fraction = len(points) / context.rows.count
     size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
+    requests = requests_of(context, fit["rows"])
     if not context.checkpoint.has("fit.npz"):
-        found = clusters_of_fit(context, fit["rows"], fit["projected"], points, size)
+        found = clusters_of_fit(context, fit["rows"], requests, fit["projected"], points, size)
         arrays = found._asdict() | {"min_samples": np.array(found.min_samples)}
         context.checkpoint.write_arrays("fit.npz", **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
     labels, probabilities, family = (saved[name] for name in ("labels", "probabilities", "family"))
     clusters = len(saved["stability"])
-    fitted = Fitted(fit["rows"], fit["projected"], points, labels, probabilities)
+    fitted = Fitted(fit["rows"], requests, fit["projected"], points, labels, probabilities)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(
@@ -116,7 +119,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
 
 
 def clusters_of_fit(
-    context: RunContext, rows: Ints, projected: Floats, points: Floats, size: int
+    context: RunContext, rows: Ints, requests: Hashes, projected: Floats, points: Floats, size: int
 ) -> FoundClusters:
     """Clusters of the fit rows, as --clustering says."""
     apart, options = fit_distances(context, SPARSE_NEIGHBOR), context.options
@@ -125,7 +128,7 @@ def clusters_of_fit(
             context.engine, projected, points, apart, size, options.min_samples, options.seed
         )
     return clusters_of_rows(
-        context.engine, projected, points, apart, requests_of(context, rows), size, options.seed,
+        context.engine, projected, points, apart, requests, size, options.seed,
         clusters_of_parent(context, rows),
     )  # fmt: skip
 
@@ -225,8 +228,7 @@ def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
 def save_prototypes(context: RunContext, fitted: Fitted) -> int:
     """Train the prototypes, measure the classifier on held-out rows; returns how many there are."""
     engine, seed = context.engine, context.options.seed
-    rows, projected, points, labels, probabilities = fitted
-    requests = requests_of(context, rows)
+    rows, requests, projected, points, labels, probabilities = fitted
     held = held_out(requests, HELD_OUT, seed)
     found = train_prototypes(engine, projected[~held], labels[~held], seed)
     near = nearest_with_noise(
@@ -265,13 +267,13 @@ def save_prototypes(context: RunContext, fitted: Fitted) -> int:
 
 def requests_of(context: RunContext, rows: Ints) -> Hashes:
     """Hashes of the requests of the sorted row numbers `rows`: uint64[n]."""
-    chosen = ((index, context.rows.among(index, rows)) for index in range(context.rows.chunks))
-    # Of all columns together a million rows take seconds to be copied.
-    found = [
-        request_hashes(context.rows.batch(index).select(["request_id"]).take(pa.array(own)))
-        for index, own in chosen
-        if len(own)
-    ]
+    found = []
+    for index in range(context.rows.chunks):
+        if not len(own := context.rows.among(index, rows)):
+            continue
+        # Of all columns together a million rows take seconds to be copied.
+        ids = context.rows.batch(index).select(["request_id"])
+        found.append(request_hashes(ids if len(own) == len(ids) else ids.take(pa.array(own))))
     return np.concatenate(found)
 
 

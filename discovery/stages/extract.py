@@ -318,9 +318,20 @@ def second_pass(context: RunContext, store: Store, digest: bytes) -> Iterator[pa
         NewRunNeededError: they are not those of the first pass.
     """
     again = hashlib.sha256()
-    for batch in scan(context, store):
+
+    def add(batch: pa.RecordBatch) -> None:
         again.update(hashes(context, batch)[1].data)
-        yield batch
+
+    # In a thread: meanwhile the rows are written and more of them are read.
+    with ThreadPoolExecutor(1) as hasher:
+        added: Future[None] | None = None
+        for batch in scan(context, store):
+            if added:
+                added.result()
+            added = hasher.submit(add, batch)
+            yield batch
+        if added:
+            added.result()
     if again.digest() != digest:
         raise NewRunNeededError(
             "rows of this run were deleted from the store while it read them: start a new run"
