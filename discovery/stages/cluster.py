@@ -64,13 +64,11 @@ def parameters(context: RunContext) -> dict[str, Any]:
 class Fitted(NamedTuple):
     """The n rows that the map was fitted on.
 
-    rows: int64[n], their numbers in the run; requests: uint64[n], hashes of their requests;
-    projected: float32[n, d]; points: float32[n, 2] of the map; labels: int32[n], numbers of
-    clusters (-1: noise); probabilities: float32[n].
+    rows: int64[n], their numbers in the run; projected: float32[n, d]; points: float32[n, 2] of the
+    map; labels: int32[n], numbers of clusters (-1: noise); probabilities: float32[n].
     """
 
     rows: Ints
-    requests: Hashes
     projected: Floats
     points: Floats
     labels: Int32s
@@ -89,7 +87,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     saved = context.checkpoint.read_arrays("fit.npz")
     labels, probabilities, family = (saved[name] for name in ("labels", "probabilities", "family"))
     clusters = len(saved["stability"])
-    fitted = Fitted(fit["rows"], requests, fit["projected"], points, labels, probabilities)
+    fitted = Fitted(fit["rows"], fit["projected"], points, labels, probabilities)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(
@@ -102,7 +100,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     noise_rows = sum(
         int(np.count_nonzero(context.checkpoint.read_arrays(file)["label"] < 0)) for file in files
     )
-    prototypes = save_prototypes(context, fitted)
+    prototypes = save_prototypes(context, fitted, requests)
     noise = noise_rows / context.rows.count
     summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
                "min_samples": int(saved["min_samples"]), "landmarks": prototypes}  # fmt: skip
@@ -225,10 +223,14 @@ def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
     return max(LEAST_CLUSTER, round(asked * fraction))
 
 
-def save_prototypes(context: RunContext, fitted: Fitted) -> int:
-    """Train the prototypes, measure the classifier on held-out rows; returns how many there are."""
+def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> int:
+    """Train the prototypes, measure the classifier on held-out rows; returns how many there are.
+
+    Args:
+        requests: uint64[n], hashes of the rows' requests.
+    """
     engine, seed = context.engine, context.options.seed
-    rows, requests, projected, points, labels, probabilities = fitted
+    rows, projected, points, labels, probabilities = fitted
     held = held_out(requests, HELD_OUT, seed)
     found = train_prototypes(engine, projected[~held], labels[~held], seed)
     near = nearest_with_noise(

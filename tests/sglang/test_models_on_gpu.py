@@ -29,19 +29,18 @@ SHAPE = {
 
 
 def saved(
-    folder: Path, config: transformers.PretrainedConfig, *,
-    dtype: torch.dtype = torch.float16, sink: float | None = None,
-) -> Path:  # fmt: skip
+    folder: Path, config: transformers.PretrainedConfig, *, sink: float | None = None
+) -> Path:
     """A model with random weights, with the tokenizer of the demo model.
 
-    With `sink`, that is the learned sink of every head.
+    With `sink`, that is the mean of the heads' learned sinks.
     """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if sink is not None:
         for layer in model.model.layers:
-            torch.nn.init.constant_(layer.self_attn.sinks, sink)
-    model.to(dtype).save_pretrained(folder)
+            torch.nn.init.normal_(layer.self_attn.sinks, sink)
+    model.to(torch.float16).save_pretrained(folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
@@ -144,23 +143,25 @@ def test_soft_caps_and_sliding_windows(tmp_path):
 
 
 def test_learned_sinks(tmp_path):
-    """gpt-oss: a learned sink for each head, and windows, in one plain pool.
+    """gpt-oss: a learned sink for each head, which differ.
 
-    Each token is for both experts, so that rounding cannot choose others. Its weights are bfloat16.
+    Each token is for both experts, so that rounding cannot choose others. No row is as long as the
+    window: SGLang 0.5.23's Triton decode leaves out the oldest key of one (sgl-project/sglang
+    #32087), so that what is behind such a layer is not what the model makes of it.
     """
     layers, sink = 4, 5.0
     model = saved(tmp_path / "model", transformers.GptOssConfig(
         **SHAPE, intermediate_size=256, num_hidden_layers=layers, num_key_value_heads=2,
-        num_local_experts=2, num_experts_per_tok=2, sliding_window=64, swiglu_limit=7.0,
+        num_local_experts=2, num_experts_per_tok=2, sliding_window=2048, swiglu_limit=7.0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    ), dtype=torch.bfloat16, sink=sink)  # fmt: skip
+    ), sink=sink)  # fmt: skip
     truths = checked(
-        tmp_path, model, layers, 2e-2, 6e-2, "--dtype", "bfloat16",
+        tmp_path, model, layers, 4e-3, 2e-2,
         "--disable-hybrid-swa-memory", "--moe-runner-backend", "triton",
     )  # fmt: skip
     for truth in truths:
         # The sinks take a share that is far from the tolerance, and from all.
-        assert 0.1 < 1 - truth.p[:, :, -1].sum(axis=2).mean() < 0.9
+        assert 0.05 < 1 - truth.p[:, :, -1].sum(axis=2).mean() < 0.9
 
 
 def routed(folder: Path, tokens: list[int], layers: int) -> list[np.ndarray]:
