@@ -9,7 +9,6 @@ of several layers, each with a cache of its own, as in `gpu_kernels`; the ways t
 median of the rounds counts. Beside them
 
     torch.sum   of as many bytes as the keys have
-    bmm         torch's product of queries and keys that lie in a row: logits alone
     SGLang      its Triton decode attention over the same cache, whose values are the first 512
                 numbers of a latent key; `kernel_peers` says how it is found
 
@@ -39,7 +38,6 @@ from benchmarks import kernel_peers as peers
 from benchmarks.gpu_kernels import about
 from benchmarks.kernel_cases import (
     DEVICE,
-    SPARE_SLOTS,
     TOP_K,
     Batch,
     Errors,
@@ -68,7 +66,7 @@ VARIANTS = {
     f"statistics, top {TOP_K} of the mean": (0, TOP_K),
     f"statistics, top {TOP_K} of each head": (TOP_K, 0),
 }
-SUM, BMM = "torch.sum of as many bytes", "torch.bmm, logits alone"
+SUM = "torch.sum of as many bytes"
 # Of one shape, many times the L2 cache.
 CACHE_BYTES = 1 << 30
 PRODUCT_SIZE = 8192
@@ -88,18 +86,6 @@ def product_rate() -> float:
     return 2 * PRODUCT_SIZE**3 / took.us * 1e6
 
 
-def bmm_way(batch: Batch) -> Callable[[int], torch.Tensor]:
-    """Logits bfloat16[R, H, T] of keys in the order of their slots, which is nobody's."""
-    shape = batch.shape
-    out = torch.empty(shape.batch, shape.heads, shape.context, dtype=shape.dtype, device=DEVICE)
-
-    def multiply(layer: int) -> torch.Tensor:
-        keys = batch.keys[layer][SPARE_SLOTS:].view(shape.batch, shape.context, -1)
-        return torch.bmm(batch.queries[layer], keys.transpose(1, 2), out=out)
-
-    return multiply
-
-
 def measure(
     name: str, shape: Shape, read: float, multiply: float, sglang: peers.Sglang
 ) -> dict[str, Any]:
@@ -111,7 +97,7 @@ def measure(
         batch.values = batch.keys
     last, layers = batch.layers - 1, batch.layers
     plans = {variant: Beside(batch, asked) for variant, asked in VARIANTS.items()}
-    calls = {BMM: bmm_way(batch)} | {
+    calls = {
         f"SGLang, {splits} splits": way for splits, way in peers.sglang_ways(batch, sglang).items()
     }
     works: dict[str, Callable[[], object]] = {
@@ -126,7 +112,7 @@ def measure(
     rows = checked_rows(batch, 3)
     for variant, plan in plans.items():
         errors[variant] = errors_of(batch, plan.answer(), last, rows)
-    for way in calls.keys() - {BMM}:
+    for way in calls:
         output = calls[way](last).clone()
         for row in rows:
             errors[way] = errors[way].worst(compare_output(output[row], truth_of(batch, last, row)))
@@ -134,8 +120,7 @@ def measure(
     floors = {"bytes": batch.key_bytes / read * 1e6, "operations": operations / multiply * 1e6}
     ways = {way: figures(took, max(floors.values())) for way, took in times.items()}
     for way, worst in errors.items():
-        if way != BMM:
-            ways[way] |= {"errors": worst._asdict(), "problems": worst.problems()}
+        ways[way] |= {"errors": worst._asdict(), "problems": worst.problems()}
     ways[SUM]["problems"] = problems
     return {
         "name": name, "shape": shape.as_dict(), "layers": layers, "key_bytes": batch.key_bytes,
@@ -183,10 +168,12 @@ def main() -> int:
         return 2
     rates, problems = peers.measured_rates()
     multiply = product_rate()
-    told = {**about(), "SGLang's kernel": sglang.told, "command": " ".join(sys.argv)}
+    told = {**about(), "SGLang's kernel": sglang.told}
     print(", ".join(f"{name} {value}" for name, value in told.items()))
     print(f"measured: read {rates.read / 1e12:.2f} TB/s, multiply {multiply / 1e12:.0f} TFLOP/s")
     found: dict[str, Any] = {
+        "command": "python benchmarks/gpu_latent.py",
+        "date": told["date"],
         "about": told,
         "rates": {"read": rates.read, "multiply": multiply, "problems": problems},
         "cases": [],

@@ -76,6 +76,29 @@ def add_to_head_columns(e, inside, masses, UPCAST: tl.constexpr):
     return tl.dot(low, ones, tl.dot(high, ones, masses))
 
 
+@triton.jit
+def write_logits(at, x, chosen, BLOCK_H: tl.constexpr, TILE: tl.constexpr):
+    """Write a tile of logits [heads, keys] by distance, four neighbours at a time; `at` are
+    pointers [heads] to its first key's. In two halves, because all of them on their way to other
+    threads would not have room beside latent keys: heads with bit 3 are in the second."""
+    FOURS: tl.constexpr = TILE // NEIGHBOURS
+    x = tl.reshape(x, [BLOCK_H // 16, 2, 8, 2, TILE // 32, 2, 8])
+    x = tl.permute(x, [0, 2, 4, 6, 3, 5, 1])
+    lower, upper = tl.split(tl.reshape(x, [BLOCK_H // 2, FOURS, NEIGHBOURS, 2]))
+    in_tile = tl.arange(0, FOURS)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
+    lower_at, upper_at = halves_of_heads(at, BLOCK_H)
+    in_lower, in_upper = halves_of_heads(chosen, BLOCK_H)
+    tl.store(lower_at[:, None, None] + in_tile[None, :, :], lower, mask=in_lower[:, None, None])
+    tl.store(upper_at[:, None, None] + in_tile[None, :, :], upper, mask=in_upper[:, None, None])
+
+
+@triton.jit
+def halves_of_heads(of_heads, BLOCK_H: tl.constexpr):
+    """Of [heads], those without bit 3 and those with it."""
+    of_heads = tl.permute(tl.reshape(of_heads, [BLOCK_H // 16, 2, 8]), [0, 2, 1])
+    return tl.split(tl.reshape(of_heads, [BLOCK_H // 2, 2]))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def head_pass(
     query, keys, kv_slots, base, row_table, block_ptr, program_ptr, head_table, descale, sinks,
@@ -234,18 +257,12 @@ def head_pass(
                 largest = tl.maximum(largest, y)
             if LOGITS:
                 if has_logits & (tile >= first_tile):
-                    # By distance, four neighbours at a time.
-                    x = tl.reshape(y, [BLOCK_H, 2, TILE // 32, 2, 8])
-                    x = tl.permute(x, [0, 2, 4, 1, 3])
-                    x = tl.reshape(x, [BLOCK_H, TILE // 32, 8, NEIGHBOURS]) * LN_2
-                    four = tl.arange(0, TILE // 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
-                    in_tile = four[:, :, None] * NEIGHBOURS
-                    in_tile += tl.arange(0, NEIGHBOURS)[None, None, :]
-                    this = row_block + tile // TILES
-                    at = ((first_logits + this) * HEADS + out_head) * (TILE * TILES)
-                    at = logits + at[:, None, None, None] + (tile % TILES) * TILE
-                    at += in_tile[None, :, :, :]
-                    tl.store(at, x, mask=chosen[:, None, None, None])
+                    this = first_logits + row_block + tile // TILES
+                    of_tile = logits + (tile % TILES) * TILE
+                    write_logits(
+                        of_tile + (this * HEADS + out_head) * (TILE * TILES), y * LN_2, chosen,
+                        BLOCK_H, TILE,
+                    )  # fmt: skip
 
         # From one split to the next the row or the program grows, so program + row is its own.
         split = (first_split + program + row) * HEADS + out_head

@@ -32,7 +32,7 @@ KINDS = cases(
         ("16 heads of float8 keys", [70, 3], (16, 1, LATENT), FLOAT8, {}),
         ("64 heads in float16", [129, 5], (64, 1, LATENT), {"padding_rows": 2}, {}),
         ("few and many of 100 heads", [65], (100, 1, LATENT), BFLOAT16, {}),
-        ("chosen heads", [65, 9], (128, 1, LATENT), BFLOAT16, {"chosen": (127, 3, 64, 5, *range(
+        ("chosen heads", [65, 9], (128, 1, LATENT), BFLOAT16, {"chosen": (127, 3, 90, 5, *range(
          20, 80))}),
         ("one chosen head", [65], (128, 1, LATENT), BFLOAT16, {"chosen": (77,)}),
         ("a masked prefix, a window and a cap", [1, 11, 75, 200], (32, 1, LATENT), BFLOAT16,
