@@ -39,7 +39,6 @@ from benchmarks.gpu_kernels import about
 from benchmarks.kernel_cases import (
     DEVICE,
     TOP_K,
-    Batch,
     Errors,
     Shape,
     Timing,
