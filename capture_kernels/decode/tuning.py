@@ -42,9 +42,10 @@ MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
 MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
 # Latent keys: a tile takes most of a multiprocessor's shared memory. With more heads than a group
 # of `HeadGroups` holds, all of one key head are one product, if 128 at most.
-LATENT = Tuning(tile=64, warps=4, stages=3, programs_a_processor=1)
+LATENT = Tuning(tile=32, warps=1, stages=3, programs_a_processor=3)
+LATENT_TOP = Tuning(tile=64, warps=4, stages=3, programs_a_processor=1)
 LATENT_HEADS = Tuning(tile=32, warps=4, stages=4, programs_a_processor=1, heads=64)
-LATENT_MANY_HEADS = Tuning(tile=32, warps=8, stages=3, programs_a_processor=1, heads=128)
+LATENT_MANY_HEADS = Tuning(tile=32, warps=8, stages=2, programs_a_processor=1, heads=128)
 # With a top k, SMALL is taken if a row has 2 to 4, or 64 or more, of its programs. With fewer, too
 # little is kept of the row; in between, buckets of several lanes cost small programs more.
 FEW_PROGRAMS, MANY_PROGRAMS = (2, 5), 64
@@ -68,7 +69,9 @@ def tuning_for(
     head mean, query heads of a product and of a key head, programs of SMALL for each row, and
     whether key heads may be joined; not every shape was tried."""
     if head_dim > LARGEST_HEAD_DIM:
-        if readers <= LARGEST_GROUP or top_k > LATENT_HEADS.tile:
+        if top_k > LATENT_HEADS.tile:
+            return LATENT_TOP
+        if readers <= LARGEST_GROUP:
             return LATENT
         return LATENT_HEADS if readers <= LATENT_HEADS.heads else LATENT_MANY_HEADS
     if top_k > SMALL.tile:
