@@ -251,14 +251,15 @@ def stand_in_packages(folder: Path) -> None:
 
 
 def sglang_way(batch: Batch, decode: Callable[..., Any], splits: int) -> Callable[[int], Tensor]:
-    """Decode attention [R, H, D] as SGLang's backend calls it, with so many splits of each row."""
+    """Decode attention [R, H, Dv] as SGLang's backend calls it, with so many splits of each row."""
     shape = batch.shape
     indptr, indices = batch.indptr()
     query = batch.queries[0]
-    partials = torch.empty(shape.batch, shape.heads, splits, shape.head_dim, device=DEVICE)
+    depth = batch.values[0].shape[2]
+    partials = torch.empty(shape.batch, shape.heads, splits, depth, device=DEVICE)
     partials_lse = torch.empty(shape.batch, shape.heads, splits, device=DEVICE)
     each = torch.full((shape.batch,), splits, dtype=torch.int32, device=DEVICE)
-    out = torch.empty_like(query)
+    out = query.new_empty(shape.batch, shape.heads, depth)
     # As SGLang's backend decides it.
     use_pdl = DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE)[0] >= 9
 

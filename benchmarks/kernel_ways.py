@@ -28,12 +28,17 @@ LONGEST = Shape(batch=1, context=1 << 20)
 
 class Beside:
     """Our pass over a batch, beside an engine's own attention: all of its layers in a step, or so
-    many."""
+    many. A variant is one of `VARIANTS`, by its name or its two numbers."""
 
     def __init__(
-        self, batch: Batch, variant: str, layers: int | None = None, **tuning: Any
+        self,
+        batch: Batch,
+        variant: str | tuple[int, int],
+        layers: int | None = None,
+        **tuning: Any,
     ) -> None:
-        self._batch, self._asked = batch, VARIANTS[variant]
+        self._batch = batch
+        self._asked = VARIANTS[variant] if isinstance(variant, str) else variant
         self._plan = StatisticsPlan(
             layers=layers or batch.layers,
             **plan_arguments(batch.shape),

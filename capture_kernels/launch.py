@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -31,26 +32,36 @@ class HeadGroups:
     """Chosen query heads, in ascending order, grouped by the key head that they read; a key head
     with more of them than a group holds has several groups.
 
+    Args:
+        room: the least and the most heads that a group has room for, powers of two.
+
     Attributes:
         count, block: how many heads are chosen; how many a group has room for.
         queries_a_key: how many of the layer's query heads read one key head.
+        readers: the most chosen heads of one key head.
         table: int32[groups, 2 + block] on the device: key head, how many chosen heads lie in the
             groups before, and the query heads, then -1.
         heads: int32[2, count] on the device: the query head, and the key head that it reads.
     """
 
     def __init__(
-        self, heads: int, key_heads: int, chosen: Sequence[int] | None, device: torch.device | str
+        self,
+        heads: int,
+        key_heads: int,
+        chosen: Sequence[int] | None,
+        device: torch.device | str,
+        room: tuple[int, int] = (LEAST_GROUP, LARGEST_GROUP),
     ) -> None:
         order = chosen_heads(heads, key_heads, chosen)
         per_key = heads // key_heads
         groups: list[list[int]] = []
         for _, read in groupby(order, lambda head: head // per_key):
             readers = list(read)
-            starts = range(0, len(readers), LARGEST_GROUP)
-            groups += [readers[start : start + LARGEST_GROUP] for start in starts]
+            starts = range(0, len(readers), room[1])
+            groups += [readers[start : start + room[1]] for start in starts]
         self.count, self.key_heads, self.queries_a_key = len(order), key_heads, per_key
-        self.block = max(LEAST_GROUP, triton.next_power_of_2(max(map(len, groups))))
+        self.readers = max(Counter(head // per_key for head in order).values())
+        self.block = max(room[0], triton.next_power_of_2(max(map(len, groups))))
         self._groups, self._device = groups, device
         self.table = self._table(groups)
         pairs = [order, [head // per_key for head in order]]

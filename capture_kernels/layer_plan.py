@@ -15,6 +15,8 @@ from .errors import OptionError
 # the logsumexp.
 COLUMNS, LOGSUMEXP_COLUMN = 32, 29
 LARGEST_HEAD_DIM = 256
+# Of a single key head: a latent key of 512 numbers and 64 with positions (MLA).
+LARGEST_LATENT_DIM = 576
 QUERY_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOAT32 = {torch.float32}
@@ -35,7 +37,7 @@ class LayerPlan:
     max_length: int  # the most keys of a query
     heads: int  # query head h reads key head h // (heads / key_heads)
     key_heads: int
-    head_dim: int  # 256 at most, and no MLA (latent keys)
+    head_dim: int  # 256 at most; of a single key head, such as latent keys (MLA) are, 576
     scale: float  # what q . k is multiplied by
     device: torch.device | str  # where queries and keys are
     chosen: Sequence[int] | None = None  # query heads; None for all. Results ascend by head
@@ -43,10 +45,10 @@ class LayerPlan:
     window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
 
     def __post_init__(self) -> None:
-        if self.head_dim > LARGEST_HEAD_DIM:
+        if self.head_dim > (LARGEST_LATENT_DIM if self.key_heads == 1 else LARGEST_HEAD_DIM):
             raise OptionError(
-                f"head_dim {self.head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and no "
-                "MLA (latent keys)"
+                f"head_dim {self.head_dim} is not supported: {LARGEST_HEAD_DIM} at most, and "
+                f"{LARGEST_LATENT_DIM} of a single key head (MLA)"
             )
         if self.max_rows < 1 or self.max_length < 1 or self.head_dim < 1:
             raise OptionError("max_rows, max_length and head_dim must be 1 or more")
@@ -63,7 +65,9 @@ class LayerPlan:
     def check_inputs(self, rows: int, query: Tensor, keys: Tensor, sinks: Tensor | None) -> None:
         """OptionError for queries of so many rows, keys or learned sinks that do not fit."""
         key_shape, key_types = (None, self.key_heads, self.head_dim), {query.dtype, *FLOAT8_TYPES}
-        check(query, "query", (rows, self.heads, self.head_dim), QUERY_TYPES, self.device)
+        # Wider keys have no room in a multiprocessor's shared memory at 32 bits.
+        types = QUERY_TYPES - FLOAT32 if self.head_dim > LARGEST_HEAD_DIM else QUERY_TYPES
+        check(query, "query", (rows, self.heads, self.head_dim), types, self.device)
         check(keys, "keys", key_shape, key_types, self.device)
         check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import LOG2_E, LOWEST, after_last_kernel, launch
-from capture_kernels.layer_plan import check
+from capture_kernels.layer_plan import LARGEST_HEAD_DIM, check
 
 from .key_pass import PARTIAL
 from .plan import StatisticsPlan
@@ -102,6 +102,11 @@ class FusedDecodePlan(StatisticsPlan):
     def __post_init__(self) -> None:
         if not 1 <= self.value_dim <= 256:
             raise OptionError(f"value_dim {self.value_dim} is not supported: 1 to 256, and no MLA")
+        if self.head_dim > LARGEST_HEAD_DIM:
+            raise OptionError(
+                f"head_dim {self.head_dim} is not supported: fused decode takes {LARGEST_HEAD_DIM} "
+                "at most, and no MLA"
+            )
         if self.chosen is not None:
             raise OptionError("fused decode takes all query heads: leave `chosen` out")
         with_top = self.top_k or self.mean_top_k or self.hubs

@@ -31,11 +31,12 @@ from capture_kernels.layer_plan import (
 )
 
 from .answers import Statistics, TopK
+from .head_pass import LEAST_HEAD_ROWS, head_lanes, head_pass
 from .key_pass import PARTIAL, key_pass
 from .merge import finish
 from .ranks import HeadRanks
 from .step.layers import PendingLayers
-from .step.logits import split_dims
+from .step.logits import split_dims, whole_dims
 from .step.page_table import PageTable
 from .step.schedule import Schedule
 from .topk.plan import TopKPlan
@@ -99,9 +100,15 @@ class StatisticsPlan(LayerPlan):
         joined = 1 if self.all_keys else self.groups.joined(LARGEST_HEAD_DIM // head_dim)[0]
         top = max(self.top_k, self.mean_top_k)
         self._tuning = tuning = self.tuning or tuning_for(
-            top, has_mean, head_dim, self.groups.block, max_length, small, joined > 1
-        )
+            top, has_mean, head_dim, self.groups.block, self.groups.readers, max_length, small,
+            joined > 1,
+        )  # fmt: skip
         self.joined, self._pass_table = self.groups.joined(min(joined, tuning.key_heads))
+        self._pass_heads = self.groups.block
+        if tuning.heads:
+            room = (LEAST_HEAD_ROWS, tuning.heads)
+            own = HeadGroups(self.heads, self.key_heads, self.chosen, self.device, room)
+            self.joined, self._pass_table, self._pass_heads = 1, own.table, own.block
         spread = count * tuning.programs_a_processor
         programs = self.programs or max(1, spread // len(self._pass_table))
         tile = tuning.tile
@@ -334,6 +341,7 @@ class StatisticsPlan(LayerPlan):
             )
         absent, tile = self.partial, self._tuning.tile
         first_dims, rest_dims = split_dims(self.joined * depth)
+        block_d, tail_d = whole_dims(depth)
         value_dim = 0 if values is None else values.shape[2]
         step = {
             "query": query,
@@ -354,7 +362,8 @@ class StatisticsPlan(LayerPlan):
             "STRIDE_VS": 0 if values is None else values.stride(0),
             "KEY_HEADS": self.joined,
             "HEAD_DIM": depth,
-            "BLOCK_D": max(16, triton.next_power_of_2(depth)),
+            "BLOCK_D": block_d,
+            "TAIL_D": tail_d,
             "FIRST_D": first_dims,
             "REST_D": rest_dims,
             "VALUE_DIM": value_dim,
@@ -383,10 +392,13 @@ class StatisticsPlan(LayerPlan):
     def _launch_pass(self, step: dict[str, Any], layers: int = 1) -> None:
         """Launch `key_pass` over one layer, or over several whose inputs are noted."""
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
+        own = {"head_table": self._pass_table, "BLOCK_H": self._pass_heads}
+        if by_heads := bool(self._tuning.heads):
+            own["LANES"] = head_lanes(step["TILE"], self._pass_heads, self._tuning.warps)
         launch(
-            key_pass,
+            head_pass if by_heads else key_pass,
             (len(self._pass_table), self.scheduled.programs, layers),
-            {**step, "head_table": self._pass_table},
+            {**step, **own},
             LISTED=layers > 1,
             num_warps=self._tuning.warps,
             num_stages=self._tuning.stages_of(step["TILE"] * depth * step["keys"].itemsize),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from capture_kernels.launch import LARGEST_GROUP, LEAST_GROUP
+from capture_kernels.layer_plan import LARGEST_HEAD_DIM
 
 # Shared memory that pipeline stages beyond the fifth may take, and the largest tile of which more
 # than three stages have room.
@@ -19,9 +20,14 @@ class Tuning(NamedTuple):
     stages: int = 5
     programs_a_processor: int = 4
     key_heads: int = 1  # the most key heads joined in one product
+    # With query heads as the rows of a product (`head_pass`): the most of them. 0: keys are its
+    # rows (`key_pass`).
+    heads: int = 0
 
     def stages_of(self, tile_bytes: int) -> int:
         """Pipeline stages that have room, for tiles of keys (and values) of so many bytes."""
+        if self.heads:
+            return self.stages
         if tile_bytes > LARGEST_TILE_BYTES:
             return 3
         return min(self.stages, max(5, STAGED_BYTES // tile_bytes))
@@ -34,6 +40,12 @@ SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
 # More query heads on a key head need more threads: each lane and head takes registers.
 MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
 MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
+# Latent keys: a tile takes most of a multiprocessor's shared memory. With more heads than a group
+# of `HeadGroups` holds, all of one key head are one product, if 128 at most.
+LATENT = Tuning(tile=32, warps=1, stages=3, programs_a_processor=3)
+LATENT_TOP = Tuning(tile=64, warps=4, stages=3, programs_a_processor=1)
+LATENT_HEADS = Tuning(tile=32, warps=4, stages=4, programs_a_processor=1, heads=64)
+LATENT_MANY_HEADS = Tuning(tile=32, warps=8, stages=2, programs_a_processor=1, heads=128)
 # With a top k, SMALL is taken if a row has 2 to 4, or 64 or more, of its programs. With fewer, too
 # little is kept of the row; in between, buckets of several lanes cost small programs more.
 FEW_PROGRAMS, MANY_PROGRAMS = (2, 5), 64
@@ -48,13 +60,20 @@ def tuning_for(
     has_mean: bool,
     head_dim: int,
     block_h: int,
+    readers: int,
     max_length: int,
     programs_a_row: float,
     pairs: bool,
 ) -> Tuning:
     """The fastest of those timed on an H200, of the larger top k, whether logits are written for a
-    head mean, query heads of a product, programs of SMALL for each row, and whether key heads may
-    be joined; not every shape was tried."""
+    head mean, query heads of a product and of a key head, programs of SMALL for each row, and
+    whether key heads may be joined; not every shape was tried."""
+    if head_dim > LARGEST_HEAD_DIM:
+        if top_k > LATENT_HEADS.tile:
+            return LATENT_TOP
+        if readers <= LARGEST_GROUP:
+            return LATENT
+        return LATENT_HEADS if readers <= LATENT_HEADS.heads else LATENT_MANY_HEADS
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import LOG2_E, interpreted, processors
+from capture_kernels.layer_plan import LARGEST_HEAD_DIM
 
 from .kernel import scores_pass
 from .layer import ScoresLayerPlan
 
+# Lanes and keys of a tile of latent keys (MLA): larger ones have no room in the shared memory.
+LATENT_LANES, LATENT_KEYS = 64, 32
 # Columns of `ScoresPlan.output` are padded to whole lines of memory: 128 bytes.
 LINE = 64
 # Keys of a tile: 128 would fill registers and shared memory with one block a processor.
@@ -77,14 +80,16 @@ class ScoresPlan(ScoresLayerPlan):
 
     def _suited_tuning(self) -> ScoresTuning:
         lanes = self.max_rows * self.group
-        block_m = min(128, max(16, triton.next_power_of_2(lanes)))
+        latent = self.head_dim > LARGEST_HEAD_DIM
+        most, block_n = (LATENT_LANES, LATENT_KEYS) if latent else (128, BLOCK_KEYS)
+        block_m = min(most, max(16, triton.next_power_of_2(lanes)))
         programs = triton.cdiv(lanes, block_m) * self.packs
         wanted = triton.cdiv(PROGRAMS_A_PROCESSOR * processors(self.device), programs)
-        useful = triton.cdiv(self.max_length, TILES_A_SPLIT * BLOCK_KEYS)
+        useful = triton.cdiv(self.max_length, TILES_A_SPLIT * block_n)
         splits = max(1, triton.next_power_of_2(min(wanted, useful) + 1) // 2)
         # Few queries only wait for keys: more stages load more of them ahead.
-        warps, stages = (8, 3) if block_m == 128 else (4, 4)
-        return ScoresTuning(block_m, BLOCK_KEYS, warps, stages, splits)
+        warps, stages = (8, 3) if block_m == 128 else (4, 4 - latent)
+        return ScoresTuning(block_m, block_n, warps, stages, splits)
 
     @property
     def scratch_bytes(self) -> int:

@@ -393,7 +393,7 @@ def test_outputs_and_caches_are_addressed_in_64_bits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 576, "key_heads": 1}, "MLA"),
+        ({"head_dim": 577, "key_heads": 1}, "MLA"),
         ({"key_heads": 3}, "4 query heads over 3"),
         ({"chosen": (4,)}, r"0\.\.3"),
         ({"scale": NAN}, "above 0"),

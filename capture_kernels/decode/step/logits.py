@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from capture_kernels.launch import LOG2_E
+from capture_kernels.layer_plan import LARGEST_HEAD_DIM
 
 
 @triton.jit
@@ -65,6 +66,14 @@ def scaled_logits(y, factor, soft_cap, SOFT_CAP: tl.constexpr):
         y = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 / soft_cap))))
         y *= LOG2_E
     return y
+
+
+def whole_dims(head_dim: int) -> tuple[int, int]:
+    """One power of two, 16 or more, that covers a head's dims, and 0; of latent keys, `split_dims`,
+    because twice as many would have no room."""
+    if head_dim > LARGEST_HEAD_DIM:
+        return split_dims(head_dim)
+    return max(16, triton.next_power_of_2(head_dim)), 0
 
 
 def split_dims(head_dim: int) -> tuple[int, int]:

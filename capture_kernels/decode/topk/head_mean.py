@@ -25,7 +25,12 @@ import triton
 import triton.language as tl
 
 from capture_kernels.decode.step.layers import layer_inputs
-from capture_kernels.decode.step.logits import products, query_dims, scaled_logits
+from capture_kernels.decode.step.logits import (
+    key_dims,
+    products,
+    query_dims,
+    scaled_logits,
+)
 from capture_kernels.decode.step.schedule import (
     HUB,
     POSITION,
@@ -67,8 +72,8 @@ def mean_of_tile(
     row, newest, distance, real, query, keys, head_table, descale, shifts, count, factor, soft_cap,
     stride_qr, stride_qh, stride_kh, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, TILE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """p of a tile of keys, from the keys: float32[TILE], -inf where a key is not real."""
     lane = tl.arange(0, BLOCK_H)
@@ -93,6 +98,15 @@ def mean_of_tile(
             scaled *= tl.load(descale + key_head * (DESCALE - 1))
         y = tl.zeros([TILE, BLOCK_H], tl.float32)
         y = products(k, q, y, UPCAST)
+        if TAIL_D:
+            q = query_dims(
+                row_query, head, tl.minimum(head, 0), stride_qh, BLOCK_D, TAIL_D, HEAD_DIM
+            )  # fmt: skip
+            tail = keys + key_head.to(tl.int64) * stride_kh
+            y = products(
+                key_dims(tail, slot, stride_kh, STRIDE_KS, BLOCK_D, TAIL_D, HEAD_DIM, 1), q, y,
+                UPCAST,
+            )  # fmt: skip
         y = scaled_logits(y, scaled, soft_cap, SOFT_CAP)
         mine = (first + lane)[:, None] == every[None, :]
         shift = tl.sum(tl.where(mine, shifts[None, :], 0.0), 1)
@@ -131,10 +145,10 @@ def head_mean(
     query, keys, addresses, heads, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh,
     stride_hubs, longest, num_rows, logit_blocks, max_blocks, max_rows, layers, first_layer,
     STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, HUBS: tl.constexpr,
-    RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, UPCAST: tl.constexpr,
-    HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
+    HUBS: tl.constexpr, RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
+    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
@@ -219,7 +233,7 @@ def head_mean(
                             row, newest, tile * TILE + lane, real, layer_query, layer_keys,
                             head_table, descale, shifts, count, factor, soft_cap, stride_qr,
                             stride_qh, stride_kh, STRIDE_KS, HEADS, ALL_HEADS, GROUPS, BLOCK_H,
-                            HEAD_DIM, BLOCK_D, TILE, SOFT_CAP, DESCALE, UPCAST,
+                            HEAD_DIM, BLOCK_D, TAIL_D, TILE, SOFT_CAP, DESCALE, UPCAST,
                         )  # fmt: skip
                         largest = add_tile(
                             p, largest, tile, slot, block, position, real, lane,

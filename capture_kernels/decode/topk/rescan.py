@@ -34,7 +34,8 @@ ROUNDING = tl.constexpr(1e-5)
 @triton.jit
 def key_logits(
     distance, real, newest, query, keys, factor, soft_cap, STRIDE_KS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Natural logits of keys int32[COUNT] with one head's query: float32[COUNT], -inf where the key
     is not real. Without tensor cores, for which one query is too few."""
@@ -45,7 +46,7 @@ def key_logits(
     slot = tl.load(newest - distance, mask=there, other=0).to(tl.int64)
     lane = tl.arange(0, STEP)
     x = tl.zeros([COUNT], tl.float32)
-    for first in tl.range(0, BLOCK_D, STEP, num_stages=4):
+    for first in tl.range(0, BLOCK_D + TAIL_D, STEP, num_stages=4):
         is_dim = first + lane < HEAD_DIM
         q = tl.load(query + first + lane, mask=is_dim, other=0.0).to(tl.float32)
         k = tl.load(
@@ -79,9 +80,10 @@ def rescan_heads(
     top_mass, per_head, row_table, block_ptr, program_ptr, base, kv_slots, heads, query, keys,
     addresses, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows, programs, logit_blocks,
     max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr,
-    K: tl.constexpr, SIZE: tl.constexpr, BUCKETS_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr,
-    LOGITS_KEPT: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BUCKETS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, BUCKETS_AT_ONCE: tl.constexpr,
+    KEYS_AT_ONCE: tl.constexpr, LOGITS_KEPT: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DESCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of the queued heads, from all keys of their uncertain buckets."""
     BLOCK: tl.constexpr = TILE * TILES
@@ -134,7 +136,8 @@ def rescan_heads(
                     one_by_one = tl.reshape(one_by_one, [BUCKETS_AT_ONCE * KEYS_AT_ONCE])
                     x = key_logits(
                         one_by_one, real, newest, head_query, head_keys, scaled, soft_cap,
-                        STRIDE_KS, HEAD_DIM, BUCKETS_AT_ONCE * KEYS_AT_ONCE, BLOCK_D, SOFT_CAP,
+                        STRIDE_KS, HEAD_DIM, BUCKETS_AT_ONCE * KEYS_AT_ONCE, BLOCK_D, TAIL_D,
+                        SOFT_CAP,
                     )  # fmt: skip
                     x = tl.reshape(x, [BUCKETS_AT_ONCE, KEYS_AT_ONCE])
                     # The pass added these products up in another order and has kept their largest
@@ -170,8 +173,8 @@ def rescan_mean(
     keys, addresses, heads, head_table, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows,
     logit_blocks, max_blocks, max_rows, first_layer, STRIDE_KS: tl.constexpr, HEADS: tl.constexpr,
     ALL_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-    PROGRAMS_A_ROW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
+    BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, PROGRAMS_A_ROW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
     UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of the head mean in this program's share of a row's chosen blocks."""
@@ -196,8 +199,8 @@ def rescan_mean(
                     x = mean_of_tile(
                         row, newest, distance, real, layer_query, layer_keys, head_table, descale,
                         shifts, count, factor, soft_cap, stride_qr, stride_qh, stride_kh, STRIDE_KS,
-                        HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TILE, SOFT_CAP,
-                        DESCALE, UPCAST,
+                        HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TAIL_D, TILE,
+                        SOFT_CAP, DESCALE, UPCAST,
                     )  # fmt: skip
                     best = better(best, pack(x, distance), TILE, SIZE)
         at = (kept_row * PROGRAMS_A_ROW + turn) * SIZE + tl.arange(0, SIZE)

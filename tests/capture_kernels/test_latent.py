@@ -1,0 +1,151 @@
+"""Latent keys (MLA): one key head of 512 + 64 numbers that many query heads share."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+import test_statistics as statistics  # noqa: E402
+import test_topk as tops  # noqa: E402
+from paged import DEVICE, SLOW, assert_close, cases, paged_case, without_waiting  # noqa: E402
+from scored import EXACT, prompt, truth  # noqa: E402
+from test_statistics import active_rows, needs_gpu, page_table, plan_for  # noqa: E402
+
+from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
+from capture_kernels.decode.tuning import Tuning  # noqa: E402
+from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
+from capture_kernels.scores.plan import ScoresPlan  # noqa: E402
+
+ON_GPU = DEVICE == "cuda"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+LATENT = 576
+BFLOAT16 = {"dtype": torch.bfloat16}
+FLOAT8 = {"dtype": torch.float8_e4m3fn, "query_dtype": torch.bfloat16, "descale": 0.5}
+
+# fmt: off
+KINDS = cases(
+    ("16 heads", [1, 2, 63, 131], (16, 1, LATENT), BFLOAT16, {}),
+    ("128 heads", [1, 97, 307], (128, 1, LATENT), BFLOAT16, {"programs": 2}),
+    ("128 heads of float8 keys", [70, 3], (128, 1, LATENT), FLOAT8, {}),
+    ("heads of an ordinary key", [1, 64, 211], (32, 1, 128), BFLOAT16, {"programs": 5}),
+    slow=[
+        ("16 heads of float8 keys", [70, 3], (16, 1, LATENT), FLOAT8, {}),
+        ("64 heads in float16", [129, 5], (64, 1, LATENT), {"padding_rows": 2}, {}),
+        ("few and many of 100 heads", [65], (100, 1, LATENT), BFLOAT16, {}),
+        ("chosen heads", [65, 9], (128, 1, LATENT), BFLOAT16, {"chosen": (127, 3, 90, 5, *range(
+         20, 80))}),
+        ("one chosen head", [65], (128, 1, LATENT), BFLOAT16, {"chosen": (77,)}),
+        ("a masked prefix, a window and a cap", [1, 11, 75, 200], (32, 1, LATENT), BFLOAT16,
+         {"visibility": Visibility(14, 10), "window": 190, "soft_cap": 5.0}),
+        ("no sinks", [1, 2, 70], (128, 1, LATENT), BFLOAT16, {"visibility": Visibility(0)}),
+        ("several key heads", [150, 33], (64, 2, 80), BFLOAT16, {}),
+    ],
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS)
+def test_statistics_of_many_heads_on_one_key(lengths, shape, paged, options):
+    statistics.check(paged_case(lengths, *shape, **paged), **options)
+
+
+# Heads of a product, keys of a tile, warps.
+TUNINGS = [
+    pytest.param(*each, marks=marks)
+    for each, marks in [((128, 32, 8), ()), ((16, 32, 1), ())]
+    + [(each, SLOW) for each in ((64, 64, 4), (64, 32, 4), (64, 64, 8), (32, 64, 2), (16, 64, 4))]
+]
+
+
+@pytest.mark.parametrize(("heads", "tile", "warps"), TUNINGS)
+@pytest.mark.parametrize("programs", [3, pytest.param(40, marks=SLOW)])
+def test_however_the_heads_are_cut(heads, tile, warps, programs):
+    tuning = Tuning(tile=tile, warps=warps, stages=2, heads=heads)
+    case = paged_case([1, 130, 0], 20, 1, 80, size=3.0, **BFLOAT16)
+    statistics.check(case, tuning=tuning, programs=programs)
+    tops.check(case, tuning=tuning, programs=programs, k=16, mean_k=3)
+
+
+@tops.KEPT_OR_NOT
+@pytest.mark.parametrize(
+    ("lengths", "heads", "paged", "options"),
+    cases(
+        ("16 heads", [1, 150], 16, BFLOAT16, {"k": 5}),
+        ("40 heads", [97], 40, BFLOAT16, {"k": 3}),
+        slow=[
+            ("128 heads", [97, 2], 128, BFLOAT16, {"k": 16}),
+            ("34 heads, a large k", [130], 34, BFLOAT16, {"k": 64, "mean_k": 64}),
+            ("128 heads, float8 keys", [150, 9], 128, FLOAT8, {"k": 4, "mean_k": 5}),
+            ("of heads alone", [200], 128, BFLOAT16, {"k": 7, "mean_k": 0}),
+            ("of the mean alone", [200, 31], 128, BFLOAT16, {"k": 0, "mean_k": 16}),
+            ("64 heads, several splits", [1_500, 40], 64, BFLOAT16, {"k": 3, "programs": 9,
+             "max_length": 1_500}),
+        ],
+    ),
+)  # fmt: skip
+def test_the_top_k_of_many_heads_on_one_key(lengths, heads, paged, options, scratch):
+    case = paged_case(lengths, heads, 1, LATENT, padding_rows=1, **paged)
+    tops.check(case, scratch=scratch, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "cache"),
+    cases(
+        ("16 heads", 37, 16, BFLOAT16),
+        slow=[("128 heads", 70, 128, BFLOAT16), ("one token", 1, 128, BFLOAT16),
+              ("float8 keys", 33, 32, FLOAT8)],
+    ),
+)  # fmt: skip
+def test_full_scores_over_latent_keys(tokens, heads, cache):
+    case = prompt(tokens, heads, 1, LATENT, **cache)
+    start = tokens // 3
+    plan = ScoresPlan(
+        max_rows=tokens, max_length=tokens, heads=heads, key_heads=1, head_dim=LATENT,
+        scale=LATENT**-0.5, device=case.query.device,
+    )  # fmt: skip
+    out = plan.output(tokens - start, tokens)
+    plan.run(case.query[start:], case.keys, case.table, start, out, descale=case.descale)
+    exact = truth(case, range(start, tokens), scale=LATENT**-0.5)
+    assert_close(out, exact, **EXACT)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_of_several_layers_neither_waits_nor_allocates(heads):
+    case = paged_case([3_000, 1, 977], heads, 1, LATENT, padding_rows=2, **BFLOAT16)
+    asked = {"max_length": 3_000, "top_k": 16, "mean_top_k": 16, "layers": 2}
+    plans = [plan_for(case, programs=None, **asked) for _ in range(2)]
+
+    def step(plan):
+        plan.schedule(page_table(case), num_active=active)
+        for _ in range(plan.layers):
+            plan.run(case.queries, case.k_cache)
+        return plan.answer(1)
+
+    active = active_rows(case)
+    eager = without_waiting(lambda: step(plans[0]))
+    step(plans[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step(plans[1])
+    for buffer in (plans[1].per_head, plans[1].mean):
+        buffer.fill_(torch.nan)
+    tops.poison(plans[1])
+    graph.replay()
+    for ours, same in zip((*eager[:2], *eager[2]), (*replayed[:2], *replayed[2]), strict=True):
+        assert torch.equal(ours, same)
+    statistics.assert_statistics(replayed, statistics.reference(case))
+    tops.assert_top(replayed.top, case, k=16, mean_k=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"key_heads": 2, "head_dim": 576}, "head_dim 576 .* single key head"),
+        ({"key_heads": 1, "head_dim": 577}, "head_dim 577 .* 576 of a single key head"),
+    ],
+)
+def test_wider_keys_are_refused(shape, said):
+    options = {"max_rows": 1, "max_length": 8, "heads": 4, "scale": 1.0, "device": DEVICE}
+    with pytest.raises(OptionError, match=said):
+        StatisticsPlan(**options, **shape)
