@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
+from pipeline.engines.serving.responses import decoded  # noqa: E402
 from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
 from pipeline.engines.sglang.model_process.recorder import Recorder  # noqa: E402
 
@@ -119,4 +120,7 @@ class Steps:
     def said(self, req: Req) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Entries and usage of a request since the last time."""
         found = self.recorder.outputs([req])
-        return tuple(values[0] for values in list(found.values())[:2]) if found else ([], [])
+        if not found:
+            return [], []
+        entries, usage = (values[0] for values in list(found.values())[:2])
+        return decoded(entries), usage

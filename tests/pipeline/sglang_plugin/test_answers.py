@@ -13,7 +13,13 @@ import pytest
 from pipeline.engines.serving.full_scores import FullScores, check_room
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
 from pipeline.engines.sglang import answers
-from pipeline.engines.sglang.answers import CURRENT, AnswerWriter, check_scores, heard
+from pipeline.engines.sglang.answers import (
+    CURRENT,
+    AnswerWriter,
+    check_scores,
+    decode_entries,
+    heard,
+)
 
 FIRST, SECOND = {"step": 1}, {"step": 2}
 USAGE = {"mode": "raw", "rows": 2}
@@ -362,3 +368,15 @@ def test_tokens_are_named_once_and_none_that_is_hidden(stream, incremental):
     assert first["output_tokens"] == [
         {"id": 4, "text": "e", "step": 1}, {"id": 5, "text": "f", "step": 2}
     ]  # fmt: skip
+
+
+def test_new_entries_are_decoded_in_the_list_that_sglang_adds_to():
+    entries: list[Any] = [b'{"step":1}']
+    meta_info = {"attention_tokens": entries}
+    decode_entries(meta_info)
+    first = entries[0]
+    entries.append(b'{"step":2}')
+    decode_entries(meta_info)
+    assert entries == [{"step": 1}, {"step": 2}]
+    assert entries[0] is first and meta_info["attention_tokens"] is entries
+    decode_entries({})

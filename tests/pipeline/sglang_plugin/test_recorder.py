@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
+from pipeline.engines.serving.responses import decoded  # noqa: E402
 from pipeline.engines.sglang.model_process import outputs  # noqa: E402
 from pipeline.engines.sglang.model_process.recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
@@ -126,7 +127,7 @@ def test_one_of_two_asks(steps):
     assert some.recorder.outputs([silent]) == {}
     entries, usage = some.recorder.outputs([silent, asking]).values()
     assert (entries[0], usage[0]) == ([], [])
-    assert steps_of(entries[1]) == [1]
+    assert steps_of(decoded(entries[1])) == [1]
 
 
 def test_records_of_ended_and_of_aborted_requests_are_in_the_store(steps, tmp_path):
