@@ -5,7 +5,7 @@
 32 requests of 8,192 keys in random slots, page size 1, bfloat16: 128 and 16 query heads over one
 latent key head of 512 + 64 numbers, and 32 over an ordinary one of 128. Statistics alone; with the
 top 16 of the heads' mean; with the top 16 of each head. A step is a CUDA graph of its schedule and
-of several layers, each with a cache of its own, as in `gpu_kernels`; the ways take turns, and the
+of several layers, each with a separate cache, as in `gpu_kernels`; the ways take turns, and the
 median of the rounds counts. Beside them
 
     torch.sum   of as many bytes as the keys have
@@ -167,13 +167,13 @@ def main() -> int:
         return 2
     rates, problems = peers.measured_rates()
     multiply = product_rate()
-    told = {**about(), "SGLang's kernel": sglang.told}
-    print(", ".join(f"{name} {value}" for name, value in told.items()))
+    described = {**about(), "SGLang's kernel": sglang.told}
+    print(", ".join(f"{name} {value}" for name, value in described.items()))
     print(f"measured: read {rates.read / 1e12:.2f} TB/s, multiply {multiply / 1e12:.0f} TFLOP/s")
     found: dict[str, Any] = {
         "command": "python benchmarks/gpu_latent.py",
-        "date": told["date"],
-        "about": told,
+        "date": described["date"],
+        "about": described,
         "rates": {"read": rates.read, "multiply": multiply, "problems": problems},
         "cases": [],
     }
@@ -188,7 +188,7 @@ def main() -> int:
     targets = missed(found["cases"])
     for line in [*(f"wrong answer: {problem}" for problem in problems), *targets]:
         print(line, file=sys.stderr)
-    return 1 if problems or (targets and TARGET_DEVICE in told["device"]) else 0
+    return 1 if problems or (targets and TARGET_DEVICE in described["device"]) else 0
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def run_night(records: pa.Table, night: int, folder: Path, clustering: str) -> d
         raise common.WrongAnswerError(f"night {night} is not of the requests that it was given")
     quality = manifest["quality"]
     return {
-        "night": night,
+        "number": night,
         "rows": len(cluster),
         "seconds": round(time.perf_counter() - began, 1),
         "clusters": manifest["counts"]["clusters"],
@@ -135,8 +135,8 @@ def judged(run: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list
         number, kind = event["cluster_id"], event["event"]
         gained = run["tasks"].get(number, {}).get(ADDED, 0.0)
         lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
-        added = run["night"] == ADDED_ON and kind == "born" and gained >= MOST
-        removed = run["night"] == REMOVED_ON and kind == "died" and lost >= MOST
+        added = run["number"] == ADDED_ON and kind == "born" and gained >= MOST
+        removed = run["number"] == REMOVED_ON and kind == "died" and lost >= MOST
         sure = not event["perhaps_chance"]
         name = "of_tasks" if added or removed else "other" if sure else "by_chance"
         if name == "of_tasks" and not sure:
@@ -167,7 +167,7 @@ def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
         again = run_night(stamped(nights[0], 2), 2, Path(made), clustering)
     found = {
         **{kind: sum(len(run[kind]) for run in runs) for kind in KINDS},
-        "gates_failed": [run["night"] for run in runs if not run["gate"]],
+        "gates_failed": [run["number"] for run in runs if not run["gate"]],
         "same_rows_again": [event["event"] for event in again["events"]],
         "missing": [
             kind
@@ -175,7 +175,7 @@ def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
             if not any(
                 run["of_tasks"] or run["of_tasks_by_chance"]
                 for run in runs
-                if run["night"] == night
+                if run["number"] == night
             )
         ],
         # All events stand in words already.
