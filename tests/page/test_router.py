@@ -83,6 +83,11 @@ def test_one_session_and_one_request_can_be_looked_at(
     expect(page.locator("[data-panel=evidence]").get_by_role("meter")).to_have_count(5)
     sidecar.flush()
     page.get_by_label("Request id").fill("stored-0000000")
+    # What is typed stays while rows arrive and draw the view again.
+    shown = page.locator("[data-panel=decisions] tbody").inner_text()
+    expect(page.locator("[data-panel=decisions] tbody")).not_to_have_text(
+        shown, use_inner_text=True
+    )
     page.get_by_role("button", name="Show").click()
     path = page.locator("[data-panel=request]")
     expect(path.get_by_role("img").first).to_be_visible()

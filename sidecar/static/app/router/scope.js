@@ -1,6 +1,6 @@
 // Whose rows the router looks at: all traffic, a session, one request, or a trace that is open.
 
-import { html } from "../../vendor/preact.js";
+import { html, useState } from "../../vendor/preact.js";
 import { records, tick } from "../live/feed.js";
 import { setQuery } from "../routes.js";
 import { sessionId } from "../state.js";
@@ -39,10 +39,16 @@ export function Scope({ query }) {
         ${sessions.sort().map((id) => html`<option key=${id} value=${`session:${id}`}>session ${shown(id, 60)}</option>`)}
         ${[...traces].map((id) => html`<option key=${`trace:${id}`} value=${`trace:${id}`}>trace ${shown(id, 60)}</option>`)}
       </select></label>
-    <input type="search" name="request" aria-label="Request id" placeholder="or one request: its id" value=${query.request ?? ""} size="28"
-      onSearch=${(event) => !event.target.value && setQuery({ request: null })} />
+    <${RequestId} key=${query.request} id=${query.request ?? ""} />
     <button class="button">Show</button>
     ${query.request && html`<button type="button" class="button" onClick=${() => setQuery({ request: null })}>All requests</button>`}
     <${ImportButton} onOpen=${(id) => setQuery({ trace: id, session: null, request: null })} />
   </form>`;
+}
+
+/** It keeps what is typed, as rows that arrive draw the form again; another request begins it anew. */
+function RequestId({ id }) {
+  const [typed, setTyped] = useState(id);
+  return html`<input type="search" name="request" aria-label="Request id" placeholder="or one request: its id" value=${typed} size="28"
+    onInput=${(event) => setTyped(event.target.value)} onSearch=${(event) => !event.target.value && setQuery({ request: null })} />`;
 }
