@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from pipeline.hashing import Hashes
@@ -40,15 +41,14 @@ NEIGHBORS = 30
 class FoundClusters(NamedTuple):
     """Clusters of n rows, numbered by falling size among those that were clustered.
 
-    labels int32[n] (-1: noise); probabilities float32[n] in [0, 1]; of each cluster, float64[c],
-    how often trees of half of the requests have it (NaN by HDBSCAN), and HDBSCAN's persistence (NaN
-    by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN had, or has by default;
-    heir_of int32[c], new bool[c] and raw_stability float64[k] as of `Clusters`: -1, False and none
-    by HDBSCAN.
+    members: of the rows, by HDBSCAN without a second cluster but where neighbours voted; of each
+    cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
+    HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
+    had, or has by default; heir_of int32[c], new bool[c] and raw_stability float64[k] as of
+    `Clusters`: -1, False and none by HDBSCAN.
     """
 
-    labels: Int32s
-    probabilities: Floats
+    members: Memberships
     stability: Doubles
     persistence: Doubles
     family: Int32s
@@ -56,6 +56,11 @@ class FoundClusters(NamedTuple):
     heir_of: Int32s
     new: Mask
     raw_stability: Doubles
+
+    @property
+    def labels(self) -> Int32s:
+        """int32[n], the cluster of each row, -1 for noise."""
+        return self.members.label
 
 
 def clusters_of_rows(
@@ -80,16 +85,14 @@ def clusters_of_rows(
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
-    labels = np.full(len(projected), NOISE, np.int32)
-    probabilities = np.zeros(len(projected), np.float32)
+    members = Memberships.none(len(projected))
     least = sampled_size(size, len(seen), len(dense))
     rows = projected[seen]
     # Rows that are all alike have nothing to be told from.
     if len(seen) <= max(least, 1) or not (rows != rows[0]).any():
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
-            labels,
-            probabilities,
+            members,
             nothing,
             nothing,
             none,
@@ -103,12 +106,12 @@ def clusters_of_rows(
     # A row's nearest is itself, or one like it.
     seen_by_parent = parent and parent._replace(labels=parent.labels[seen])
     found = stable_clusters(rows, near[:, 1:], numbers, least, seed, seen_by_parent)
-    labels[seen], probabilities[seen] = found.labels, found.probabilities
-    join(engine, projected, points, dense, labels, probabilities)
+    members.put(seen, found.members)
+    join(engine, projected, points, dense, members)
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
-        labels, probabilities, found.stability, unknown, found.family, least, found.heir_of,
-        found.new, found.raw_stability,
+        members, found.stability, unknown, found.family, least, found.heir_of, found.new,
+        found.raw_stability,
     )  # fmt: skip
 
 
@@ -133,18 +136,17 @@ def clusters_of_map(
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
-    labels = np.full(len(points), NOISE, np.int32)
-    probabilities = np.zeros(len(points), np.float32)
+    members = Memberships.none(len(points))
     least = sampled_size(size, len(seen), len(dense))
     most = int(LARGEST_CLUSTER * len(points) * len(seen) / max(len(dense), 1))
     min_samples = min_samples or least
     found = engine.cluster(points[seen], least, min_samples, max(least, most))
-    labels[seen], probabilities[seen] = found.labels, found.probabilities
-    join(engine, projected, points, dense, labels, probabilities)
+    members.label[seen], members.probability[seen] = found.labels, found.probabilities
+    join(engine, projected, points, dense, members)
     clusters = len(found.persistence)
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
-        labels, probabilities, np.full(clusters, np.nan), found.persistence, none, min_samples,
+        members, np.full(clusters, np.nan), found.persistence, none, min_samples,
         none, np.zeros(clusters, bool), np.empty(0),
     )  # fmt: skip
 
@@ -173,23 +175,21 @@ def join(
     projected: Floats,
     points: Floats,
     dense: Ints,
-    labels: Int32s,
-    probabilities: Floats,
+    members: Memberships,
 ) -> None:
-    """Put the rows `dense` that are in no cluster to the one that most of their neighbours among
-    members are in. Changes labels int32[n] and probabilities float32[n] in place."""
-    members, others = np.flatnonzero(labels != NOISE), dense[labels[dense] == NOISE]
-    if not (len(members) and len(others)):
+    """Put the rows `dense` that are in no cluster to the one that most of their neighbours in
+    clusters are in. Changes the memberships of the n rows in place."""
+    label = members.label
+    inside, others = np.flatnonzero(label != NOISE), dense[label[dense] == NOISE]
+    if not (len(inside) and len(others)):
         return
     near, distances = engine.neighbors(
-        projected[members], projected[others], min(VOTERS, len(members))
+        projected[inside], projected[others], min(VOTERS, len(inside))
     )
-    voting = engine.array(members)[engine.array(near)]
-    votes = vote(
-        engine.array(distances), engine.array(labels)[voting], engine.array(points)[voting]
-    )
-    sure = votes.share * engine.array(probabilities)[voting].max(axis=1)
-    labels[others], probabilities[others] = engine.host(votes.cluster), engine.host(sure)
+    voting = engine.array(inside[near])
+    voters = Memberships(*map(engine.array, members)).at(voting)
+    votes = vote(engine.array(distances), voters, engine.array(points)[voting])
+    members.put(others, Memberships(*map(engine.host, votes.members)))
 
 
 def seen_rows(rows: int, size: int) -> int:

@@ -7,22 +7,23 @@ from typing import NamedTuple
 import numpy as np
 
 from capture_kernels.arrays import Floats, Int32s, array_module, dots
+from discovery.artifacts.memberships import Memberships
+from discovery.artifacts.schema import NOISE
 
 # Weight of the voters' mean, beside the nearest voter, in a query's map coordinates.
 TO_MEAN = 0.1
 
 
 class Votes(NamedTuple):
-    """For m queries: winning cluster int32[m], its share of the weight float32[m], and map
-    coordinates float32[m, 2], on the neighbours' device."""
+    """For m queries: memberships, and map coordinates float32[m, 2], on the neighbours' device."""
 
-    cluster: Int32s
-    share: Floats
+    members: Memberships
     coordinates: Floats
 
 
-def vote(distances: Floats, labels: Int32s, coordinates: Floats) -> Votes:
-    """The cluster with the most weight among each query's k neighbours, ties to the nearer.
+def vote(distances: Floats, voters: Memberships, coordinates: Floats) -> Votes:
+    """The cluster with the most weight among each query's k neighbours, ties to the nearer. The
+    query belongs to it, and to a second one, as far as its neighbours do on average.
 
     A neighbour weighs 1 / (its distance + the nearest one's): an exact match outweighs far ones,
     and equally far ones weigh the same. Only voters of the winner place the query on the map, for
@@ -31,10 +32,10 @@ def vote(distances: Floats, labels: Int32s, coordinates: Floats) -> Votes:
     (100,000 planted rows, 25,000 of them fitted: trustworthiness 0.988 instead of 0.991).
 
     Args:
-        distances: float32[m, k], ascending; labels: int32[m, k] and coordinates: float32[m, k, 2],
-            each neighbour's cluster and map coordinates.
+        distances: float32[m, k], ascending; voters: memberships of each neighbour, arrays [m, k];
+            coordinates: float32[m, k, 2], their places on the map.
     """
-    xp = array_module(distances)
+    xp, labels = array_module(distances), voters.label
     weights = 1.0 / (distances + distances[:, :1] + 1e-6)
     # agree[q, i, j]: neighbours i and j of query q are of one cluster
     agree = labels[:, :, None] == labels[:, None, :]
@@ -42,10 +43,38 @@ def vote(distances: Floats, labels: Int32s, coordinates: Floats) -> Votes:
     winner = support.argmax(axis=1)
     rows = xp.arange(len(labels))
     agree = agree[rows, winner]
-    voters = weights * agree
-    total = voters.sum(axis=1)
-    mean = dots(coordinates.swapaxes(1, 2), voters[:, None]) / total[:, None]
+    winning = weights * agree
+    total = winning.sum(axis=1)
+    mean = dots(coordinates.swapaxes(1, 2), winning[:, None]) / total[:, None]
     nearest = coordinates[rows, agree.argmax(axis=1)]
     moved = (1.0 - TO_MEAN) * nearest + TO_MEAN * mean
-    share = total / weights.sum(axis=1)
-    return Votes(labels[rows, winner], share.astype(np.float32), moved.astype(np.float32))
+    return Votes(averaged(weights, voters, labels[rows, winner]), moved.astype(np.float32))
+
+
+def averaged(weights: Floats, voters: Memberships, label: Int32s) -> Memberships:
+    """How far each query belongs to its cluster and to the likeliest other: the weighted mean of
+    its voters. One that is noise belongs nowhere.
+
+    Args:
+        weights: float32[m, k]; label: int32[m], the cluster of each query.
+    """
+    xp = array_module(weights)
+    share = weights / weights.sum(axis=1)[:, None]
+    cluster = xp.concatenate([voters.label, voters.second], axis=1)
+    belongs = xp.concatenate(
+        [share * voters.probability, share * voters.second_probability], axis=1
+    )
+    inside, own = label != NOISE, cluster == label[:, None]
+    probability = (belongs * own).sum(axis=1) * inside
+    other = belongs * (~own & (cluster != NOISE) & inside[:, None])
+    total = dots((cluster[:, :, None] == cluster[:, None, :]).astype(np.float32), other[:, None])
+    most = total.argmax(axis=1)
+    rows = xp.arange(len(label))
+    second_probability = total[rows, most]
+    second = xp.where(second_probability > 0, cluster[rows, most], NOISE)
+    return Memberships(
+        label,
+        probability.astype(np.float32),
+        second.astype(np.int32),
+        second_probability.astype(np.float32),
+    )

@@ -27,13 +27,17 @@ LARGEST = float(np.finfo(np.float32).max)
 
 class Classified(NamedTuple):
     """Of m fingerprints: cluster_id int32[m] (-1: none), probability float32[m], coordinates on the
-    map float32[m, 2], zone index int8[m] into ZONES, and zone confidence float32[m]."""
+    map float32[m, 2], zone index int8[m] into ZONES, and zone confidence float32[m]; of those
+    between two clusters the second one, int32[m] (-1: of the others), and how far they belong
+    there, float32[m]."""
 
     cluster_id: Int32s
     probability: Floats
     coordinates: Floats
     zone: NDArray[np.int8]
     zone_confidence: Floats
+    second_cluster_id: Int32s
+    second_probability: Floats
 
 
 class Classifier:
@@ -49,7 +53,7 @@ class Classifier:
 
     def __init__(self, artifacts: Artifacts) -> None:
         manifest = artifacts.manifest
-        self.codebook, self.coordinates, self._probability = read_prototypes(artifacts)
+        self.codebook, self.coordinates, self._members = read_prototypes(artifacts)
         clusters = artifacts.table("clusters", ["cluster_id", "label"])
         self.run_id = artifacts.run_id
         self.layout = self.codebook.layout
@@ -89,14 +93,18 @@ class Classifier:
             raise RecordError("a fingerprint's numbers must be finite and not negative")
         nearest, beyond = self.codebook.nearest(rows)
         cluster = labels_within(self.codebook.labels, nearest.row, beyond)
-        probability = np.where(cluster == NOISE, 0.0, self._probability[nearest.row])
+        members = self._members.at(nearest.row)
+        inside = cluster != NOISE
+        between = members.between() & inside
         zoned = self.rules.classify(rows, self.layout)
         return Classified(
             cluster,
-            probability.astype(np.float32),
+            np.where(inside, members.probability, np.float32(0)),
             self.coordinates[nearest.row],
             zoned.zone,
             zoned.confidence,
+            np.where(between, members.second, np.int32(NOISE)),
+            np.where(between, members.second_probability, np.float32(0)),
         )
 
     def answer(self, records: Iterable[Any]) -> list[dict[str, Any]]:
@@ -140,16 +148,31 @@ class Classifier:
             for values in (found.zone_confidence, found.probability)
         )
         columns = (found.zone.tolist(), confidence, found.cluster_id.tolist(), probability)
-        return [
+        answers = [
             {
                 "zone": ZONES[zone],
                 "confidence": confident,
                 "cluster_id": cluster,
                 "cluster_label": self.labels.get(cluster),
                 "probability": member,
+                "second": None,
             }
             for zone, confident, cluster, member in zip(*columns, strict=True)
         ]
+        for row in np.flatnonzero(found.second_cluster_id != NOISE).tolist():
+            answers[row]["second"] = self.second(found, row)
+        return answers
+
+    def second(self, found: Classified, row: int) -> dict[str, Any] | None:
+        """The second cluster of a fingerprint between two, as a JSON object; None of others."""
+        cluster = int(found.second_cluster_id[row])
+        if cluster == NOISE:
+            return None
+        return {
+            "cluster_id": cluster,
+            "cluster_label": self.labels.get(cluster),
+            "probability": round(float(found.second_probability[row]), 6),
+        }
 
     def _vector_of(self, record: Any) -> list[float]:
         """The vector of a record that this run can classify. RecordError says why it cannot."""

@@ -126,6 +126,8 @@ EMBEDDING_COLUMNS = pa.schema(
         ("y", pa.float32()),
         ("cluster_id", pa.int32()),
         ("probability", pa.float32()),
+        ("second_cluster_id", pa.int32()),
+        ("second_probability", pa.float32()),
         ("zone", _WORD),
         ("zone_confidence", pa.float32()),
     ]
@@ -185,6 +187,8 @@ def landmark_columns(dimensions: int) -> pa.Schema:
             ("y", pa.float32()),
             ("cluster_id", pa.int32()),
             ("probability", pa.float32()),
+            ("second_cluster_id", pa.int32()),
+            ("second_probability", pa.float32()),
         ]
     )
 

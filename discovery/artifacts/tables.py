@@ -9,18 +9,20 @@ from capture_kernels.arrays import Doubles, Floats
 from capture_kernels.errors import ArtifactError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 
+from .memberships import MEMBERSHIP_COLUMNS, Memberships
 from .projection import Projection
 from .prototypes import Codebook
 from .read import Artifacts
 from .schema import landmark_columns
 
 
-def landmarks_table(codebook: Codebook, coordinates: Floats, probability: Floats) -> pa.Table:
-    """landmarks.parquet: one row for each prototype."""
+def landmarks_table(codebook: Codebook, coordinates: Floats, members: Memberships) -> pa.Table:
+    """landmarks.parquet: one row for each prototype, with its coordinates on the map float32[p, 2]
+    and its memberships, whose labels are cluster ids."""
     dimensions = codebook.prototypes.shape[1]
     flat = pa.array(np.ascontiguousarray(codebook.prototypes).reshape(-1))
     projected = pa.FixedSizeListArray.from_arrays(flat, dimensions)
-    columns = map(pa.array, (*coordinates.T.copy(), codebook.labels, probability))
+    columns = map(pa.array, (*coordinates.T.copy(), *members))
     return pa.table([projected, *columns], schema=landmark_columns(dimensions))
 
 
@@ -47,16 +49,15 @@ def projection_table(codebook: Codebook, quantiles: Doubles) -> pa.Table:
     )
 
 
-def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Floats]:
+def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Memberships]:
     """The classifier of a run, from its verified files: its codebook, whose labels are cluster ids,
-    and of its p prototypes the coordinates on the map float32[p, 2] and the membership probability
-    float32[p].
+    and of its p prototypes the coordinates on the map float32[p, 2] and the memberships.
 
     Raises:
         ArtifactError: a file is missing or damaged, or there are no prototypes.
     """
     saved = artifacts.table("projection").to_pylist()[0]
-    landmarks = artifacts.table("landmarks")
+    landmarks = with_second_clusters(artifacts.table("landmarks"))
     if landmarks.num_rows == 0:
         raise ArtifactError(f"{artifacts.folder} has no landmarks: run attn discover again")
     projection = Projection(
@@ -77,4 +78,14 @@ def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Floats]:
         float(saved["reach"]),
     )
     coordinates = np.column_stack([landmarks.column(axis).to_numpy() for axis in ("x", "y")])
-    return codebook, coordinates, landmarks.column("probability").to_numpy()
+    columns = (landmarks.column(name).to_numpy() for name in MEMBERSHIP_COLUMNS)
+    return codebook, coordinates, Memberships(*columns)
+
+
+def with_second_clusters(table: pa.Table) -> pa.Table:
+    """A table of rows or prototypes as it is published now: earlier runs name no second cluster."""
+    none = Memberships.none(table.num_rows)
+    for name, values in zip(MEMBERSHIP_COLUMNS, none, strict=True):
+        if name not in table.column_names:
+            table = table.append_column(name, pa.array(values))
+    return table

@@ -107,11 +107,12 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
     screen.print(table)
     quality = manifest["quality"]
     zones = sorted(manifest["stages"]["zones"]["shares"].items(), key=lambda item: -item[1])
-    agreement = quality["classifier_agreement"]
+    agreement, between = quality["classifier_agreement"], quality.get("between_share")
     screen.print(
         f"zones: {', '.join(f'{zone} {share:.1%}' for zone, share in zones)}\n"
         f"rows: {manifest['counts']['rows']:,}, noise {quality['noise_share']:.1%}, "
-        f"trustworthiness {quality['trustworthiness']:.3f}, neighbours kept "
+        + (f"between two clusters {between:.1%}, " if between is not None else "")
+        + f"trustworthiness {quality['trustworthiness']:.3f}, neighbours kept "
         f"{quality['neighbor_recall']:.1%}"
         + (f", classifier agreement {agreement:.1%}" if agreement is not None else "")
         + f"\n{folder}"

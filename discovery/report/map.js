@@ -57,6 +57,10 @@ const tokenTexts = new Map(
   data.clusters.flatMap((c) => c.tokens || []).filter((t) => t.text).map((t) => [t.token_id, t.text]),
 );
 
+// Whether a row is between two clusters.
+const isBetween = (i) => data.points.clusters[points.second[i]] !== NOISE
+  && points.second_probability[i] >= data.points.between * points.probability[i];
+
 function factsOf(i) {
   const token = points.token[i];
   const text = tokenTexts.get(token);
@@ -68,6 +72,7 @@ function factsOf(i) {
     ["cluster", modes.cluster.names[points.cluster[i]]],
     ["zone", modes.zone.names[points.zone[i]]],
     ["probability", (points.probability[i] / 255).toFixed(2)],
+    ["second cluster", isBetween(i) ? `${modes.cluster.names[points.second[i]]} (${(points.second_probability[i] / 255).toFixed(2)})` : null],
   ].filter(([, value]) => value !== null);
 }
 

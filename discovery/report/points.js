@@ -3,6 +3,7 @@
 const KINDS = {
   request: Uint32Array, cluster: Uint16Array, zone: Uint8Array, phase: Uint8Array,
   position: Int32Array, token: Int32Array, layer: Int16Array, probability: Uint8Array,
+  second: Uint16Array, second_probability: Uint8Array,
 };
 const points = (() => {
   const { columns, extent, shown } = data.points;

@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Ints
+from capture_kernels.arrays import Doubles, Floats, Ints
 from discovery.algorithms.threads import usable_cpus
+from discovery.artifacts.memberships import BETWEEN
 
 # Points that a browser can draw at every frame.
 MOST_POINTS = 100_000
@@ -22,7 +23,7 @@ BATCH_ROWS = 65_536
 # Row groups that are read at once.
 READERS = 8
 COLUMNS = ["request_id", "position", "layer", "phase", "token_id", "x", "y", "cluster_id",
-           "probability", "zone"]  # fmt: skip
+           "probability", "second_cluster_id", "second_probability", "zone"]  # fmt: skip
 NO_TOKEN = -1
 # Coordinates are 16-bit steps between the two ends of their axis.
 STEPS = 65_535
@@ -44,27 +45,29 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
 
     Returns:
         shown and total (rows), extent and view ([x0, x1, y0, y1] of all points and of the initial
-        view), words by code (requests, clusters, zones, phases) and the columns in base64, little
-        endian: x, y uint16 within the extent; request uint32, cluster uint16, zone and phase uint8
-        codes; position and token int32 (-1 without one); layer int16; probability uint8 (255 is 1).
+        view), between (`memberships.BETWEEN`), words by code (requests, clusters, zones, phases)
+        and the columns in base64, little endian: x, y uint16 within the extent; request uint32,
+        cluster and second (cluster) uint16, zone and phase uint8 codes; position and token int32
+        (-1 without one); layer int16; probability and second_probability uint8 (255 is 1).
     """
     metadata = pq.read_metadata(embedding)
     total = metadata.num_rows
     table = _take(embedding, metadata, even_rows(total, MOST_POINTS))
     x, y = (table[name].to_numpy().astype(np.float64) for name in ("x", "y"))
     extent, view = ([*_ends(x, cut), *_ends(y, cut)] for cut in (0.0, OUTLIERS))
-    ids = table["cluster_id"].to_numpy()
+    ids, second = (table[name].to_numpy() for name in ("cluster_id", "second_cluster_id"))
     known = sorted({-1, *cluster_ids, *np.unique(ids).tolist()})
     (requests, request), (zones, zone), (phases, phase) = (
         _codes(table[name]) for name in ("request_id", "zone", "phase")
     )
     token = pc.fill_null(table["token_id"], NO_TOKEN).to_numpy()
-    probability = np.nan_to_num(table["probability"].to_numpy())
+    members = ("probability", "second_probability")
     return {
         "shown": table.num_rows,
         "total": total,
         "extent": extent,
         "view": view,
+        "between": BETWEEN,
         "requests": requests,
         "clusters": known,
         "zones": zones,
@@ -79,9 +82,15 @@ def map_points(embedding: Path, cluster_ids: list[int]) -> dict[str, Any]:
             "position": _packed(table["position"].to_numpy(), "<i4"),
             "token": _packed(token, "<i4"),
             "layer": _packed(table["layer"].to_numpy(), "<i2"),
-            "probability": _packed(np.rint(probability.clip(0, 1) * 255), "u1"),
+            "second": _packed(np.searchsorted(known, second), "<u2"),
+            **{name: _packed(in_bytes(table[name].to_numpy()), "u1") for name in members},
         },
     }
+
+
+def in_bytes(shares: Floats) -> Doubles:
+    """Shares as whole numbers of 255ths, 0 for NaN."""
+    return np.rint(np.nan_to_num(shares).clip(0, 1) * 255)
 
 
 def even_rows(total: int, most: int) -> Ints:

@@ -4,6 +4,7 @@ const MEANINGS = {
   trustworthiness: "How far neighbours on the map are neighbours in PCA space: 1 is all of them.",
   neighbor_recall: "The share of each row's true nearest neighbours that the map keeps beside it.",
   noise_share: "Rows in no cluster. Attention is a continuum: some noise is expected.",
+  between_share: "Rows that belong to a second cluster at least half as far as to their own.",
   mean_stability: "How far half of the requests find the clusters of these rows alone again: 1 is all of their rows.",
   mean_persistence: "How long clusters last as the density threshold rises: higher is clearer cut.",
   classifier_agreement: "How often the published classifier agrees with the run, on rows held out of training.",

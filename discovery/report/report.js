@@ -51,6 +51,7 @@ function fillHead(head) {
       ["Model", data.model], ["Layout", data.layout], ["Capture", el("code", { text: data.capture_id })],
       ["Window", windowWords()], ["Rows", count(counts.rows)], ["Clusters", count(data.clusters.length)],
       ["Noise", percent(quality.noise_share)],
+      ["Between two clusters", percent(quality.between_share)],
       ["Parent run", data.lineage?.parent ? el("code", { text: data.lineage.parent }) : "none"],
     ], "facts"));
   if (news.length) {

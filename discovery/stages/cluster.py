@@ -28,6 +28,7 @@ from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import train_prototypes
 from discovery.algorithms.sampling import held_out
 from discovery.algorithms.voting import Votes, vote
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
@@ -65,14 +66,13 @@ class Fitted(NamedTuple):
     """The n rows that the map was fitted on.
 
     rows: int64[n], their numbers in the run; projected: float32[n, d]; points: float32[n, 2] of the
-    map; labels: int32[n], numbers of clusters (-1: noise); probabilities: float32[n].
+    map; members: of clusters by their numbers.
     """
 
     rows: Ints
     projected: Floats
     points: Floats
-    labels: Int32s
-    probabilities: Floats
+    members: Memberships
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
@@ -83,11 +83,11 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     if not context.checkpoint.has("fit.npz"):
         found = clusters_of_fit(context, fit["rows"], requests, fit["projected"], points, size)
         arrays = found._asdict() | {"min_samples": np.array(found.min_samples)}
-        context.checkpoint.write_arrays("fit.npz", **arrays)
+        context.checkpoint.write_arrays("fit.npz", **arrays.pop("members")._asdict(), **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
-    labels, probabilities, family = (saved[name] for name in ("labels", "probabilities", "family"))
+    members = saved_members(saved)
     clusters = len(saved["stability"])
-    fitted = Fitted(fit["rows"], fit["projected"], points, labels, probabilities)
+    fitted = Fitted(fit["rows"], fit["projected"], points, members)
 
     files = [chunk_file("rows", index) for index in range(context.rows.chunks)]
     context.compute_missing(
@@ -97,17 +97,16 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
             for index, votes in zip(todo, votes_of_rest(context, todo, fitted), strict=True)
         ),
     )
-    noise_rows = sum(
-        int(np.count_nonzero(context.checkpoint.read_arrays(file)["label"] < 0)) for file in files
-    )
+    counted = [noise_and_between(context.checkpoint.read_arrays(file)) for file in files]
+    noise, between = (sum(column) / context.rows.count for column in zip(*counted, strict=True))
     prototypes = save_prototypes(context, fitted, requests)
-    noise = noise_rows / context.rows.count
-    summary = {"clusters": clusters, "noise_share": noise, "min_cluster_size_fitted": size,
-               "min_samples": int(saved["min_samples"]), "landmarks": prototypes}  # fmt: skip
-    says = f"{clusters} clusters, {noise:.1%} noise"
+    summary = {"clusters": clusters, "noise_share": noise, "between_share": between,
+               "min_cluster_size_fitted": size, "min_samples": int(saved["min_samples"]),
+               "landmarks": prototypes}  # fmt: skip
+    says = f"{clusters} clusters, {noise:.1%} noise, {between:.1%} between two clusters"
     if clusters and context.options.clustering == "consensus":
         stability, went_on = saved["stability"].mean(), int((saved["heir_of"] >= 0).sum())
-        summary |= {"families": int(family.max()) + 1, "stability": float(stability),
+        summary |= {"families": int(saved["family"].max()) + 1, "stability": float(stability),
                     "went_on": went_on}  # fmt: skip
         says += f", {summary['families']} families; "
         if context.parent:
@@ -160,51 +159,56 @@ def votes_of_rest(
 
 
 def votes_of_chunk(
-    engine: Engine, points: Floats, labels: Int32s, probabilities: Floats, neighbors: Path | Arrays
+    engine: Engine, points: Floats, members: Memberships, neighbors: Path | Arrays
 ) -> Votes:
-    """The votes of these neighbours among the fit rows. A share is that of the winner times the
-    highest membership probability among the voters."""
+    """The votes of these neighbours among the fit rows, on the host."""
     saved = load_arrays(neighbors)
     near = engine.array(saved["indices"])
-    votes = vote(
-        engine.array(saved["distances"]), engine.array(labels)[near], engine.array(points)[near]
-    )
-    probability = votes.share * engine.array(probabilities)[near].max(axis=1)
-    return Votes(*map(engine.host, votes._replace(share=probability)))
+    voters = Memberships(*map(engine.array, members)).at(near)
+    votes = vote(engine.array(saved["distances"]), voters, engine.array(points)[near])
+    return Votes(Memberships(*map(engine.host, votes.members)), engine.host(votes.coordinates))
 
 
 def rows_of_chunk(context: RunContext, index: int, fitted: Fitted, votes: Votes | None) -> Arrays:
-    """label int32[n], coordinates float32[n, 2] and probability float32[n] of one chunk: its fit
-    rows' own, the others' by the vote of their neighbours among the fit rows."""
+    """Memberships and coordinates float32[n, 2] of the n rows of one chunk: its fit rows' own, the
+    others' by the vote of their neighbours among the fit rows."""
     own = context.rows.among(index, fitted.rows)
     first = int(np.searchsorted(fitted.rows, context.rows.offsets[index]))
     fit = slice(first, first + len(own))
     count = context.rows.size(index)
-    label, probability = np.empty(count, np.int32), np.empty(count, np.float32)
-    coordinates = np.empty((count, 2), np.float32)
-    label[own], coordinates[own] = fitted.labels[fit], fitted.points[fit]
-    probability[own] = fitted.probabilities[fit]
+    members, coordinates = Memberships.none(count), np.empty((count, 2), np.float32)
+    members.put(own, fitted.members.at(fit))
+    coordinates[own] = fitted.points[fit]
     if votes is not None:
         rest = context.rows.outside(index, fitted.rows)
-        label[rest], coordinates[rest] = votes.cluster, votes.coordinates
-        probability[rest] = votes.share
-    probability[label < 0] = 0.0
-    return {"label": label, "coordinates": coordinates, "probability": probability}
+        members.put(rest, votes.members)
+        coordinates[rest] = votes.coordinates
+    return {**members._asdict(), "coordinates": coordinates}
+
+
+def saved_members(arrays: Arrays) -> Memberships:
+    """The memberships that a file of this stage holds."""
+    return Memberships(*(arrays[name] for name in Memberships._fields))
+
+
+def noise_and_between(rows: Arrays) -> tuple[int, int]:
+    """How many rows of a chunk are noise, and how many are between two clusters."""
+    noise = np.count_nonzero(rows["label"] == NOISE)
+    return int(noise), int(np.count_nonzero(saved_members(rows).between()))
 
 
 class LabelledRows(NamedTuple):
     """The n rows of one chunk, the first of which is row `offset` of the run.
 
-    batch: its columns, memory-mapped; vectors: float32[n, 20] of them; label: int32[n], numbers of
-    the cluster stage (-1: noise); coordinates: float32[n, 2]; probability: float32[n].
+    batch: its columns, memory-mapped; vectors: float32[n, 20] of them; members: of clusters by
+    the numbers of the cluster stage; coordinates: float32[n, 2].
     """
 
     offset: int
     batch: pa.RecordBatch
     vectors: Floats
-    label: Int32s
+    members: Memberships
     coordinates: Floats
-    probability: Floats
 
 
 def labelled_rows(context: RunContext) -> Iterator[LabelledRows]:
@@ -212,7 +216,9 @@ def labelled_rows(context: RunContext) -> Iterator[LabelledRows]:
     for index, offset in enumerate(context.rows.offsets):
         batch = context.rows.batch(index)
         found = context.saved("cluster", chunk_file("rows", index))
-        yield LabelledRows(offset, batch, batch_vectors(batch), **found)
+        yield LabelledRows(
+            offset, batch, batch_vectors(batch), saved_members(found), found["coordinates"]
+        )
 
 
 def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
@@ -230,7 +236,8 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
         requests: uint64[n], hashes of the rows' requests.
     """
     engine, seed = context.engine, context.options.seed
-    rows, projected, points, labels, probabilities = fitted
+    _, projected, points, members = fitted
+    labels = members.label
     held = held_out(requests, HELD_OUT, seed)
     found = train_prototypes(engine, projected[~held], labels[~held], seed)
     near = nearest_with_noise(
@@ -238,7 +245,8 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
     )
     distance = engine.host(near.distance)
     quantiles = np.quantile(distance[~held], QUANTILES)
-    answer = np.where(distance > quantiles[-1], NOISE, found.labels[engine.host(near.row)])
+    nearest_of = engine.host(near.row)
+    answer = np.where(distance > quantiles[-1], NOISE, found.labels[nearest_of])
     inside, noise = held & (labels != NOISE), held & (labels == NOISE)
     right = answer == labels
     context.checkpoint.write_arrays(
@@ -259,12 +267,40 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
         "landmarks.npz",
         projected=found.points,
         coordinates=points[nearest],
-        label=found.labels,
-        probability=probabilities[nearest],
+        **memberships_of(found.labels, nearest_of[~held], members.at(~held))._asdict(),
         quantiles=quantiles,
         noise_factor=np.array(found.noise_factor),
     )
     return len(found.labels)
+
+
+def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Memberships:
+    """How far the rows that a prototype is nearest to belong to its cluster, and to the likeliest
+    other, on average. A prototype that is nearest to no row is certain of its own.
+
+    Args:
+        labels: int32[p], the cluster of each prototype, -1 for noise.
+        nearest: int64[n], the prototype of each row; members: of the rows.
+    """
+    count, clusters = len(labels), int(members.label.max(initial=NOISE)) + 1
+    # The last column is of no cluster.
+    belongs = np.zeros((count, clusters + 1))
+    np.add.at(belongs, (nearest, members.label), members.probability)
+    np.add.at(belongs, (nearest, members.second), members.second_probability)
+    belongs[:, NOISE] = 0.0
+    rows = np.bincount(nearest[members.label != NOISE], minlength=count)
+    belongs /= np.maximum(rows, 1)[:, None]
+    each, inside = np.arange(count), labels != NOISE
+    own = np.where(rows > 0, belongs[each, labels], 1.0) * inside
+    belongs[each, labels] = 0.0
+    second = belongs.argmax(axis=1)
+    other = belongs[each, second] * inside
+    return Memberships(
+        labels,
+        own.astype(np.float32),
+        np.where(other > 0, second, NOISE).astype(np.int32),
+        other.astype(np.float32),
+    )
 
 
 def requests_of(context: RunContext, rows: Ints) -> Hashes:

@@ -191,12 +191,12 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Int
         # Noise is label -1, which counts as the last category.
         clusters.add(hashes, answer.own % (count + 1))
         labelled.add(hashes, answer.parent % (known + 1))
-        contingency += crossed(chunk.label, answer.parent, contingency.shape)
-        kin += crossed(chunk.label, answer.kin, kin.shape)
+        contingency += crossed(chunk.members.label, answer.parent, contingency.shape)
+        kin += crossed(chunk.members.label, answer.kin, kin.shape)
         beyond += answer.beyond
         wrong += answer.inconsistent
         order = row_hashes(hashes, chunk.batch, context.options.seed)
-        references = references.keep_lowest(chunk.vectors, chunk.label, order)
+        references = references.keep_lowest(chunk.vectors, chunk.members.label, order)
         requests.add(table)
         context.chunk_done(index + 1, context.rows.chunks)
     save = context.checkpoint.write_arrays

@@ -32,7 +32,7 @@ from discovery.runs.parent import references_table, shares_table
 from pipeline.durable import write_atomically, write_json
 from pipeline.store.open import open_store
 
-from .cluster import run_codebook
+from .cluster import run_codebook, saved_members
 from .context import RunContext
 from .lineage import saved_shares
 from .tables import clusters_table, embedding_batches
@@ -127,10 +127,12 @@ def other_tables(context: RunContext, ids: Int32s, lookup: Int32s) -> dict[str, 
     codebook = run_codebook(context)
     codebook = codebook._replace(labels=lookup[codebook.labels])
     saved = context.saved("cluster", "landmarks.npz")
+    numbers = saved_members(saved)
+    members = numbers._replace(label=codebook.labels, second=lookup[numbers.second])
     kept = context.saved("lineage", "references.npz")
     zones, clusters = (saved_shares(context, name) for name in ("zones", "clusters"))
     return {
-        "landmarks.parquet": landmarks_table(codebook, saved["coordinates"], saved["probability"]),
+        "landmarks.parquet": landmarks_table(codebook, saved["coordinates"], members),
         "projection.parquet": projection_table(codebook, saved["quantiles"]),
         REFERENCES: references_table(kept["vectors"], lookup[kept["label"]]),
         SHARES: shares_table(zones, clusters, ids),

@@ -44,7 +44,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         "neighbor_recall": round(found.recall, 6),
         "distinct_rows": distinct,
         "sampled_rows": min(SAMPLE_ROWS, distinct),
-        "noise_share": context.summaries["cluster"]["noise_share"],
+        **{name: context.summaries["cluster"][name] for name in ("noise_share", "between_share")},
         "mean_persistence": mean_known(found_clusters["persistence"]),
         "mean_stability": mean_known(found_clusters["raw_stability"]),
         "classifier_agreement": held["agreement"] if held["rows"] else None,

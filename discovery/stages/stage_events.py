@@ -41,7 +41,7 @@ def cluster_events(context: RunContext) -> Iterator[StageEvent]:
     """After lineage: the clusters by the ids that they keep, and the sample with its clusters. Not
     before, so that no client sees an id that changes."""
     points = context.saved("umap", "map.npz")["points"]
-    labels = context.saved("cluster", "fit.npz")["labels"]
+    labels = context.saved("cluster", "fit.npz")["label"]
     ids = context.saved("lineage", "ids.npz")["ids"]
     events = context.summaries["lineage"]["events"]
     sizes = np.bincount(labels[labels >= 0], minlength=len(ids)).tolist()

@@ -51,8 +51,10 @@ def embedding_batches(context: RunContext, lookup: Int32s) -> Iterator[pa.Record
             "phase": encoded(phase_codes(rows.batch), PHASES),
             "x": x,
             "y": y,
-            "cluster_id": lookup[rows.label],
-            "probability": rows.probability,
+            "cluster_id": lookup[rows.members.label],
+            "probability": rows.members.probability,
+            "second_cluster_id": lookup[rows.members.second],
+            "second_probability": rows.members.second_probability,
             "zone": encoded(zoned["zone"], ZONES),
             "zone_confidence": zoned["confidence"],
         }
@@ -94,7 +96,7 @@ def clusters_table(context: RunContext, ids: Int32s) -> pa.Table:
     for index, (cluster_id, profile, words_of) in enumerate(
         zip(ids.tolist(), found, described, strict=True)
     ):
-        x, y = np.median(points[fit["labels"] == index], axis=0).tolist()
+        x, y = np.median(points[fit["label"] == index], axis=0).tolist()
         out.append(
             {
                 "cluster_id": cluster_id,

@@ -31,12 +31,21 @@ class Ready(Answer, frozen=True):
     run_id: str | None = None
 
 
+class Second(Answer, frozen=True):
+    """The other cluster of a row between two."""
+
+    cluster_id: int
+    cluster_label: str | None = None
+    probability: float = 0.0
+
+
 class Manifold(Answer, frozen=True):
     zone: str
     confidence: float
     cluster_id: int
     cluster_label: str | None = None
     probability: float = 0.0
+    second: Second | None = None
 
 
 class Classified(Answer, frozen=True):

@@ -185,7 +185,7 @@ def shown_record(processed: Processed, row: int) -> dict[str, Any]:
     shown["step"] = step_of(shown["position"], shown.pop("prompt_len"))
     shown["comparable"] = bool(processed.comparable[row])
     shown |= {"run_id": processed.run_id, "cluster_id": -1, "cluster_label": None,
-              "probability": 0.0, "x": None, "y": None}  # fmt: skip
+              "probability": 0.0, "second": None, "x": None, "y": None}  # fmt: skip
     run, found = processed.run, processed.classified
     layout = Layout(one.column("layout")[0].as_py())
     rules = ZoneRules() if run is None else run.classifier.rules
@@ -202,6 +202,7 @@ def shown_record(processed: Processed, row: int) -> dict[str, Any]:
                 "cluster_id": cluster,
                 "cluster_label": run.classifier.labels.get(cluster),
                 "probability": round(float(found.probability[row]), 6),
+                "second": run.classifier.second(found, row),
                 "x": float(found.coordinates[row, 0]),
                 "y": float(found.coordinates[row, 1]),
             }
@@ -219,7 +220,7 @@ event: record
 data: {"request_id":"r-1","session_id":null,"position":41,"layer":-1,"captured_at":\
 "2026-01-10T04:02:11Z","model":"m","phase":"output","token_id":5,"step":12,\
 "comparable":true,"run_id":"2026-01-10T04-02-11","cluster_id":3,"cluster_label":"induction",\
-"probability":0.98,"x":1.5,"y":-0.25,"zone":"semantic_bridge","confidence":0.61,"evidence":{"syntax_floor":0.11,\
+"probability":0.98,"second":null,"x":1.5,"y":-0.25,"zone":"semantic_bridge","confidence":0.61,"evidence":{"syntax_floor":0.11,\
 "semantic_bridge":0.72,"long_range":0.05,"structure_ripple":0.1,"diffuse":0.2}}
 
 event: zones

@@ -81,6 +81,15 @@ _MANIFOLD = {
         "cluster_id": {"type": "integer", "description": "-1: in no cluster"},
         "cluster_label": {"type": ["string", "null"]},
         "probability": {"type": "number"},
+        "second": {
+            "type": ["object", "null"],
+            "description": "of a row between two clusters: the other one",
+            "properties": {
+                "cluster_id": {"type": "integer"},
+                "cluster_label": {"type": ["string", "null"]},
+                "probability": {"type": "number"},
+            },
+        },
     },
 }
 _HEAD = {"schema_version": {"type": "integer"}, "run_id": {"type": ["string", "null"]}}

@@ -232,6 +232,7 @@ class Read:
         self._zones = standard_zones(self._vectors, layouts, rules)
         self._cluster = np.full(table.num_rows, NOISE, np.int32)
         self._probability = np.zeros(table.num_rows, np.float32)
+        self._second: dict[int, dict[str, Any] | None] = {}
         self._comparable = np.zeros(table.num_rows, bool)
         self._coordinates = np.zeros((table.num_rows, 2), np.float32)
         if run is not None and table.num_rows:
@@ -246,6 +247,9 @@ class Read:
         found = classifier.classify(self._vectors[same])
         self._cluster[same], self._probability[same] = found.cluster_id, found.probability
         self._coordinates[same] = found.coordinates
+        rows = np.flatnonzero(same)
+        for at in np.flatnonzero(found.second_cluster_id != NOISE).tolist():
+            self._second[int(rows[at])] = classifier.second(found, at)
 
     def _matching(self, **values: Any) -> Mask:
         batches = self._table.to_batches()  # one, as its chunks are combined
@@ -339,6 +343,7 @@ class Read:
             one["probability"] = (
                 round(float(self._probability[row]), 6) if self._comparable[row] else None
             )
+            one["second"] = self._second.get(row)
             point = self._coordinates[row].tolist() if self._comparable[row] else (None, None)
             one["x"], one["y"] = point
         return found

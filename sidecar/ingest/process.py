@@ -85,6 +85,8 @@ def classify_rows(
         return found
     found.cluster_id[~comparable] = NOISE
     found.probability[~comparable] = 0.0
+    found.second_cluster_id[~comparable] = NOISE
+    found.second_probability[~comparable] = 0.0
     layouts = rows.column("layout").to_numpy(zero_copy_only=False)
     for layout in set(np.unique(layouts).tolist()) - {int(run.classifier.layout)}:
         other = layouts == layout

@@ -102,7 +102,7 @@ def test_a_batch_is_classified_as_its_rows_are_one_by_one(classifier, rows):
 
 def test_no_rows_give_no_answers(classifier):
     found = classifier.classify(np.empty((0, 20), np.float32))
-    assert [len(column) for column in found] == [0] * 5
+    assert [len(column) for column in found] == [0] * 7
     assert found.coordinates.shape == (0, 2)
     assert classifier.answer(np.empty((0, 20), np.float32)) == classifier.answer([]) == []
 

@@ -242,7 +242,7 @@ def test_behaviours_that_lie_apart_are_the_clusters(sizes):
     assert (np.diff(counts) <= 0).all() and counts.min() >= 30
     assert ((found.stability > 0.3) & (found.stability <= 1)).all()
     assert len(found.stability) == len(found.family) == len(counts)
-    assert ((found.probabilities > 0) & (found.probabilities <= 1)).all()
+    assert ((found.members.probability > 0) & (found.members.probability <= 1)).all()
 
 
 def test_what_one_request_does_is_no_cluster():
@@ -263,13 +263,13 @@ def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
     requests = np.arange(len(rows)) // 50
     near = neighbors_of(rows)
     found, again, other = (stable_clusters(rows, near, requests, 60, seed) for seed in (0, 0, 1))
-    for ours, same in zip(found, again, strict=True):
+    for ours, same in zip((*found.members, *found[1:]), (*again.members, *again[1:]), strict=True):
         assert np.array_equal(ours, same)
     assert adjusted_rand_score(found.labels, other.labels) > 0.9
     assert adjusted_rand_score(truth, found.labels) > 0.85
     # A row whose neighbours are of other clusters is less sure of its own.
     lonely = (found.labels[near] != found.labels[:, None]).mean(axis=1)
-    assert np.corrcoef(lonely, found.probabilities)[0, 1] < -0.2
+    assert np.corrcoef(lonely, found.members.probability)[0, 1] < -0.2
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 31, 97])
@@ -278,9 +278,9 @@ def test_few_rows_and_exact_duplicates_are_clustered_or_noise(count, kinds):
     rows = np.repeat(np.eye(kinds, 3, dtype=np.float32), -(-count // kinds), axis=0)[:count]
     apart = np.zeros(count, np.float32)
     found = clusters_of_rows(CpuEngine(), rows, rows[:, :2], apart, np.arange(count) // 7, 20, 0)
-    assert found.labels.shape == found.probabilities.shape == (count,)
+    assert found.labels.shape == found.members.probability.shape == (count,)
     assert found.labels.max() == len(found.stability) - 1 == len(found.family) - 1
-    assert (found.probabilities[found.labels < 0] == 0).all()
+    assert (found.members.probability[found.labels < 0] == 0).all()
     if count < 20:
         assert (found.labels == -1).all()
 

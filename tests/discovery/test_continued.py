@@ -23,6 +23,7 @@ from discovery.algorithms.consensus.continued import (
     effective_requests,
     unlike,
 )
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.read import open_artifacts
 
 RNG = np.random.default_rng
@@ -70,7 +71,7 @@ def test_other_rows_of_the_same_continuum_are_cut_where_the_parent_cut_it(first)
     # Without the parent chance cuts it in other places.
     assert adjusted_rand_score(alone.labels, parent.labels) < 0.9
     assert sorted(found.raw_stability) == pytest.approx(sorted(alone.raw_stability))
-    assert ((found.probabilities > 0) & (found.probabilities <= 1)).all()
+    assert ((found.members.probability > 0) & (found.members.probability <= 1)).all()
 
 
 def test_rows_where_the_parent_had_none_are_a_new_cluster_and_the_others_go_on(first):
@@ -112,7 +113,8 @@ def labelled(rows: np.ndarray) -> Clusters:
     labels = np.repeat(np.arange(3, dtype=np.int32), len(rows) // 3)
     nothing = np.full(3, -1, np.int32)
     ones = np.ones(3)
-    return Clusters(labels, np.ones(len(rows), np.float32), ones, nothing, nothing, ones > 1, ones)
+    members = Memberships.none(len(rows))._replace(label=labels)
+    return Clusters(members, ones, nothing, nothing, ones > 1, ones)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(1, 12), st.integers(1, 200))

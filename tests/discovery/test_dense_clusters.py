@@ -77,12 +77,12 @@ def test_rows_that_are_far_from_all_others_are_noise_though_the_map_has_them_ins
     rows, points = two_behaviours(seed)
     found = find(rows, points, chunk=chunk)
     assert (found.labels[400:] == -1).all()
-    assert (found.probabilities[400:] == 0).all()
+    assert (found.members.probability[400:] == 0).all()
     assert len(found.persistence) == 2
     for behaviour in (slice(0, 200), slice(200, 400)):
         inside = found.labels[behaviour][found.labels[behaviour] >= 0]
         assert len(set(inside.tolist())) == 1 and len(inside) >= 190
-    assert found.labels.dtype == np.int32 and found.probabilities.dtype == np.float32
+    assert found.labels.dtype == np.int32 and found.members.probability.dtype == np.float32
 
 
 def test_the_others_are_clustered_as_if_there_were_no_sparse_rows(find):
@@ -92,7 +92,7 @@ def test_the_others_are_clustered_as_if_there_were_no_sparse_rows(find):
     found = find(rows[order], points)
     alone = CpuEngine().cluster(points[dense], 20, MIN_SAMPLES, len(points))
     assert np.array_equal(found.labels[dense], alone.labels)
-    assert np.array_equal(found.probabilities[dense], alone.probabilities)
+    assert np.array_equal(found.members.probability[dense], alone.probabilities)
     assert np.array_equal(found.persistence, alone.persistence)
 
 
@@ -159,14 +159,14 @@ def test_rows_between_clusters_join_the_one_that_most_of_their_neighbours_are_in
     assert len(np.unique(found.labels[found.labels >= 0])) == 2
     assert (bridge >= 0).all()
     assert set(bridge.tolist()) == {found.labels[0], found.labels[300]}
-    sure = found.probabilities[600:]
+    sure = found.members.probability[600:]
     assert ((sure > 0) & (sure <= 1)).all()
 
 
 def test_without_a_cluster_nothing_joins(find):
     rows = np.random.default_rng(0).normal(size=(15, 6)).astype(np.float32)
     found = find(rows, rows[:, :2].copy())
-    assert (found.labels == -1).all() and not found.probabilities.any()
+    assert (found.labels == -1).all() and not found.members.probability.any()
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2.0**-10, 0.5, 64.0]))
@@ -179,7 +179,7 @@ def test_the_unit_of_the_space_does_not_matter(find, seed, scale):
     # What keeps the weights of votes finite has a unit: of two clusters with the same weight in the
     # vote on a row either may win.
     assert np.count_nonzero(found.labels != scaled.labels) <= 2
-    np.testing.assert_allclose(found.probabilities, scaled.probabilities, atol=0.02)
+    np.testing.assert_allclose(found.members.probability, scaled.members.probability, atol=0.02)
 
 
 @pytest.mark.parametrize(("rows", "size", "seen"), [
@@ -219,7 +219,7 @@ def test_the_clusters_of_a_large_map_are_those_of_its_sample_and_all_rows_join(s
     assert seen == [(25_000, 250, 250, 12_500)] and found.min_samples == 250
     inside = square >= 0
     assert adjusted_rand_score(square[inside], found.labels[inside]) > 0.99
-    assert (found.labels >= 0).all() and (found.probabilities > 0).all()
+    assert (found.labels >= 0).all() and (found.members.probability > 0).all()
     again = clusters_of_map(engine, space, points, apart, 400, None, seed)
     assert np.array_equal(found.labels, again.labels)
     other = clusters_of_map(engine, space, points, apart, 400, None, seed + 1)

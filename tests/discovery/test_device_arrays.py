@@ -26,6 +26,7 @@ from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import learn_borders, train_prototypes
 from discovery.algorithms.sampling import drawn_rows, stratified_rows
 from discovery.algorithms.voting import vote
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.projection import Projection, context_octave, square_roots
 from discovery.artifacts.prototypes import Codebook, nearest_prototype, nearest_with_noise
 from discovery.describe.exemplars import candidates
@@ -153,8 +154,11 @@ def test_votes_are_the_same_on_a_device():
     distances = np.sort(rng.exponential(size=(ROWS, 5)).astype(np.float32), axis=1)
     labels = rng.integers(-1, 3, (ROWS, 5)).astype(np.int32)
     places = rng.normal(size=(ROWS, 5, 2)).astype(np.float32)
-    found = vote(moved(distances), moved(labels), moved(places))
-    assert_same(found, tuple(vote(distances, labels, places)))
+    second = rng.integers(-1, 3, (ROWS, 5)).astype(np.int32)
+    sure = rng.uniform(0.5, 1, (ROWS, 5)).astype(np.float32)
+    voters = Memberships(labels, sure, second, np.float32(1) - sure)
+    found = vote(moved(distances), Memberships(*map(moved, voters)), moved(places))
+    assert_same(found, vote(distances, voters, places))
 
 
 def test_the_sample_is_the_same_on_a_device():

@@ -352,6 +352,8 @@ def whole_run(
             "y": [1.0, 3.0, 5.0, 7.0],
             "cluster_id": [3, 7, 12, -1],
             "probability": [1.0, 1.0, 1.0, 0.0],
+            "second_cluster_id": [-1, 3, -1, -1],
+            "second_probability": [0.0, 0.25, 0.0, 0.0],
         },
         schema=landmark_columns(2),
     )

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from members import certain
 from sklearn.manifold import trustworthiness
 
 from discovery.algorithms.metrics import distinct_rows, map_quality
 from discovery.algorithms.voting import Votes, vote
+from discovery.artifacts.memberships import Memberships
 from discovery.engines.cpu import CpuEngine, by_size
 from discovery.stages.neighbors import self_first
 from discovery.stages.quality import quality_of_map
@@ -17,7 +19,8 @@ from discovery.stages.quality import quality_of_map
 
 def one_vote(distances: list[float], labels: list[int]) -> Votes:
     coordinates = np.arange(2 * len(labels), dtype=np.float32).reshape(1, -1, 2)
-    return vote(np.array([distances], np.float32), np.array([labels], np.int32), coordinates)
+    voters = certain(np.array([labels], np.int32))
+    return vote(np.array([distances], np.float32), voters, coordinates)
 
 
 @pytest.mark.parametrize(
@@ -36,16 +39,34 @@ def one_vote(distances: list[float], labels: list[int]) -> Votes:
 )
 def test_the_cluster_with_the_most_weight_wins_and_ties_go_to_the_nearer(distances, labels, winner):
     found = one_vote(distances, labels)
-    assert found.cluster.tolist() == [winner]
-    assert found.cluster.dtype == np.int32
-    assert 0 < found.share[0] <= 1
+    members = found.members
+    assert members.label.tolist() == [winner] and members.label.dtype == np.int32
+    assert members.probability[0] > 0 or winner == -1
+    assert members.probability[0] + members.second_probability[0] <= 1 + 1e-6
 
 
 def test_the_share_is_that_of_the_winners_in_all_the_weight():
     found = one_vote([1.0, 1.0, 3.0], [1, 1, 2])
     # Weights 1/2, 1/2 and 1/4.
-    assert found.share[0] == pytest.approx(0.8, abs=1e-5)
-    assert one_vote([1.0, 2.0, 3.0], [5, 5, 5]).share[0] == pytest.approx(1.0)
+    assert found.members.probability[0] == pytest.approx(0.8, abs=1e-5)
+    assert found.members.second.tolist() == [2]
+    assert found.members.second_probability[0] == pytest.approx(0.2, abs=1e-5)
+    alone = one_vote([1.0, 2.0, 3.0], [5, 5, 5]).members
+    assert alone.probability[0] == pytest.approx(1.0)
+    assert alone.second.tolist() == [-1] and alone.second_probability.tolist() == [0.0]
+
+
+def test_voters_that_are_uncertain_make_the_row_so():
+    voters = Memberships(
+        np.array([[1, 1, 2, -1]], np.int32),
+        np.array([[0.75, 0.5, 1.0, 0.0]], np.float32),
+        np.array([[2, 3, -1, -1]], np.int32),
+        np.array([[0.25, 0.5, 0.0, 0.0]], np.float32),
+    )
+    found = vote(np.ones((1, 4), np.float32), voters, np.zeros((1, 4, 2), np.float32)).members
+    assert found.label.tolist() == [1] and found.second.tolist() == [2]
+    assert found.probability[0] == pytest.approx((0.75 + 0.5) / 4)
+    assert found.second_probability[0] == pytest.approx((0.25 + 1.0) / 4)
 
 
 @given(
@@ -60,12 +81,12 @@ def test_a_row_is_placed_among_the_voters_that_won(k, rows, seed, clusters):
     distances[: rows // 3] = 0.0
     labels = rng.integers(-1, clusters, (rows, k)).astype(np.int32)
     coordinates = rng.normal(scale=10, size=(rows, k, 2)).astype(np.float32)
-    found = vote(distances, labels, coordinates)
+    found = vote(distances, certain(labels), coordinates)
     assert found.coordinates.shape == (rows, 2)
     angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     directions = np.stack([np.cos(angles), np.sin(angles)])
     for row in range(rows):
-        winners = coordinates[row, labels[row] == found.cluster[row]]
+        winners = coordinates[row, labels[row] == found.members.label[row]]
         assert len(winners)
         # Inside the convex hull: in no direction farther out than the outermost winner.
         outermost = (winners @ directions).max(axis=0)

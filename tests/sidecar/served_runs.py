@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from members import certain
 from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import REPO, START, possible_vectors
@@ -81,9 +82,7 @@ def publish_layered(output: Path, number: int = 0, *, latest: bool = True) -> st
     )  # fmt: skip
     tables = {
         "clusters": clusters,
-        "landmarks": landmarks_table(
-            codebook, prototypes[:, :2].copy(), np.ones(len(picked), np.float32)
-        ),
+        "landmarks": landmarks_table(codebook, prototypes[:, :2].copy(), certain(codebook.labels)),
         "projection": projection_table(codebook, np.linspace(0, 1, 101)),
     }
     return _publish(

@@ -15,6 +15,7 @@ import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.algorithms.threads import one_thread, usable_cpus
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 
 from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, nearest_cells, shared_neighbors
@@ -61,21 +62,24 @@ LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
 class Clusters(NamedTuple):
     """Clusters of n rows, numbered by falling size.
 
-    labels: int32[n], -1 for noise. probabilities: float32[n], how far each row belongs to its own,
-    0 for noise. stability: float64[c], how far the trees of half of the requests have each one.
-    family: int32[c], numbered by falling size. heir_of: int32[c], the number of the parent's
-    cluster that each is, -1 for those of this run alone; new: bool[c], whether the parent had
-    hardly any rows there. raw_stability: float64[k], of the clusters of these rows before any is
-    merged for not being found again: noise has many such.
+    members: of the rows, none of which is noise. stability: float64[c], how far the trees of half
+    of the requests have each one. family: int32[c], numbered by falling size. heir_of: int32[c],
+    the number of the parent's cluster that each is, -1 for those of this run alone; new: bool[c],
+    whether the parent had hardly any rows there. raw_stability: float64[k], of the clusters of
+    these rows before any is merged for not being found again: noise has many such.
     """
 
-    labels: Int32s
-    probabilities: Floats
+    members: Memberships
     stability: Doubles
     family: Int32s
     heir_of: Int32s
     new: Mask
     raw_stability: Doubles
+
+    @property
+    def labels(self) -> Int32s:
+        """int32[n], the cluster of each row."""
+        return self.members.label
 
 
 def settings() -> dict[str, Any]:
@@ -122,7 +126,11 @@ def stable_clusters(
                 )
             )
             again = found_again(halvings, atoms, size, pool)
-        together, starts = agreement(halvings, again, atoms, size)
+        taken = [
+            one.share[chosen_groups(one, own, size, LARGEST * len(rows), DETAIL)]
+            for one, own in zip(halvings, again, strict=True)
+        ]
+        together, starts = agreement(taken)
         labels = median_partition(together, atoms, starts)
 
         def stability_of_atoms(of: Ints) -> Doubles:
@@ -147,8 +155,15 @@ def stable_clusters(
         inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
         stability = stability_of(inside, halvings, atoms, size)
         family = families_of(inside, together)
-        shares = row_shares(inside, found, together, atom, near)
-    return named(shares, stability, family, found, raw_stability)
+        label, order = named(row_shares(inside, found, together, atom, near), found)
+        return Clusters(
+            memberships(label, taken, atom, near),
+            stability[order],
+            by_size(family[order], np.bincount(label)),
+            found.heir_of[order].astype(np.int32),
+            found.new[order],
+            raw_stability,
+        )
 
 
 def number_of(most: int, each: int, rows: int) -> int:
@@ -192,19 +207,20 @@ def halving(
     return Halving(tree, share.astype(np.float32), share @ atoms)
 
 
-def agreement(
-    halvings: list[Halving], again: list[Doubles], atoms: Ints, size: int
-) -> tuple[Doubles, list[Ints]]:
-    """How often two atoms are together in the groups that are taken of each tree: float64[a, a];
-    and the partitions int64[a] that these are."""
-    together = np.zeros((len(atoms), len(atoms)))
+def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:
+    """How often two atoms are together in the groups of the trees: float64[a, a]; and the
+    partitions int64[a] that these are.
+
+    Args:
+        taken: for each tree float32[g, a], how far each atom is in each of the groups taken of it.
+    """
+    count = taken[0].shape[1]
+    together = np.zeros((count, count))
     partitions = []
-    for one, own in zip(halvings, again, strict=True):
-        groups = chosen_groups(one, own, size, LARGEST * atoms.sum(), DETAIL)
-        share = one.share[groups]
+    for share in taken:
         together += share.T @ share
-        partitions.append(share.argmax(axis=0) if len(groups) else np.zeros(len(atoms), np.int64))
-    return together / len(halvings), partitions
+        partitions.append(share.argmax(axis=0) if len(share) else np.zeros(count, np.int64))
+    return together / len(taken), partitions
 
 
 def least_requests(requests: Ints) -> float:
@@ -247,25 +263,63 @@ def stability_of(inside: Doubles, halvings: list[Halving], atoms: Ints, size: in
     return np.asarray(np.mean(found, axis=0))
 
 
-def named(
-    shares: Doubles, stability: Doubles, family: Ints, found: Continued, raw_stability: Doubles
-) -> Clusters:
-    """Each row's likest cluster, or the parent's that it is in; clusters without a row are gone."""
+def named(shares: Doubles, found: Continued) -> tuple[Int32s, Ints]:
+    """Each row's likest cluster, or the parent's that it is in, numbered by falling size: int32[n];
+    and which each is of those before, int64[c]. Clusters without a row are gone.
+
+    Args:
+        shares: float64[n, c], how far each row belongs to each.
+    """
     kept = found.heir_of[found.labels] >= 0
     likest = np.where(kept, found.labels, shares.argmax(axis=1))
     sizes = np.bincount(likest, minlength=shares.shape[1])
     order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
     number = np.full(len(sizes), NOISE, np.int32)
     number[order] = np.arange(len(order))
-    family = family[order]
-    in_family = np.bincount(family, sizes[order])
-    by_rows = np.argsort(np.argsort(-in_family, kind="stable"))
-    return Clusters(
-        number[likest],
-        shares[np.arange(len(likest)), likest].astype(np.float32),
-        stability[order],
-        by_rows[family].astype(np.int32),
-        found.heir_of[order].astype(np.int32),
-        found.new[order],
-        raw_stability,
+    return number[likest], order
+
+
+def memberships(label: Int32s, taken: list[Floats], atom: Ints, near: Int32s) -> Memberships:
+    """How far each row belongs to its cluster, and to the likeliest other: the mean of two shares,
+    that of the trees that put it and its neighbours there, and that of its neighbours in there.
+
+    A group of a tree counts for the cluster that most of its rows are in. On halves of the sample's
+    requests, the share of trees alone foretells as well what clusters of the other half say, but
+    another cluster than the row's own has the most of it three times as often.
+
+    Args:
+        label: int32[n], the cluster of each row; taken: as of `agreement`; atom: int64[n], of each
+            row; near: int32[n, k], numbers of its neighbours.
+    """
+    count, atoms = int(label.max()) + 1, taken[0].shape[1]
+    inside = counted(label, atom, count, atoms)
+    votes = np.zeros((atoms, count))
+    for share in taken:
+        if len(share):
+            votes += share.T @ np.eye(count)[(share @ inside.T).argmax(axis=1)]
+    total = votes.sum(axis=1, keepdims=True)
+    # An atom that no tree has in a group belongs to what its rows were put to.
+    put = (inside / inside.sum(axis=0)).T
+    by_trees = np.where(total > 0, votes / np.maximum(total, 1e-12), put)[atom]
+    shares, rows = by_trees.copy(), np.arange(len(label))
+    shares[rows, label] += 1.0
+    for column in near.T:
+        shares += by_trees[column]
+        shares[rows, label[column]] += 1.0
+    shares /= 2.0 * (1 + near.shape[1])
+    own = shares[rows, label]
+    shares[rows, label] = 0.0
+    second = shares.argmax(axis=1)
+    other = shares[rows, second]
+    return Memberships(
+        label,
+        own.astype(np.float32),
+        np.where(other > 0, second, NOISE).astype(np.int32),
+        other.astype(np.float32),
     )
+
+
+def by_size(family: Ints, sizes: Ints) -> Int32s:
+    """The families int64[c] of clusters of so many rows, numbered by falling size: int32[c]."""
+    rows = np.bincount(family, sizes)
+    return np.argsort(np.argsort(-rows, kind="stable"))[family].astype(np.int32)

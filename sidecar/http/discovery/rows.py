@@ -19,6 +19,7 @@ from capture_kernels.arrays import Ints
 from capture_kernels.errors import ArtifactError, WriteError
 from discovery.artifacts.read import Artifacts
 from discovery.artifacts.schema import EMBEDDING_COLUMNS, SCHEMA_VERSION
+from discovery.artifacts.tables import with_second_clusters
 from pipeline.record import TEXT_BYTES
 
 from ..errors import Json, documented
@@ -64,7 +65,8 @@ class Tables:
 
 def _mapped(artifacts: Artifacts) -> tuple[pa.Table, int]:
     try:
-        table = artifacts.table("embedding", EMBEDDING_COLUMNS.names).cast(EMBEDDING_COLUMNS)
+        table = with_second_clusters(artifacts.table("embedding"))
+        table = table.select(EMBEDDING_COLUMNS.names).cast(EMBEDDING_COLUMNS)
     except (KeyError, ValueError, pa.ArrowException) as error:
         raise ArtifactError(
             f"{artifacts.folder} has no rows to show ({error}): run attn discover again"
@@ -107,6 +109,8 @@ class RowOfMap(BaseModel):
     y: float | None
     cluster_id: int
     probability: float | None
+    second_cluster_id: int = Field(description="the cluster that it belongs to next, -1 for none")
+    second_probability: float | None
     zone: str
     zone_confidence: float | None
 

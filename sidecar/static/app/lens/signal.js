@@ -69,13 +69,14 @@ function Classified({ vector, layout, zone }) {
   if (runId === null) return html`<div><h3>Cluster</h3><p class="quiet">No run is served: <code>attn discover</code> makes one.</p></div>`;
   if (error) return html`<div><h3>Cluster</h3><p class="quiet">The served run does not classify it: ${shown(error.message, 200)}</p></div>`;
   if (!data?.manifold) return html`<div><h3>Cluster</h3><p class="quiet">…</p></div>`;
-  const { cluster_id: id, cluster_label: label, probability, confidence, zone: said } = data.manifold;
+  const { cluster_id: id, cluster_label: label, probability, second, confidence, zone: said } = data.manifold;
   const cluster = clusters.value.get(id) ?? null;
   return html`<div class="stack" data-cluster=${id}>
     <p class="small quiet">By the served run: ${spaced(said)}${said === zone ? "" : ", by its own rules"}, with ${percent(confidence, 0)} of the evidence of all five.</p>
     <div><h3>Cluster</h3>${id < 0 ? html`<p class="quiet">None: it lies between the behaviours of the run, or far from all of them.</p>`
       : html`<p><${Cluster} id=${id} label=${label} /></p>
-        ${cluster && html`<p>${shown(cluster.says ?? "", 600)}</p><p class="small quiet">${percent(cluster.share)} of the run's rows, ${plural(cluster.size, "row")}${Number.isFinite(probability) ? `; probability ${figure(probability, 2)}` : ""}.</p>`}`}</div>
+        ${cluster && html`<p>${shown(cluster.says ?? "", 600)}</p><p class="small quiet">${percent(cluster.share)} of the run's rows, ${plural(cluster.size, "row")}${Number.isFinite(probability) ? `; probability ${figure(probability, 2)}` : ""}.</p>`}
+        ${second && html`<p class="row small" data-second=${second.cluster_id}>Between it and <${Cluster} id=${second.cluster_id} label=${second.cluster_label} /> <span class="quiet">probability ${figure(second.probability, 2)}</span></p>`}`}</div>
     ${cluster && html`<${Neighbours} cluster=${cluster} />`}
   </div>`;
 }

@@ -83,6 +83,10 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
   </div>`;
 }
 
+// As in discovery/artifacts/memberships.py.
+const BETWEEN = 0.5;
+const isBetween = ({ second_cluster_id: id, probability, second_probability: second }) => id >= 0 && second >= BETWEEN * probability;
+
 /** The facts of the point under the pointer: what the map has at once, whose it is when the sidecar has said it. */
 function PointTip({ run, point, at, frame }) {
   const { map } = run;
@@ -98,6 +102,7 @@ function PointTip({ run, point, at, frame }) {
     ["cluster", id < 0 ? "noise" : `${id}  ${shown(cluster?.label ?? "", 120)}`],
     ["zone", spaced(map.zones[map.zone[point]])],
     ...(facts && facts.probability !== null ? [["probability", facts.probability.toFixed(2)]] : []),
+    ...(facts && isBetween(facts) ? [["second cluster", `${facts.second_cluster_id}  ${shown(run.byId.get(facts.second_cluster_id)?.label ?? "", 120)} (${facts.second_probability.toFixed(2)})`]] : []),
   ];
   useEffect(() => {
     const node = tip.current;

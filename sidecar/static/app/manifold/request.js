@@ -87,6 +87,7 @@ export function RequestPane({ run, requestId, trail, cursor, onRow, onClose }) {
           ["position", count(cursor.position)], ["zone", html`<${Zone} zone=${cursor.zone} />`],
           ["cluster", html`<${Cluster} id=${cursor.cluster_id} label=${run.byId.get(cursor.cluster_id)?.label} />`],
           cursor.probability > 0 && ["probability", cursor.probability.toFixed(2)],
+          cursor.second && ["second cluster", html`<${Cluster} id=${cursor.second.cluster_id} label=${cursor.second.cluster_label} /> ${cursor.second.probability.toFixed(2)}`],
           cursor.token_id !== null && cursor.token_id !== undefined && ["token", run.tokenText(cursor.token_id)],
         ]} />`}
         ${rows.length > 0 && html`<${ShareBar} label="Zones" parts=${sharesOf(rows, "zone").map(([zone, share]) => [spaced(zone), share, zoneColor(zone)])} />
