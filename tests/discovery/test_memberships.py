@@ -129,7 +129,7 @@ def test_a_fingerprint_between_two_clusters_is_answered_with_both(published_run,
     assert all(one["manifold"]["cluster_id"] >= 0 for one in plain)
     # Every prototype between its own cluster and the next id, by as much as is needed for that.
     ids = np.array(sorted(classifier.labels))
-    members = classifier._members
+    members = classifier._members = Memberships(*(each.copy() for each in classifier._members))
     members.second[:] = np.where(members.label >= 0, np.roll(ids, -1)[members.label % len(ids)], -1)
     members.probability[members.label >= 0] = 0.5
     for other, is_between in ((0.5 * BETWEEN, True), (0.49 * BETWEEN, False)):

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from members import certain
 from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import REPO, START, possible_vectors
 
+from capture_kernels.arrays import Int32s
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.artifacts.classifier import Classifier
+from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.schema import CLUSTER_COLUMNS, NOISE
@@ -51,7 +52,8 @@ def publish(
 
 
 def publish_layered(output: Path, number: int = 0, *, latest: bool = True) -> str:
-    """Publish a run of layout 2, of a capture of its own."""
+    """Publish a run of layout 2, of a capture of its own; rows of its cluster 0 are between it and
+    cluster 1."""
     vectors = layered_vectors(400)
     roots = np.sqrt(vectors)
     mean = roots.mean(axis=0)
@@ -82,13 +84,26 @@ def publish_layered(output: Path, number: int = 0, *, latest: bool = True) -> st
     )  # fmt: skip
     tables = {
         "clusters": clusters,
-        "landmarks": landmarks_table(codebook, prototypes[:, :2].copy(), certain(codebook.labels)),
+        "landmarks": landmarks_table(
+            codebook, prototypes[:, :2].copy(), between_first_two(codebook.labels)
+        ),
         "projection": projection_table(codebook, np.linspace(0, 1, 101)),
     }
     return _publish(
         output, run_id_of(number), tables,
         lambda m: m.update(layout="layered", capture_id="layered00000"), latest,
     )  # fmt: skip
+
+
+def between_first_two(labels: Int32s) -> Memberships:
+    """Prototypes of these clusters: those of cluster 0 are for 0.4 in cluster 1."""
+    first = labels == 0
+    return Memberships(
+        labels,
+        np.where(first, 0.6, 1.0).astype(np.float32),
+        np.where(first, 1, NOISE).astype(np.int32),
+        np.where(first, 0.4, 0.0).astype(np.float32),
+    )
 
 
 def publish_without_clusters(output: Path, number: int = 0) -> str:

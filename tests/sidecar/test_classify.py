@@ -363,7 +363,18 @@ def test_a_run_of_layout_2_answers_fingerprints_of_layout_2(layered_sidecar, tmp
     right, wrong = records_of(layered_vectors(300)), records_of(vectors_of(1))
     found = sidecar.client.post("/classify", json={"records": [*right, *wrong]}).json()
     assert found["results"] == answers(classifier, [*right, *wrong])
-    assert {one["manifold"]["cluster_id"] for one in found["results"][:300]} == {0, 1, 2}
+    manifolds = [one["manifold"] for one in found["results"][:300]]
+    assert {one["cluster_id"] for one in manifolds} == {0, 1, 2}
+    second = {"cluster_id": 1, "cluster_label": classifier.labels[1], "probability": 0.4}
+    for one in manifolds:
+        assert one["second"] == (second if one["cluster_id"] == 0 else None)
+    # So is what arrives, in the answer and in the rows of its request.
+    first = next(i for i, one in enumerate(manifolds) if one["cluster_id"] == 0)
+    row = {"request_id": "between", "position": 1, **right[first]}
+    stored = sidecar.client.post("/fingerprint?wait=1", json=row)
+    assert stored.json()["manifold"]["second"] == second
+    records = sidecar.client.get("/requests/between").json()["records"]
+    assert [one["second"] for one in records] == [second]
     assert "no attention row has this vector" in found["results"][300]["error"]
 
 
@@ -377,6 +388,7 @@ def test_fingerprints_of_another_layout_or_capture_are_stored_with_their_zone(la
     assert found.status_code == 200, found.text
     manifold = found.json()["manifold"]
     assert (manifold["cluster_id"], manifold["probability"]) == (-1, 0.0)
+    assert manifold["second"] is None
     zoned = Classifier.answer(classifier_golden(), [{"vector": vector}])[0]["manifold"]
     assert (manifold["zone"], manifold["confidence"]) == (zoned["zone"], zoned["confidence"])
 

@@ -56,6 +56,8 @@ def blobs(rows: int, count: int, seed: int = 0) -> pa.Table:
         "y": places[:, 1],
         "cluster_id": cluster,
         "probability": rng.random(rows),
+        "second_cluster_id": np.where(cluster >= 0, (cluster + 1) % max(count, 1), -1),
+        "second_probability": rng.random(rows) * (cluster >= 0),
         "zone": zone,
         "zone_confidence": rng.random(rows),
     }

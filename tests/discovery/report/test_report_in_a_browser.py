@@ -13,6 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from report_inputs import HOSTILE, Inputs, first_run, hostile, later_run
 
+from discovery.artifacts.memberships import BETWEEN
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
@@ -182,6 +184,15 @@ def test_hover_tells_the_row_under_the_pointer(show, tmp_path: Path):
         assert facts["cluster"] == name
         assert facts["zone"] == row["zone"].replace("_", " ")
         assert abs(float(facts["probability"]) - row["probability"]) < 0.01
+        second, share = row["second_cluster_id"], row["second_probability"]
+        # Shares are shown of 255ths: too near to the limit is either.
+        if abs(share - BETWEEN * row["probability"]) > 0.01:
+            is_between = cluster >= 0 and share > BETWEEN * row["probability"]
+            assert ("second cluster" in facts) == is_between
+        if "second cluster" in facts:
+            said, of_it = facts["second cluster"].rsplit(" ", 1)
+            assert said == f"{second}  label {second}"
+            assert abs(float(of_it.strip("()")) - share) < 0.01
         assert (
             facts["token"].split()[0] == str(token) if token is not None else "token" not in facts
         )
