@@ -30,7 +30,16 @@ HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
 ON_CPU = {
     name: [name]
-    for name in ("store", "records", "capture", "zones", "discovery", "behaviours", "classifier")
+    for name in (
+        "store",
+        "records",
+        "capture",
+        "zones",
+        "discovery",
+        "behaviours",
+        "memberships",
+        "classifier",
+    )
 }
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU["behaviours"] += ["--half", "held_out"]
