@@ -79,12 +79,7 @@ def by_neighbours(half: Half) -> Memberships:
     counts = np.zeros((len(rows), int(label.max()) + 2))
     for column in half.near.T[1:]:
         counts[rows, label[column]] += 1
-    shares = counts[:, :-1] / NEIGHBORS
-    own = shares[rows, label].astype(np.float32)
-    shares[rows, label] = 0
-    second = shares.argmax(axis=1)
-    other = shares[rows, second].astype(np.float32)
-    return Memberships(label, own, np.where(other > 0, second, NOISE).astype(np.int32), other)
+    return Memberships.of_shares(label, counts[:, :-1] / NEIGHBORS)
 
 
 METHODS = {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from capture_kernels.arrays import Floats, Int32s, Mask
+from capture_kernels.arrays import Doubles, Floats, Int32s, Mask
 
 from .schema import NOISE
 
@@ -36,6 +36,25 @@ class Memberships(NamedTuple):
         first, second = (np.full(count, NOISE, np.int32) for _ in range(2))
         here, there = (np.zeros(count, np.float32) for _ in range(2))
         return cls(first, here, second, there)
+
+    @classmethod
+    def of_shares(cls, label: Int32s, shares: Doubles) -> Self:
+        """Of n rows, by the cluster of each, int32[n], and how far it belongs to each: float64[n, c].
+        Noise belongs nowhere."""
+        rows = np.arange(len(label))
+        # The last column, which -1 is, is that of noise.
+        left = np.column_stack([shares, np.zeros(len(label))])
+        own = left[rows, label]
+        left[rows, label] = 0.0
+        left[label == NOISE] = 0.0
+        second = left.argmax(axis=1)
+        other = left[rows, second]
+        return cls(
+            label,
+            own.astype(np.float32),
+            np.where(other > 0, second, NOISE).astype(np.int32),
+            other.astype(np.float32),
+        )
 
     def at(self, rows: Any) -> Self:
         """Those of some rows, by numbers of any shape, a mask or a slice."""

@@ -287,20 +287,11 @@ def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Membe
     belongs = np.zeros((count, clusters + 1))
     np.add.at(belongs, (nearest, members.label), members.probability)
     np.add.at(belongs, (nearest, members.second), members.second_probability)
-    belongs[:, NOISE] = 0.0
     rows = np.bincount(nearest[members.label != NOISE], minlength=count)
     belongs /= np.maximum(rows, 1)[:, None]
-    each, inside = np.arange(count), labels != NOISE
-    own = np.where(rows > 0, belongs[each, labels], 1.0) * inside
-    belongs[each, labels] = 0.0
-    second = belongs.argmax(axis=1)
-    other = belongs[each, second] * inside
-    return Memberships(
-        labels,
-        own.astype(np.float32),
-        np.where(other > 0, second, NOISE).astype(np.int32),
-        other.astype(np.float32),
-    )
+    alone = (rows == 0) & (labels != NOISE)
+    belongs[alone, labels[alone]] = 1.0
+    return Memberships.of_shares(labels, belongs[:, :-1])
 
 
 def requests_of(context: RunContext, rows: Ints) -> Hashes:

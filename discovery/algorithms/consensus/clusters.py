@@ -307,16 +307,7 @@ def memberships(label: Int32s, taken: list[Floats], atom: Ints, near: Int32s) ->
         shares += by_trees[column]
         shares[rows, label[column]] += 1.0
     shares /= 2.0 * (1 + near.shape[1])
-    own = shares[rows, label]
-    shares[rows, label] = 0.0
-    second = shares.argmax(axis=1)
-    other = shares[rows, second]
-    return Memberships(
-        label,
-        own.astype(np.float32),
-        np.where(other > 0, second, NOISE).astype(np.int32),
-        other.astype(np.float32),
-    )
+    return Memberships.of_shares(label, shares)
 
 
 def by_size(family: Ints, sizes: Ints) -> Int32s:
