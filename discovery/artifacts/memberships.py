@@ -39,7 +39,7 @@ class Memberships(NamedTuple):
 
     @classmethod
     def of_shares(cls, label: Int32s, shares: Doubles) -> Self:
-        """Of n rows, by the cluster of each, int32[n], and how far it belongs to each: float64[n, c].
+        """Of n rows, by the cluster of each, int32[n], and how far it is in each: float64[n, c].
         Noise belongs nowhere."""
         rows = np.arange(len(label))
         # The last column, which -1 is, is that of noise.
