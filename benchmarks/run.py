@@ -30,20 +30,11 @@ HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
 ON_CPU = {
     name: [name]
-    for name in (
-        "store",
-        "records",
-        "capture",
-        "zones",
-        "discovery",
-        "behaviours",
-        "memberships",
-        "classifier",
-    )
+    for name in ("store", "records", "capture", "zones", "discovery", "behaviours", "classifier")
 }
 ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU["behaviours"] += ["--half", "held_out"]
-ON_CPU |= {name: [name] for name in ("nights", "interruptions", "kills", "online")}
+ON_CPU |= {name: [name] for name in ("memberships", "nights", "interruptions", "kills", "online")}
 ON_CPU["real-nights"] = ["real_nights", "--clusterings", "consensus,hdbscan"]
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}

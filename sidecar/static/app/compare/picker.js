@@ -46,12 +46,14 @@ const Choice = ({ label, id, choices, onChoose }) => html`<select class="grow" a
 /** A name that is typed or chosen of a list; taken over with Enter or by leaving the field. */
 function Typed({ label, id, list, onChoose, placeholder }) {
   const listId = useId();
+  // Kept here, as lists that arrive draw the field again.
+  const [typed, setTyped] = useState(id);
   const take = (event) => {
     const value = event.target.value.trim();
     if (value !== id) onChoose(value);
   };
-  return html`<input class="grow" type="search" aria-label=${label} value=${id} list=${listId} placeholder=${placeholder} maxlength="1024"
-      onChange=${take} />
+  return html`<input class="grow" type="search" aria-label=${label} value=${typed} list=${listId} placeholder=${placeholder} maxlength="1024"
+      onInput=${(event) => setTyped(event.target.value)} onChange=${take} />
     <datalist id=${listId}>${list.map((one) => html`<option key=${one} value=${one}></option>`)}</datalist>`;
 }
 
