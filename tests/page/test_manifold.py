@@ -15,6 +15,8 @@ from playwright.sync_api import Page, expect
 from running import Sidecar, post_rows, running, until
 from served_runs import rows_of
 
+from discovery.artifacts.memberships import BETWEEN
+
 HOSTILE = "<img src=x onerror=hacked=1>\u202e\u0000" + "long " * 2_000
 
 
@@ -48,6 +50,11 @@ def test_a_point_says_whose_it_is_and_leads_to_its_request(manifold, nights, wat
         expect(tip).to_contain_text(row["request_id"])
         expect(tip).to_contain_text(row["zone"].replace("_", " "))
         expect(tip).to_contain_text(f"{row['cluster_id']}  label {row['cluster_id']}")
+        second = f"{row['second_cluster_id']}  label {row['second_cluster_id']} ("
+        if row["second_probability"] >= BETWEEN * row["probability"]:
+            expect(tip).to_contain_text(f"{second}{row['second_probability']:.2f})")
+        else:
+            expect(tip).not_to_contain_text("second cluster")
     page.mouse.click(*pixel_of(page, row))
     expect(page.locator(f"[data-request='{row['request_id']}']")).to_contain_text(
         "50 rows on this map"
