@@ -63,6 +63,8 @@ class Placed(BaseModel):
     y: float
     cluster_id: int
     probability: float
+    second_cluster_id: int = Field(description="of a row between two clusters, else -1")
+    second_probability: float
     zone: str
     zone_confidence: float
 
@@ -97,13 +99,15 @@ def _place(service: Any, run_id: str, vectors: list[list[float]]) -> dict[str, A
         raise HTTPException(400, str(error)) from None
     columns = zip(
         found.coordinates.tolist(), found.cluster_id.tolist(), found.probability.tolist(),
+        found.second_cluster_id.tolist(), found.second_probability.tolist(),
         found.zone.tolist(), found.zone_confidence.tolist(), strict=True,
     )  # fmt: skip
     return {
         "run_id": artifacts.run_id, "schema_version": SCHEMA_VERSION,
         "rows": [
             {"x": x, "y": y, "cluster_id": cluster, "probability": probability,
+             "second_cluster_id": second, "second_probability": share,
              "zone": ZONES[zone], "zone_confidence": confidence}
-            for (x, y), cluster, probability, zone, confidence in columns
+            for (x, y), cluster, probability, second, share, zone, confidence in columns
         ],
     }  # fmt: skip

@@ -5,11 +5,11 @@ import { Experts } from "../lens/experts.js";
 import { Fingerprint } from "../lens/signal.js";
 import { navigate, setQuery } from "../routes.js";
 import { useLoaded } from "../ui/load.js";
-import { Cluster, ShareBar } from "../ui/marks.js";
+import { Cluster, SecondCluster, ShareBar } from "../ui/marks.js";
 import { Facts, Panel } from "../ui/panel.js";
 import { Failure, Loading } from "../ui/states.js";
 import { phaseColor, zoneColor } from "../ui/colors.js";
-import { count, Given, moment, percent, plural, spaced } from "../ui/text.js";
+import { count, figure, Given, moment, percent, plural, spaced } from "../ui/text.js";
 import { RowList } from "./row-list.js";
 import { StoredRequest } from "./stored.js";
 
@@ -44,7 +44,9 @@ function Opened({ request, position }) {
       ${row?.error ? html`<${Failure} error=${row.error} onRetry=${() => { request.retry(); request.want(chosen, chosen + 1); }} />`
         : row ? html`<${Panel} title=${`Row at position ${count(row.position)}`} says=${`${row.phase}${row.step < 0 ? "" : `, step ${count(row.step)}`}${row.layer >= 0 ? `, layer ${row.layer}` : ""}`}>
           <div class="two"><${Fingerprint} vector=${row.vector} layout=${summary.layout} record=${row} />
-            <div class="stack"><h3>MoE</h3><${StoredExperts} row=${row} /><h3>Cluster</h3><p>${row.cluster_id === null ? "This row is not of the served run's model and capture." : html`<${Cluster} id=${row.cluster_id} />`}</p></div></div><//>`
+            <div class="stack"><h3>MoE</h3><${StoredExperts} row=${row} /><h3>Cluster</h3><p>${row.cluster_id === null ? "This row is not of the served run's model and capture." : html`<${Cluster} id=${row.cluster_id} />`}</p>
+              ${row.probability > 0 && html`<p class="quiet small">probability ${figure(row.probability, 2)}</p>`}
+              ${row.second && html`<${SecondCluster} second=${row.second} />`}</div></div><//>`
         : html`<p class="quiet">Choose a row on the left. Where it looked is not stored: records hold fingerprints. Ask again in <button type="button" class="button" onClick=${() => navigate("/chat")}>Chat</button> to see links.</p>`}
     </div></div>`;
 }

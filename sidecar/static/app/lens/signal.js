@@ -6,7 +6,7 @@ import { clusters, served, servedId, sessionId } from "../state.js";
 import { evidenceOf, RULES } from "../tokens/evidence.js";
 import { clusterColor, zoneColor } from "../ui/colors.js";
 import { useLoaded } from "../ui/load.js";
-import { Cluster, Meter, Zone } from "../ui/marks.js";
+import { Cluster, Meter, SecondCluster, Zone } from "../ui/marks.js";
 import { count, figure, percent, plural, shown, spaced } from "../ui/text.js";
 import { addStored } from "../chat/stored.js";
 import { Histogram } from "./histogram.js";
@@ -73,10 +73,10 @@ function Classified({ vector, layout, zone }) {
   const cluster = clusters.value.get(id) ?? null;
   return html`<div class="stack" data-cluster=${id}>
     <p class="small quiet">By the served run: ${spaced(said)}${said === zone ? "" : ", by its own rules"}, with ${percent(confidence, 0)} of the evidence of all five.</p>
-    <div><h3>Cluster</h3>${id < 0 ? html`<p class="quiet">None: it lies between the behaviours of the run, or far from all of them.</p>`
+    <div><h3>Cluster</h3>${id < 0 ? html`<p class="quiet">None: it is like no behaviour of the run.</p>`
       : html`<p><${Cluster} id=${id} label=${label} /></p>
         ${cluster && html`<p>${shown(cluster.says ?? "", 600)}</p><p class="small quiet">${percent(cluster.share)} of the run's rows, ${plural(cluster.size, "row")}${Number.isFinite(probability) ? `; probability ${figure(probability, 2)}` : ""}.</p>`}
-        ${second && html`<p class="row small" data-second=${second.cluster_id}>Between it and <${Cluster} id=${second.cluster_id} label=${second.cluster_label} /> <span class="quiet">probability ${figure(second.probability, 2)}</span></p>`}`}</div>
+        ${second && html`<${SecondCluster} second=${second} />`}`}</div>
     ${cluster && html`<${Neighbours} cluster=${cluster} />`}
   </div>`;
 }

@@ -158,6 +158,13 @@ export async function traceRows(trace, manifest, signal) {
     phase: trace.phase(index - 1), token_id: null, probability: 0, layer: -1, request_id: requestOf(trace) }));
 }
 
+// As in discovery/artifacts/memberships.py.
+const BETWEEN = 0.5;
+
+/** The other cluster of a row between two of a run, as /classify says it; null of other rows. */
+export const secondOf = ({ probability, second_cluster_id: id, second_probability: share }, run) => (id >= 0 && share >= BETWEEN * probability
+  ? { cluster_id: id, cluster_label: run.byId.get(id)?.label ?? null, probability: share } : null);
+
 /** The newest sessions of the store. */
 export const loadSessions = async (signal) => (await get("/sessions?limit=50", { signal })).sessions;
 

@@ -7,6 +7,7 @@ import { zoneColor } from "../ui/colors.js";
 import { Legend } from "../ui/marks.js";
 import { count, percent, plural, shown, spaced } from "../ui/text.js";
 import { createMap } from "./map/map.js";
+import { secondOf } from "./data.js";
 import { useFacts } from "./facts.js";
 
 const HELP = "Drag to move; click the map, or hold Ctrl, and scroll to zoom; Shift and drag for a lasso. "
@@ -83,10 +84,6 @@ export function MapFrame({ run, look, marks, hiddenZones, onZone, onClick, onLas
   </div>`;
 }
 
-// As in discovery/artifacts/memberships.py.
-const BETWEEN = 0.5;
-const isBetween = ({ second_cluster_id: id, probability, second_probability: second }) => id >= 0 && second >= BETWEEN * probability;
-
 /** The facts of the point under the pointer: what the map has at once, whose it is when the sidecar has said it. */
 function PointTip({ run, point, at, frame }) {
   const { map } = run;
@@ -94,6 +91,7 @@ function PointTip({ run, point, at, frame }) {
   const facts = useFacts(map.runId, map.row[point]);
   const id = map.clusterIds[map.cluster[point]];
   const cluster = run.byId.get(id);
+  const second = facts && secondOf(facts, run);
   const lines = [
     ["request", facts ? shown(facts.request_id, 200) : "…"],
     ["position", facts ? `${count(facts.position)}${facts.layer >= 0 ? `, layer ${facts.layer}` : ""}` : "…"],
@@ -102,7 +100,7 @@ function PointTip({ run, point, at, frame }) {
     ["cluster", id < 0 ? "noise" : `${id}  ${shown(cluster?.label ?? "", 120)}`],
     ["zone", spaced(map.zones[map.zone[point]])],
     ...(facts && facts.probability !== null ? [["probability", facts.probability.toFixed(2)]] : []),
-    ...(facts && isBetween(facts) ? [["second cluster", `${facts.second_cluster_id}  ${shown(run.byId.get(facts.second_cluster_id)?.label ?? "", 120)} (${facts.second_probability.toFixed(2)})`]] : []),
+    ...(second ? [["second cluster", `${second.cluster_id}  ${shown(second.cluster_label ?? "", 120)} (${second.probability.toFixed(2)})`]] : []),
   ];
   useEffect(() => {
     const node = tip.current;

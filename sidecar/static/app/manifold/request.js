@@ -2,7 +2,7 @@
 
 import { html } from "../../vendor/preact.js";
 import { clusterColor, zoneColor } from "../ui/colors.js";
-import { Cluster, ShareBar, Zone } from "../ui/marks.js";
+import { Cluster, SecondCluster, ShareBar, Zone } from "../ui/marks.js";
 import { Facts } from "../ui/panel.js";
 import { Failure, Loading } from "../ui/states.js";
 import { count, Given, percent, plural, shown, spaced } from "../ui/text.js";
@@ -12,7 +12,7 @@ import { ApiError } from "../api.js";
 import { openTraces } from "../trace/opened.js";
 import { trace } from "../state.js";
 import { clearSelection, pinned } from "../tokens/selection.js";
-import { requestOf, rowsOfRequests, storedRows, traceRows } from "./data.js";
+import { requestOf, rowsOfRequests, secondOf, storedRows, traceRows } from "./data.js";
 import { requestHref } from "./rows.js";
 
 const MOST_ID_BYTES = 1024;
@@ -74,6 +74,7 @@ export function RequestPane({ run, requestId, trail, cursor, onRow, onClose }) {
       <bdi class="clip">${one.cluster_id < 0 ? "noise" : `${one.cluster_id} ${shown(run.byId.get(one.cluster_id)?.label ?? "", 60)}`}</bdi>
       <span class="quiet clip zone-name">${spaced(one.zone)}</span></button>`;
   };
+  const second = cursor && secondOf(cursor, run);
   return html`<div class="rows-pane" data-request=${requestId}>
     <div class="row wrap apart"><b class="clip"><${Given} text=${requestId} most=${200} /></b>
       <span class="row">${data?.open
@@ -87,7 +88,7 @@ export function RequestPane({ run, requestId, trail, cursor, onRow, onClose }) {
           ["position", count(cursor.position)], ["zone", html`<${Zone} zone=${cursor.zone} />`],
           ["cluster", html`<${Cluster} id=${cursor.cluster_id} label=${run.byId.get(cursor.cluster_id)?.label} />`],
           cursor.probability > 0 && ["probability", cursor.probability.toFixed(2)],
-          cursor.second && ["second cluster", html`<${Cluster} id=${cursor.second.cluster_id} label=${cursor.second.cluster_label} /> ${cursor.second.probability.toFixed(2)}`],
+          second && ["second cluster", html`<${SecondCluster} second=${second} />`],
           cursor.token_id !== null && cursor.token_id !== undefined && ["token", run.tokenText(cursor.token_id)],
         ]} />`}
         ${rows.length > 0 && html`<${ShareBar} label="Zones" parts=${sharesOf(rows, "zone").map(([zone, share]) => [spaced(zone), share, zoneColor(zone)])} />

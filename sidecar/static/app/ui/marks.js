@@ -3,7 +3,7 @@
 import { html } from "../../vendor/preact.js";
 import { clusterName } from "../state.js";
 import { clusterColor, zoneColor } from "./colors.js";
-import { percent, shown, spaced } from "./text.js";
+import { figure, percent, shown, spaced } from "./text.js";
 
 export const Swatch = ({ color }) => html`<span class="swatch" style=${{ "--ink": color }} aria-hidden="true"></span>`;
 export const Zone = ({ zone }) => html`<span class="zone"><${Swatch} color=${zoneColor(zone)} />${spaced(zone)}</span>`;
@@ -12,6 +12,9 @@ export const Cluster = ({ id, label = null }) => (id === null || id === undefine
   ? html`<span class="quiet">no cluster</span>`
   : html`<span class="row"><span class="id-mark" style=${{ "--ink": clusterColor(id) }}>${id}</span>
       <bdi class="given clip" title=${shown(clusterName(id, label), 300)}>${shown(clusterName(id, label), 120)}</bdi></span>`);
+/** The other cluster of a row between two: what /classify says as `second`. */
+export const SecondCluster = ({ second }) => html`<span class="row wrap" data-second=${second.cluster_id}><span class="quiet">and</span>
+    <${Cluster} id=${second.cluster_id} label=${second.cluster_label} /><span class="quiet small">probability ${figure(second.probability, 2)}</span></span>`;
 /** kind: "good" | "warn" | "bad" | "" */
 export const Mark = ({ kind = "", children }) => html`<span class=${`mark-word ${kind}`}>${children}</span>`;
 
