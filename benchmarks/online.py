@@ -253,9 +253,9 @@ def reclustered(seed: int) -> dict[str, float]:
     result = run(task)
     seconds = time.process_time() - began
     after = slice(ROUND_ROWS, 2 * ROUND_ROWS)
-    if result.rule is None:
+    if result.found is None:
         raise WrongAnswerError("re-clustering found nothing")
-    labels = result.rule.codebook().label(vectors[after])
+    labels = result.found.rule.codebook().label(vectors[after])
     return {"cpu_seconds": seconds, "ari": ari(truth[after], labels), "clusters": len(result.ids)}
 
 

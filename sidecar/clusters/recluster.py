@@ -30,7 +30,7 @@ from discovery.artifacts.schema import NOISE
 from .buffer import Recent, RecentRows
 from .groups import Group
 from .live import GetServed, Known, LiveCluster, Prediction, group_of, hellinger, in_words
-from .rounds import Array, Failure, Result, Rule, Space, Task, floats, receive, send
+from .rounds import Array, Failure, Found, Result, Space, Task, floats, receive, send
 
 LOG = logging.getLogger("attn.sidecar")
 
@@ -102,7 +102,7 @@ class Reclusterer:
         self._last = Answer(None, None, [], np.zeros(DIMENSIONS, np.float32))
         self._words: tuple[Any, list[LiveCluster]] = (None, [])
         self._next_id = 0
-        self._rule: Rule | None = None
+        self._found: Found | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -187,7 +187,7 @@ class Reclusterer:
         served = self._served()
         same = served is not None and group_of(served) == recent.group
         space = Space.of(served.classifier.codebook.projection) if served and same else None
-        previous = self._rule if self._last.group == recent.group else None
+        previous = self._found if self._last.group == recent.group else None
         return Task(
             Array.of(recent.vectors), Array.of(recent.requests), recent.group.layout, self._engine,
             self._seed, self._size, space, previous, self._next_id,
@@ -221,9 +221,9 @@ class Reclusterer:
             created = old.created_at if old else now
             share = size / len(recent.vectors)
             known.append(Known(cluster_id, centroid, float(size), share, created, now, drift))
-        if found.rule is not None or before.group != recent.group:
-            self._rule = found.rule
-        codebook = found.rule.codebook() if found.rule else None
+        if found.found is not None or before.group != recent.group:
+            self._found = found.found
+        codebook = found.found.rule.codebook() if found.found else None
         self._next_id = found.next_id
         usual = recent.vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
         self._last = Answer(recent.group, codebook, known, usual)

@@ -85,11 +85,22 @@ class Rule(msgspec.Struct):
         )
 
 
+class Found(msgspec.Struct):
+    """What a round found, for the next one: rule, whose labels are cluster ids; vectors
+    float32[m, 20], the clustered rows that it puts to a cluster, and ids int32[m], which; rows: how
+    many were clustered, with those in none."""
+
+    rule: Rule
+    vectors: Array
+    ids: Array
+    rows: int
+
+
 class Task(msgspec.Struct):
     """Rows to cluster: vectors float32[n, 20] of a layout, and hashes of their requests uint64[n].
 
     space: of the served run; None to fit one. min_cluster_size: None for one by the number of
-    rows. previous: of the round before, whose cluster ids go on; next_id: never given yet.
+    rows. previous: of the round before, whose clusters go on; next_id: never given yet.
     """
 
     vectors: Array
@@ -99,15 +110,15 @@ class Task(msgspec.Struct):
     seed: int
     min_cluster_size: int | None
     space: Space | None
-    previous: Rule | None
+    previous: Found | None
     next_id: int
 
 
 class Result(msgspec.Struct, tag="result"):
-    """c clusters: rule, whose labels are their ids, None without clusters; ids and sizes (rows),
-    largest first; centroids float32[c, 20]; next_id; seconds; engine by name."""
+    """c clusters: found, None without clusters; ids and sizes (rows), largest first; centroids
+    float32[c, 20]; next_id; seconds; engine by name."""
 
-    rule: Rule | None
+    found: Found | None
     ids: list[int]
     sizes: list[int]
     centroids: Array

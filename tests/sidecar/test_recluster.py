@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from live_rows import rows
 from planted import planted
@@ -21,12 +22,15 @@ from shared import REPO
 from capture_kernels.errors import OptionError
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.read import open_artifacts
+from pipeline.hashing import mix64
 from sidecar.clusters.buffer import RecentRows
 from sidecar.clusters.recluster import Reclusterer
-from sidecar.clusters.worker import ids_of
+from sidecar.clusters.rounds import Array, Result, Task
+from sidecar.clusters.worker import ids_of, run
 from tests.discovery.published import layered
 
 ROWS = 2_000
+SAMPLE = REPO / "examples" / "sample" / "fingerprints.parquet"
 
 
 class Served(NamedTuple):
@@ -251,9 +255,64 @@ def test_ids_follow_the_rules_of_lineage() -> None:
     # Cluster 7 split in two, 8 and 9 are one now, 4 is gone, and cluster 3 here is new.
     before = np.array([7] * 50 + [8] * 30 + [9] * 20 + [4] * 10 + [-1] * 10, np.int32)
     after = np.array([0] * 35 + [1] * 15 + [2] * 50 + [-1] * 10 + [3] * 10, np.int32)
-    ids = ids_of(np.arange(4, dtype=np.int32), after, before, 12)
-    assert ids.tolist() == [7, 12, 8, 13]
-    assert ids_of(np.arange(2, dtype=np.int32), after, None, 5).tolist() == [5, 6]
+    numbers, of_none, old = (
+        np.arange(4, dtype=np.int32),
+        np.full(4, -1, np.int32),
+        np.zeros(4, bool),
+    )
+    assert ids_of(numbers, after, before, 12, of_none, old).tolist() == [7, 12, 8, 13]
+    assert ids_of(numbers[:2], after, None, 5, of_none[:2], old[:2]).tolist() == [5, 6]
+    # What goes on is said by the clustering, of clusters too that no row is in by the last rule.
+    goes_on = np.array([-1, 7, 9, 2], np.int32)
+    assert ids_of(numbers, after, before, 12, goes_on, old).tolist() == [12, 7, 9, 2]
+
+
+def window(rows: np.ndarray, requests: np.ndarray, previous: Result | None = None) -> Result:
+    """A round of fingerprints float32[n, 20], after another."""
+    found, next_id = (previous.found, previous.next_id) if previous else (None, 0)
+    hashes = Array.of(mix64(requests.astype(np.uint64)))
+    return run(Task(Array.of(rows), hashes, 1, "cpu", 42, None, None, found, next_id))
+
+
+def labels_by(result: Result, rows: np.ndarray) -> np.ndarray:
+    assert result.found is not None
+    return result.found.rule.codebook().label(rows)
+
+
+def test_clusters_go_on_while_the_traffic_is_the_same() -> None:
+    """A fifth of the rows are others in each round; the clusters of real attention, a continuum,
+    would else be cut elsewhere each time."""
+    table = pq.read_table(SAMPLE, columns=["vector", "request_id"])
+    _, request = np.unique(table.column("request_id").to_pylist(), return_inverse=True)
+    vectors = table.column("vector").combine_chunks().flatten().to_numpy().reshape(-1, 20)
+    # Every second row of half of the requests, in turn.
+    turn = np.random.default_rng(0).permutation(np.flatnonzero(request % 2 == 0)[::2])
+    vectors, request = vectors[turn], request[turn]
+    last = window(vectors[:3_000], request[:3_000])
+    for start in (600, 1_200):
+        rows = slice(start, start + 3_000)
+        now = window(vectors[rows], request[rows], last)
+        assert len(set(now.ids) ^ set(last.ids)) <= 1 and len(now.ids) >= 5
+        both = vectors[start : start + 2_400]
+        assert (labels_by(last, both) == labels_by(now, both)).mean() > 0.95
+        last = now
+
+
+def test_a_behaviour_that_comes_is_a_new_cluster_and_one_that_goes_is_gone() -> None:
+    vectors, kind = planted(4_000, 5, noise=0.0)
+    request = np.arange(len(kind)) // 8
+    # Paragraphs at large, and a key a page back.
+    comes, goes = 4, 5
+    first = window(vectors[kind != comes], request[kind != comes])
+    second = window(vectors[kind != goes], request[kind != goes], first)
+    born = set(second.ids) - set(first.ids)
+    assert born and min(born) >= first.next_id
+    own = labels_by(second, vectors[kind == comes])
+    assert np.isin(own, list(born)).mean() > 0.9
+    gone = np.unique(labels_by(first, vectors[kind == goes]), return_counts=True)
+    assert gone[0][gone[1].argmax()] not in second.ids
+    stay = (kind != comes) & (kind != goes)
+    assert (labels_by(first, vectors[stay]) == labels_by(second, vectors[stay])).mean() > 0.9
 
 
 @pytest.mark.parametrize(
