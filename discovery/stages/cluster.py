@@ -282,7 +282,10 @@ def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Membe
         labels: int32[p], the cluster of each prototype, -1 for noise.
         nearest: int64[n], the prototype of each row; members: of the rows.
     """
-    count, clusters = len(labels), int(members.label.max(initial=NOISE)) + 1
+    count = len(labels)
+    # A cluster may have all of its rows, or none of its prototypes, elsewhere.
+    named = (labels, members.label, members.second)
+    clusters = max(int(of.max(initial=NOISE)) for of in named) + 1
     # The last column is of no cluster.
     belongs = np.zeros((count, clusters + 1))
     np.add.at(belongs, (nearest, members.label), members.probability)

@@ -98,13 +98,21 @@ def test_a_prototype_belongs_as_its_rows_do_on_average():
     assert found.second_probability.tolist() == pytest.approx([1.75 / 3, 0, 0, 0])
 
 
-@given(rows=st.integers(0, 40), clusters=st.integers(0, 4), seed=st.integers(0, 2**31))
-def test_memberships_of_prototypes_are_possible(rows, clusters, seed):
+@given(
+    rows=st.integers(0, 40), clusters=st.integers(0, 4), more=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_memberships_of_prototypes_are_possible(rows, clusters, more, seed):
     rng = RNG(seed)
     labels = np.append(np.arange(clusters), -1).astype(np.int32)
-    label = rng.integers(-1, clusters, rows).astype(np.int32)
+    members = certain(rng.integers(-1, clusters, rows).astype(np.int32))
+    # A second cluster may be one of which no row and no prototype is here.
+    second = rng.integers(-1, clusters + more, rows).astype(np.int32)
+    both = (members.label >= 0) & (second >= 0) & (second != members.label)
+    members.second[both] = second[both]
+    members.probability[both], members.second_probability[both] = 0.75, 0.25
     near = rng.integers(0, len(labels), rows)
-    assert_possible(memberships_of(labels, near, certain(label)), clusters)
+    assert_possible(memberships_of(labels, near, members), clusters + more)
 
 
 def test_a_published_run_names_both_clusters(published_run: Path):
