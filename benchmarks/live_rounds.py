@@ -1,6 +1,6 @@
 """How steady live clusters are while the traffic is the same.
 
-    python benchmarks/live_rounds.py [--rounds 7] [--json PATH]
+    python benchmarks/live_rounds.py [--rounds 6] [--json PATH]
 
 Requests of real attention come in random order, 40 at a time. A round clusters the last 10,000 rows
 (4,000 of the smaller set), of which a fifth are new. Figures, means over the rounds but the first:
@@ -8,8 +8,8 @@ the share of the rows that two rounds both saw which have the same cluster id in
 and how many ids came or went in all rounds.
 
 Peer: each round afresh, a cluster keeping the id of the one that it shares most rows with.
-Chosen on captures of the demo model for development; reported on the shipped sample and on captures
-that were held back. Exits 1 if rounds that follow one another are less steady than the peer's.
+Tried on other captures of the demo model; reported on the shipped sample, on which other choices of
+the clustering were made, and on captures that were held back. Exits 1 if rounds that follow one another are less steady than the peer's.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
 
 def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Memberships:
     """How far the rows that a prototype is nearest to belong to its cluster, and to the likeliest
-    other, on average. A prototype that is nearest to no row is certain of its own.
+    other, on average. A prototype that is nearest to no row is wholly in its cluster.
 
     Args:
         labels: int32[p], the cluster of each prototype, -1 for noise.

@@ -52,7 +52,7 @@ def publish(
 
 
 def publish_layered(output: Path, number: int = 0, *, latest: bool = True) -> str:
-    """Publish a run of layout 2, of a capture of its own; rows of its cluster 0 are between it and
+    """Publish a run of layout 2, of a separate capture; rows of its cluster 0 are between it and
     cluster 1."""
     vectors = layered_vectors(400)
     roots = np.sqrt(vectors)

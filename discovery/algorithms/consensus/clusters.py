@@ -283,9 +283,8 @@ def memberships(label: Int32s, taken: list[Floats], atom: Ints, near: Int32s) ->
     """How far each row belongs to its cluster, and to the likeliest other: the mean of two shares,
     that of the trees that put it and its neighbours there, and that of its neighbours in there.
 
-    A group of a tree counts for the cluster that most of its rows are in. On halves of the sample's
-    requests, the share of trees alone foretells as well what clusters of the other half say, but
-    another cluster than the row's own has the most of it three times as often.
+    A group of a tree counts for the cluster that most of its rows are in. How well this foretells
+    the clusters of other requests is what `benchmarks/memberships.py` measures.
 
     Args:
         label: int32[n], the cluster of each row; taken: as of `agreement`; atom: int64[n], of each
