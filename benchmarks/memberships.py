@@ -3,8 +3,8 @@
     python benchmarks/memberships.py [--splits 4] [--json PATH]
 
 The requests are divided into halves, and each half is clustered alone, as a run does. A row's
-memberships are of the half that it is in. The other half labels the row as it labels the nearest of
-the rows there; that cluster counts as the one of the row's half that it shares most of their rows with. The
+memberships are of the half that it is in. The other half labels the row as it labels the nearest
+of the rows there; that cluster counts as the one of the row's half that it shares most of their rows with. The
 row was *right* where that is its own cluster.
 
 Figures, means over both halves of each division: how often rows are right; the Brier score of
