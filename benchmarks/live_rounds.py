@@ -9,7 +9,8 @@ and how many ids came or went in all rounds.
 
 Peer: each round afresh, a cluster keeping the id of the one that it shares most rows with.
 Tried on other captures of the demo model; reported on the shipped sample, on which other choices
-of the clustering were made, and on captures that were held back. Exits 1 if rounds that follow one another are less steady than the peer's.
+of the clustering were made, and on captures that were held back. Exits 1 if rounds that follow one
+another are less steady than the peer's.
 """
 
 from __future__ import annotations

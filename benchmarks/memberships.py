@@ -4,8 +4,8 @@
 
 The requests are divided into halves, and each half is clustered alone, as a run does. A row's
 memberships are of the half that it is in. The other half labels the row as it labels the nearest
-of the rows there; that cluster counts as the one of the row's half that it shares most of their rows with. The
-row was *right* where that is its own cluster.
+of the rows there; that cluster counts as the one of the row's half that it shares most of their
+rows with. The row was *right* where that is the cluster that it is in.
 
 Figures, means over both halves of each division: how often rows are right; the Brier score of
 their probability, mean (probability - right)^2; its calibration error, the mean over tenths of the
