@@ -7,7 +7,8 @@ Servers of one model run on the same GPU, one without the plug-in and up to two 
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
 could give entries of all modes, nobody asks in "idle"; in "raw" and "sketch" every request asks for
 those of every step, in its answer. CUDA graphs are on. All kinds take turns with the same prompts:
-in a round each answers as many requests as the batch has, all sent at once. What counts is the
+in a round each answers as many requests as the batch has, all sent at once; every other round goes
+the other way round. What counts is the
 throughput that the engine itself reports for every 40 steps of the whole batch. The model has the
 shape of Llama 3 8B, with weights that SGLang makes up: their attention is nearly uniform, which
 changes nothing for statistics. Prompts are CONTEXT random tokens each, in the prefix cache since
@@ -171,8 +172,9 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
         for batch in asked.batches:
             rates: dict[str, list[float]] = {name: [] for name in servers}
-            for _ in range(asked.rounds):
-                for name, each in servers.items():
+            for turn in range(asked.rounds):
+                # Each round the other way round, as what runs later in a round may run faster.
+                for name, each in list(servers.items())[:: -1 if turn % 2 else 1]:
                     rates[name].append(throughput(each, prompts[:batch], asked.steps))
             figures["batches"][str(batch)] = {kind: judged(rates, kind) for kind in asked.kinds}
             for kind in asked.kinds:
