@@ -8,11 +8,10 @@ Servers of one model run on the same GPU, one without the plug-in and up to two 
 could give entries of all modes, nobody asks in "idle"; in "raw" and "sketch" every request asks for
 those of every step, in its answer. CUDA graphs are on. All kinds take turns with the same prompts:
 in a round each answers as many requests as the batch has, all sent at once; every other round goes
-the other way round. What counts is the
-throughput that the engine itself reports for every 40 steps of the whole batch. The model has the
-shape of Llama 3 8B, with weights that SGLang makes up: their attention is nearly uniform, which
-changes nothing for statistics. Prompts are CONTEXT random tokens each, in the prefix cache since
-the first round.
+the other way round. What counts is the throughput that the engine itself reports for every 40 steps
+of the whole batch. The model has the shape of Llama 3 8B, with weights that SGLang makes up: their
+attention is nearly uniform, which changes nothing for statistics. Prompts are CONTEXT random tokens
+each, in the prefix cache since the first round.
 
 Three servers of batch 48 fit into 139 GiB, two of batch 64: that one without "recording", or alone.
 

@@ -149,7 +149,7 @@ def test_learned_sinks(tmp_path):
     window: SGLang 0.5.23's Triton decode leaves out the oldest key of one (sgl-project/sglang
     #32087), so that what is behind such a layer is not what the model makes of it.
     """
-    layers, sink = 4, 5.0
+    layers, sink = 4, 8.0
     model = saved(tmp_path / "model", transformers.GptOssConfig(
         **SHAPE, intermediate_size=256, num_hidden_layers=layers, num_key_value_heads=2,
         num_local_experts=2, num_experts_per_tok=2, sliding_window=2048, swiglu_limit=7.0,
