@@ -6,10 +6,11 @@
 Servers of one model run on the same GPU, one without the plug-in and up to two with it. Of one,
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
 could give entries of all modes, nobody asks in "idle"; in "raw" and "sketch" every request asks for
-those of every step, in its answer. CUDA graphs are on. All kinds take turns with the same prompts:
-in a round each answers as many requests as the batch has, all sent at once; every other round goes
-the other way round. What counts is the throughput that the engine itself reports for every 40 steps
-of the whole batch. The model has the shape of Llama 3 8B, with weights that SGLang makes up: their
+those of every step, in its answer. A "control" is one more without the plug-in: what it loses is
+what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same prompts: in
+a round each answers as many requests as the batch has, all sent at once; every other round goes the
+other way round. What counts is the throughput that the engine itself reports for every 40 steps of
+the whole batch. The model has the shape of Llama 3 8B, with weights that SGLang makes up: their
 attention is nearly uniform, which changes nothing for statistics. Prompts are CONTEXT random tokens
 each, in the prefix cache since the first round.
 
@@ -159,6 +160,8 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
             )
         if {*asked.kinds} & {*ASKED}:
             started["entries"] = server(model, folder, "entries", *shared, [*layers, *giving])
+        if "control" in asked.kinds:
+            started["control"] = server(model, folder, "control", *shared)
         for each in started.values():
             running.enter_context(each.process)
         for each in started.values():
@@ -235,12 +238,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
     parser.add_argument("--kinds", default="recording,idle",
-                        help="with the plug-in: recording, idle, raw, sketch")  # fmt: skip
+                        help="recording, idle, raw, sketch, control")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
     asked.kinds = asked.kinds.split(",")
-    if unknown := {*asked.kinds} - {"recording", *ASKED}:
+    if unknown := {*asked.kinds} - {"recording", "control", *ASKED}:
         parser.error(f"no such kind of server: {', '.join(sorted(unknown))}")
     asked.batches = [int(size) for size in asked.batches.split(",")]
     if not torch.cuda.is_available():

@@ -56,6 +56,8 @@ class RequestTable:
         self._host = np.zeros(sum(sizes), np.uint8)
         self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
         self._of: dict[str, np.ndarray[Any, Any]] = {}
+        # What each enabled row was given last: most steps change nothing.
+        self._given: dict[int, tuple[Any, ...]] = {}
         found: list[Tensor] = []
         end = 0
         for (name, kind, dtype, shape), length in zip(fields, sizes, strict=True):
@@ -88,6 +90,9 @@ class RequestTable:
         Raises:
             OptionError: there is no such row, or a number that its field does not hold.
         """
+        given = (handle, mask, phase, None if heads is None else tuple(heads), hub)
+        if self._given.get(index) == given:
+            return
         if not 0 < index < self.size:
             raise OptionError(f"request row {index} must be in 1..{self.size - 1}")
         if not (0 <= mask < 1 << 31 and 0 <= phase <= OUTPUT and -(1 << 63) <= handle < 1 << 63):
@@ -100,16 +105,17 @@ class RequestTable:
             bits[list(heads)] = 1
             words = np.packbits(bits, bitorder="little").view("<i4")
         self._put(index, handle=handle, mask=mask, enabled=1, phase=phase, heads=words, hub=hub)
+        self._given[index] = given
 
     def disable(self, index: int) -> None:
         """Capture none of its rows from the next step on."""
-        self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0, hub=-1)
+        if self._given.pop(index, None) is not None:
+            self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0, hub=-1)
 
     def _put(self, index: int, **values: int | Int32s) -> None:
+        self._changed = True
         for name, value in values.items():
-            of = self._of[name]
-            self._changed |= bool(np.any(of[index] != value))
-            of[index] = value
+            self._of[name][index] = value
 
     def copy(self) -> None:
         """Queue a copy of the flags, if any has changed, on the current stream. It does not wait;

@@ -329,6 +329,20 @@ def test_flags_of_requests_are_what_was_set_last(changes):
         assert found == expected.get(index, (0, 0, 0, 0))
 
 
+def test_flags_that_stay_as_they_are_are_not_copied_again():
+    table = RequestTable(31, DEVICE)
+    table.enable(3, mask=5, heads=None)
+    table.copy()
+    table.mask[3] = 7  # a copy would put 5 there
+    table.enable(3, mask=5, heads=None)
+    table.disable(4)
+    table.copy()
+    assert table.mask[3].item() == 7
+    table.disable(3)
+    table.copy()
+    assert (table.mask[3].item(), table.enabled[3].item()) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("index", "given"), [(0, {}), (31, {}), (-1, {}), (1, {"mask": -1}), (1, {"phase": 3}),
                          (1, {"mask": 2**31}), (1, {"handle": 2**63})],

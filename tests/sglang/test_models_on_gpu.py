@@ -33,13 +33,14 @@ def saved(
 ) -> Path:
     """A model with random weights, with the tokenizer of the demo model.
 
-    With `sink`, that is the mean of the heads' learned sinks.
+    With `sink`, that is the mean of the heads' learned sinks, in bfloat16 as SGLang keeps them.
     """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if sink is not None:
         for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks, sink)
+            sinks = torch.nn.init.normal_(layer.self_attn.sinks, sink)
+            sinks.data = sinks.bfloat16().to(sinks.dtype)
     model.to(torch.float16).save_pretrained(folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
