@@ -66,7 +66,8 @@ class LayerPlan:
         """OptionError for queries of so many rows, keys or learned sinks that do not fit."""
         key_shape, key_types = (None, self.key_heads, self.head_dim), {query.dtype, *FLOAT8_TYPES}
         # Wider keys have no room in a multiprocessor's shared memory at 32 bits.
-        types = QUERY_TYPES - FLOAT32 if self.head_dim > LARGEST_HEAD_DIM else QUERY_TYPES
+        too_wide = self.head_dim > LARGEST_HEAD_DIM and query.is_cuda
+        types = QUERY_TYPES - FLOAT32 if too_wide else QUERY_TYPES
         check(query, "query", (rows, self.heads, self.head_dim), types, self.device)
         check(keys, "keys", key_shape, key_types, self.device)
         check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)

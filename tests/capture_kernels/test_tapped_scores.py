@@ -34,7 +34,7 @@ def taken(case, chunks, decoded, *, kind, wanted, sinks=None, on_host=False):
     pool = SimpleNamespace(get_key_buffer=lambda number: case.keys)
     tap = ScoreTap(
         [kind], pool=pool, slots=slots, max_rows=4, dtype=case.query.dtype, refuse=None,
-        on_host=on_host,
+        as_keys=lambda layer, rows: rows, on_host=on_host,
     )  # fmt: skip
     collector = SimpleNamespace(
         request=wanted, prompt_len=sum(chunks), add_seconds=lambda seconds: None
@@ -42,7 +42,9 @@ def taken(case, chunks, decoded, *, kind, wanted, sinks=None, on_host=False):
     scores = FullScores(wanted.scores, heads=4, hidden=wanted.mask_prefix)
     state = SimpleNamespace(scores=scores, scored=0, collector=collector)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
-    layer = SimpleNamespace(layer_id=kind.numbers[0], k_scale=case.descale)
+    layer = SimpleNamespace(
+        layer_id=kind.numbers[0], k_scale=case.descale, qk_head_dim=kind.head_dim
+    )  # fmt: skip
     begin = 0
     for count in [*chunks, *[1] * decoded]:
         decode, end = begin >= sum(chunks), begin + count
@@ -105,14 +107,15 @@ def test_queries_that_no_step_kept_give_no_row(on_host):
     slots[1] = case.table[:25]
     tap = ScoreTap(
         [kind], pool=SimpleNamespace(get_key_buffer=lambda number: case.keys), slots=slots,
-        max_rows=2, dtype=case.query.dtype, refuse=None, on_host=on_host,
+        max_rows=2, dtype=case.query.dtype, refuse=None, as_keys=lambda layer, rows: rows,
+        on_host=on_host,
     )  # fmt: skip
     wanted = CaptureRequest(layers=[0], scores=[0])
     scores = FullScores([0], heads=2, hidden=0)
     collector = SimpleNamespace(request=wanted, prompt_len=10, add_seconds=lambda seconds: None)
     state = SimpleNamespace(scores=scores, scored=10, collector=collector)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
-    layer = SimpleNamespace(layer_id=0, k_scale=None)
+    layer = SimpleNamespace(layer_id=0, k_scale=None, qk_head_dim=32)
     for length, runs in ((11, True), (12, False), (13, True)):
         tap.begin(is_decode=True)
         tap.note(0, req, state, length - 1, length)

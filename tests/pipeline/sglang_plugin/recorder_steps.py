@@ -58,7 +58,7 @@ class Steps:
                 dtype=torch.float32,
                 hf_text_config=SimpleNamespace(),
             ),
-            model=None,
+            model=torch.nn.Module(),
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
             max_running_requests=MOST_RUNNING,

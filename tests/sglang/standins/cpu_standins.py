@@ -22,6 +22,8 @@ MISSING = {
     "torchvision": "0.28.0",
 }
 
+HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
+
 
 class _Nothing(type):
     """A class whose attributes are such classes, so that it can be a base, a decorator's name or an
@@ -62,5 +64,28 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__version__ = MISSING[module.__name__.partition(".")[0]]  # type: ignore[attr-defined]
 
 
+class _Patched(importlib.abc.MetaPathFinder):
+    """Finds HANDLERS as others do, and has latent attention (MLA) run over latent keys on a CPU in
+    prompts too: `torch_native` attention has no other way, and SGLang does not know that."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != HANDLERS:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if found is None or found.loader is None:
+            return found
+        run = found.loader.exec_module
+
+        def patched(module: ModuleType) -> None:
+            run(module)
+            module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+
+        found.loader.exec_module = patched  # type: ignore[method-assign]
+        return found
+
+
+sys.meta_path.insert(0, _Patched())
 # Last, so that a package that is there is found first.
 sys.meta_path.append(_Finder())

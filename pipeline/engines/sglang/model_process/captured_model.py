@@ -23,6 +23,7 @@ from pipeline.engines.serving.phases import (
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
+from .latent import LatentLayers
 from .layers import attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
@@ -43,6 +44,7 @@ class CapturedModel:
         kinds: the captured layers, for `StepCapture`.
         score_kinds: the layers of full scores.
         facts: for the gate.
+        latent: its latent attention.
 
     Raises:
         OptionError: layers that cannot be captured.
@@ -51,7 +53,7 @@ class CapturedModel:
     def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
-        layers = attention_layers(runner.model)
+        layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
         if not layers:
             raise OptionError("no layer has attention to capture")
         self._options = options

@@ -62,15 +62,17 @@ class ScoreTap:
         max_rows: the most rows of a decode step.
         dtype: of queries.
         refuse: ends a request that takes too much memory, and says why.
+        as_keys: of a layer and its queries, these as they are multiplied with the keys of the pool.
         on_host: whether to compute in plain torch; None: unless on a GPU.
     """
 
     def __init__(
         self, kinds: Sequence[LayerKind], *, pool: Any, slots: Tensor, max_rows: int,
-        dtype: torch.dtype, refuse: Callable[[Any, str], None], on_host: bool | None = None,
+        dtype: torch.dtype, refuse: Callable[[Any, str], None],
+        as_keys: Callable[[Any, Tensor], Tensor], on_host: bool | None = None,
     ) -> None:  # fmt: skip
         self._kinds = {number: kind for kind in kinds for number in kind.numbers}
-        self._pool, self._slots, self._refuse = pool, slots, refuse
+        self._pool, self._slots, self._refuse, self._as_keys = pool, slots, refuse, as_keys
         self._on_host = not slots.is_cuda if on_host is None else on_host
         self._queries = {
             number: torch.zeros((max_rows, kind.heads, kind.head_dim), dtype=dtype,
@@ -142,14 +144,14 @@ class ScoreTap:
         number = layer.layer_id
         narrow = self._pool.get_key_buffer(number).element_size() == 1
         self._run_with[number] = {"descale": layer.k_scale if narrow else None, "sinks": sinks}
-        queries = query.reshape(-1, kind.heads, kind.head_dim)
+        queries = query.reshape(-1, kind.heads, layer.qk_head_dim)
         if decode:
             at = list(self._queries).index(number)
             self._queries[number][: len(queries)].copy_(queries)
             self._written[at, : len(queries)].copy_(lengths)
         elif not self._is_decode:
             for rows in self._rows:
-                self._take(rows, number, queries[rows.row :], to_host=True)
+                self._take(rows, number, queries[rows.row :], layer)
 
     def end(self, inner: Any) -> Any:
         """After a step: what SGLang copies to the host. `inner` is what else it copies, or None."""
@@ -160,25 +162,28 @@ class ScoreTap:
         if self._is_decode:
             for number, queries in self._queries.items():
                 for each in rows if number in self._run_with else ():
-                    self._take(each, number, queries[each.row :], to_host=False)
+                    self._take(each, number, queries[each.row :])
             written = self._written[:, [each.row for each in rows]]
             # What a later step does not write must not look like its own.
             self._written.zero_()
         return ScoresOnDevice(inner, rows, written, list(self._queries))
 
-    def _take(self, rows: ScoreRows, number: int, queries: Tensor, *, to_host: bool) -> None:
+    def _take(self, rows: ScoreRows, number: int, queries: Tensor, layer: Any = None) -> None:
+        """Compute scores of a layer; `layer` is the one that runs, over a prompt."""
         request = rows.state.collector.request
         if number not in (request.scores or ()):
             return
         started = time.perf_counter()
         kind, count = self._kinds[number], rows.end - rows.begin
         plan = self._plan(kind, request, count, rows.end)
-        found = plan.output(count, rows.end)
+        found, queries = plan.output(count, rows.end), queries[:count]
+        if layer is not None:
+            queries = self._as_keys(layer, queries)
         plan.run(
-            queries[:count], self._pool.get_key_buffer(number), self._slots[rows.pool_index],
+            queries, self._pool.get_key_buffer(number), self._slots[rows.pool_index],
             rows.begin, found, **self._run_with[number],
         )  # fmt: skip
-        if to_host and found.is_cuda:
+        if layer is not None and found.is_cuda:
             # As large as a request may have: no step holds several of them on the device. The copy
             # is under way before SGLang's own, with whose arrival the step is consumed.
             host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)

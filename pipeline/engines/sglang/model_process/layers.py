@@ -7,6 +7,8 @@ from typing import Any
 from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind
 
+from .latent import LatentLayers
+
 # Attention backends whose KV pool is one plain tensor of keys a layer, and that were seen to work.
 BACKENDS = ("triton", "torch_native")
 
@@ -19,9 +21,11 @@ def refusal(runner: Any) -> str | None:
     """
     arguments = runner.server_args
     reasons = {
-        "multi-head latent attention (MLA) has no keys of its own": runner.use_mla_backend,
         "hybrid sliding-window pools keep keys elsewhere: use --disable-hybrid-swa-memory": (
             runner.is_hybrid_swa
+        ),
+        "latent keys (MLA) of 32 bits have no room on a GPU: use --dtype bfloat16": (
+            runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
         ),
         "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
         "--enable-dp-attention was not tried": arguments.enable_dp_attention,
@@ -32,6 +36,8 @@ def refusal(runner: Any) -> str | None:
     for reason, applies in reasons.items():
         if applies:
             return reason
+    if reason := LatentLayers(runner.model).refusal:
+        return reason
     for backend in (
         runner.prefill_attention_backend_str, runner.decode_attention_backend_str
     ):  # fmt: skip
@@ -41,13 +47,13 @@ def refusal(runner: Any) -> str | None:
 
 
 def attention_layers(model: Any) -> dict[int, Any]:
-    """The `RadixAttention` of each layer that decodes, by layer number."""
+    """The `RadixAttention` of each layer that decodes over the keys of the pool, by number."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    found = {}
+    found, others = {}, LatentLayers(model).over_made_keys
     for module in model.modules():
         decodes = isinstance(module, RadixAttention) and not module.is_cross_attention
-        if decodes and module.attn_type is AttentionType.DECODER:
+        if decodes and module.attn_type is AttentionType.DECODER and module not in others:
             found[module.layer_id] = module
     return dict(sorted(found.items()))
 

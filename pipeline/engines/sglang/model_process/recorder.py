@@ -101,7 +101,7 @@ class Recorder:
         self._hubs = HubSlots(self.capture)
         self._scores = ScoreTap(
             model.score_kinds, pool=self._pool, slots=self._tokens, max_rows=self.capture.max_rows,
-            dtype=runner.model_config.dtype, refuse=refuse_request,
+            dtype=runner.model_config.dtype, refuse=refuse_request, as_keys=model.latent.queries,
         )  # fmt: skip
         self.on_gpu = self._tokens.is_cuda
         self._routers = None
@@ -255,6 +255,7 @@ class Recorder:
         rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self._extend is not None and not decode:
             rows = rows[self._extend.queries]
+        rows = self.model.latent.queries(layer, rows)
         keys = self._pool.get_key_buffer(number)
         descale = layer.k_scale if keys.element_size() == 1 else None
         capture.layer(number, rows, keys, descale=descale, sinks=sinks)

@@ -1,0 +1,58 @@
+"""Latent attention (MLA): which layers have it, and their queries as they meet the latent keys.
+
+The pool has one latent key of each token for all heads. SGLang decodes, and runs a prompt after a
+prefix from the cache, with queries that were multiplied with the matrix that would make the heads'
+keys of the latent ones (`attn_mqa`). Of a prompt without a prefix it makes those keys (`attn_mha`):
+there the queries are multiplied here.
+
+Source: SGLang 0.5.23, srt/models/deepseek_common/attention_forward_methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LatentLayers:
+    """The latent attention of a model, if it has any.
+
+    Attributes:
+        over_made_keys: the `RadixAttention` of each layer that runs over keys made of latent ones,
+            and the module that holds it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.over_made_keys = {
+            module.attn_mha: module
+            for module in model.modules()
+            if hasattr(module, "attn_mha") and hasattr(module, "attn_mqa")
+        }
+
+    @property
+    def refusal(self) -> str | None:
+        """Why these layers cannot be captured, in words; None if they can, or there are none."""
+        for owner in self.over_made_keys.values():
+            if getattr(owner, "use_dsa", False):
+                return "sparse attention over latent keys (DSA) was not tried"
+            if getattr(owner, "dcp_size", 1) > 1:
+                return "decode context parallelism (--dcp-size) splits the keys"
+            if owner.use_deep_gemm_bmm:
+                return "SGLANG_USE_DEEPGEMM_BMM keeps the weights of latent keys in another form"
+        return None
+
+    def queries(self, layer: Any, rows: Tensor) -> Tensor:
+        """The queries [R, H, D] of a layer as they are multiplied with the keys of the pool."""
+        owner = self.over_made_keys.get(layer)
+        if owner is None:
+            return rows
+        without_position, turned = rows.split(
+            [owner.qk_nope_head_dim, owner.qk_rope_head_dim], dim=-1
+        )
+        weights = owner.w_kc  # [H, nope, latent]
+        if weights.dtype != rows.dtype:
+            weights = weights.to(rows.dtype) * owner.w_scale
+        absorbed = torch.bmm(without_position.transpose(0, 1), weights).transpose(0, 1)
+        return torch.cat([absorbed, turned], dim=-1)
