@@ -80,14 +80,18 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys):
 
 
 def checked(
-    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str
-) -> list[Any]:
+    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str,
+    full: bool = False,
+) -> list[Any]:  # fmt: skip
     """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's.
 
-    `share` and `logit` bound the mean of the errors; of a single number, five times as much. The
-    `AttentionReference` of each answer is returned.
+    `share` and `logit` bound the mean of the errors; of a single number, five times as much. With
+    `full`, full scores of the longest prompt are looked at, too. The `AttentionReference` of each
+    answer is returned.
     """
     from attention_reference import AttentionReference
+
+    from pipeline.analysis import extract_attention_from_response
 
     prompts, rows = prompts_of(4), 3
     with start(folder, *options, model=model) as running:
@@ -100,8 +104,13 @@ def checked(
                 {"attention_fingerprint_mode": True},
             )
         )
+        longest = [max(prompts, key=len)] if full else []
+        whole = asyncio.run(generate(url, longest, attn_capture=1))
         log = running.end_of_log(40)
-    truths, errors = [], {"share": [], "logit": [], "fingerprint": []}
+    truths: list[Any] = []
+    errors: dict[str, list[float]] = {"share": [], "logit": [], "fingerprint": []}
+    if full:
+        errors["full"] = []
     for prompt, answer, told in zip(prompts, raw, vectors, strict=True):
         truths.append(AttentionReference(model, prompt + answer["output_ids"]))
         entries = answer["meta_info"]["attention_tokens"]
@@ -117,8 +126,15 @@ def checked(
         for entry in entries:
             vector = own.fingerprint(list(range(layers)), len(prompt) + entry["step"] - 1)
             errors["fingerprint"].append(np.abs(vector - entry["fingerprint"]).max())
-    for name, most in {"share": share, "logit": logit, "fingerprint": share}.items():
-        found = np.array(errors[name])
+    for prompt, answer in zip(longest, whole, strict=True):
+        p = AttentionReference(model, prompt + answer["output_ids"]).p[:, :, :-1, :-1]
+        found = extract_attention_from_response(answer)
+        assert sorted(found) == list(range(layers)), log
+        for number, layer in found.items():
+            off = np.abs(layer["scores"] - p[number].swapaxes(0, 1))
+            errors["full"].extend(off.mean(axis=1).max(axis=1))
+    for name, each in errors.items():
+        found, most = np.array(each), logit if name == "logit" else share
         print(f"{name}: mean {found.mean():.2g}, largest {found.max():.2g}")
         assert found.mean() < most and found.max() < 5 * most, (name, found.mean(), found.max())
     # Attention that tells positions apart, or any answer would do.
@@ -163,6 +179,18 @@ def test_learned_sinks(tmp_path):
     for truth in truths:
         # The sinks take a share that is far from the tolerance, and from all.
         assert 0.05 < 1 - truth.p[:, :, -1].sum(axis=2).mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "share", "logit"), [(32, "auto", 4e-3, 2e-2), (4, "fp8_e4m3", 3e-2, 0.2)]
+)
+def test_latent_keys(tmp_path, heads, keys, share, logit):
+    """DeepSeek V2 (MLA): a prompt's first chunk runs over keys made of latent ones, the others and
+    generated tokens over these."""
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", torch.float16, heads=heads)
+    checked(tmp_path, model, len(LAYERS), share, logit, "--kv-cache-dtype", keys, full=True)
 
 
 def routed(folder: Path, tokens: list[int], layers: int) -> list[np.ndarray]:
