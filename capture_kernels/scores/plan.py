@@ -45,6 +45,12 @@ class ScoresTuning(NamedTuple):
 WIDE_TUNING = ScoresTuning(block_m=16, block_n=32, warps=8, stages=2)
 # What suits a long prompt in half precision.
 PROMPT_TUNING = ScoresTuning(block_m=128, block_n=BLOCK_KEYS, warps=8, stages=3)
+LATENT_PROMPT_TUNING = ScoresTuning(LATENT_LANES, LATENT_KEYS, warps=4, stages=3)
+
+
+def prompt_tuning(head_dim: int) -> ScoresTuning:
+    """For prompts of all lengths."""
+    return LATENT_PROMPT_TUNING if head_dim > LARGEST_HEAD_DIM else PROMPT_TUNING
 
 
 @dataclass(kw_only=True, eq=False)

@@ -106,7 +106,7 @@ def checked(
         )
         longest = [max(prompts, key=len)] if full else []
         whole = asyncio.run(generate(url, longest, attn_capture=1))
-        log = running.end_of_log(40)
+        log = running.end_of_log(80)
     truths: list[Any] = []
     errors: dict[str, list[float]] = {"share": [], "logit": [], "fingerprint": []}
     if full:
@@ -129,7 +129,7 @@ def checked(
     for prompt, answer in zip(longest, whole, strict=True):
         p = AttentionReference(model, prompt + answer["output_ids"]).p[:, :, :-1, :-1]
         found = extract_attention_from_response(answer)
-        assert sorted(found) == list(range(layers)), log
+        assert found is not None and sorted(found) == list(range(layers)), log
         for number, layer in found.items():
             off = np.abs(layer["scores"] - p[number].swapaxes(0, 1))
             errors["full"].extend(off.mean(axis=1).max(axis=1))

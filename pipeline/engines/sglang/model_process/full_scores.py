@@ -200,10 +200,10 @@ class ScoreTap:
         }  # fmt: skip
         if self._on_host or rows < FEWEST_FOR_KERNEL:
             return PlainScoresPlan(**own)
-        from capture_kernels.scores.plan import PROMPT_TUNING, ScoresPlan
+        from capture_kernels.scores.plan import ScoresPlan, prompt_tuning
 
         # The same for prompts of all lengths, as a kernel that is compiled holds up the server.
-        return ScoresPlan(tuning=PROMPT_TUNING, **own)
+        return ScoresPlan(tuning=prompt_tuning(kind.head_dim), **own)
 
 
 @dataclass(frozen=True)
