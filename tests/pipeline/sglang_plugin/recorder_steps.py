@@ -98,9 +98,9 @@ class Steps:
         for number in range(LAYERS):
             if number == leave_out:
                 continue
-            layer = SimpleNamespace(
-                layer_id=number, tp_q_head_num=HEADS, qk_head_dim=DIM, k_scale=None
-            )
+            layer = torch.nn.Module()
+            layer.layer_id, layer.k_scale = number, None
+            layer.tp_q_head_num, layer.qk_head_dim = HEADS, DIM
             query = torch.randn((queries, HEADS * DIM), generator=self.generator)
             firsts = [length - 1 for length in lengths] if decode else prefixes
             at = [(r.rid, p) for r, a, b in zip(reqs, firsts, lengths, strict=True)

@@ -36,8 +36,8 @@ def refusal(runner: Any) -> str | None:
     for reason, applies in reasons.items():
         if applies:
             return reason
-    if reason := LatentLayers(runner.model).refusal:
-        return reason
+    if (latent := LatentLayers(runner.model).refusal) is not None:
+        return latent
     for backend in (
         runner.prefill_attention_backend_str, runner.decode_attention_backend_str
     ):  # fmt: skip
