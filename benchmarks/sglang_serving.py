@@ -1,7 +1,7 @@
 """What capture costs a server: SGLang with the plug-in beside SGLang without it, on one GPU.
 
     python benchmarks/sglang_serving.py [--batches 48,8,1] [--rounds 5] [--steps 256]
-        [--layers last] [--kinds recording,idle] [--folder DIR] [--json PATH]
+        [--layers last] [--kinds recording,idle] [--shape llama-8b] [--folder DIR] [--json PATH]
 
 Servers of one model run on the same GPU, one without the plug-in and up to two with it. Of one,
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
@@ -10,14 +10,15 @@ those of every step, in its answer. A "control" is one more without the plug-in:
 what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same prompts: in
 a round each answers as many requests as the batch has, all sent at once; every other round goes the
 other way round. What counts is the throughput that the engine itself reports for every 40 steps of
-the whole batch. The model has the shape of Llama 3 8B, with weights that SGLang makes up: their
-attention is nearly uniform, which changes nothing for statistics. Prompts are CONTEXT random tokens
-each, in the prefix cache since the first round.
+the whole batch. The model has the shape of Llama 3 8B, or of DeepSeek V2 Lite with its latent keys,
+with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
+statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
 
 Three servers of batch 48 fit into 139 GiB, two of batch 64: that one without "recording", or alone.
 
-Exits 1 if a record is missing from the store, or if on an H200 capture of the last layer takes more
-than MOST_PERCENT of the largest batch's throughput, or nobody asking MOST_IDLE_PERCENT.
+Exits 1 if a record is missing from the store, or if on an H200, with the shape of Llama, capture of
+the last layer takes more than MOST_PERCENT of the largest batch's throughput, or nobody asking
+MOST_IDLE_PERCENT.
 """
 
 from __future__ import annotations
@@ -50,12 +51,33 @@ from pipeline.store.open import open_store
 CONTEXT, VOCABULARY = 4_096, 32_000
 # One of 32 layers' keys are 1/64 of what a step reads of the cache; and 0.3% for the rest.
 MOST_PERCENT, MOST_IDLE_PERCENT = 1.6, 0.3
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
-    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-    "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+        "dtype": "bfloat16", "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy",
+        "n_group": 1, "topk_group": 1, "hidden_act": "silu", "max_position_embeddings": 163_840,
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }  # fmt: skip
 # All plug-ins but ours.
 OTHERS = [each.name for each in entry_points(group="sglang.srt.plugins") if each.name != "attn"]
@@ -139,7 +161,7 @@ def throughput(server: Server, prompts: list[list[int]], steps: int) -> float:
 def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = folder / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    (model / "config.json").write_text(json.dumps(SHAPES[asked.shape]), encoding="utf-8")
     store = folder / "store"
     layers = ["--attention-capture-layers", asked.layers]
     recording = [
@@ -171,7 +193,12 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
             kind: started["entries"]._replace(fields=ASKED[kind]) if kind in ASKED
             else started[kind] for kind in asked.kinds
         }  # fmt: skip
-        figures: dict[str, Any] = {"layers": asked.layers, "steps": asked.steps, "batches": {}}
+        figures: dict[str, Any] = {
+            "shape": asked.shape,
+            "layers": asked.layers,
+            "steps": asked.steps,
+            "batches": {},
+        }
         for batch in asked.batches:
             rates: dict[str, list[float]] = {name: [] for name in servers}
             for turn in range(asked.rounds):
@@ -222,7 +249,11 @@ def misses(figures: dict[str, Any]) -> list[str]:
         found.append(f"{figures['records']} of {figures['expected_records']} records are stored")
     batch = max(figures["batches"], key=int)
     largest = figures["batches"][batch]
-    if "H200" in torch.cuda.get_device_name() and figures["layers"] == "last":
+    if (
+        "H200" in torch.cuda.get_device_name()
+        and figures["layers"] == "last"
+        and figures["shape"] == "llama-8b"
+    ):
         for name, most in (("recording", MOST_PERCENT), ("idle", MOST_IDLE_PERCENT)):
             if name in largest and largest[name]["percent"] > most:
                 found.append(
@@ -239,6 +270,7 @@ def main() -> int:
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
     parser.add_argument("--kinds", default="recording,idle",
                         help="recording, idle, raw, sketch, control")  # fmt: skip
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="of the model")
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
@@ -259,7 +291,7 @@ def main() -> int:
     missed = misses(figures)
     batches = ",".join(map(str, asked.batches))
     given = f"--batches {batches} --rounds {asked.rounds} --steps {asked.steps}"
-    given += f" --layers {asked.layers} --kinds {','.join(asked.kinds)}"
+    given += f" --layers {asked.layers} --kinds {','.join(asked.kinds)} --shape {asked.shape}"
     about = {
         "command": f"python benchmarks/sglang_serving.py {given}",
         "date": datetime.now(UTC).date().isoformat(),
