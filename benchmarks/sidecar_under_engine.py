@@ -47,7 +47,7 @@ from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from benchmarks.record_accounts import accounts_of, rows_of
 from benchmarks.sglang_process import REPO, SGLangProcess, Usage, python_on_cpu
-from benchmarks.sglang_serving import SHAPE, VOCABULARY
+from benchmarks.sglang_serving import SHAPES, VOCABULARY
 from benchmarks.sidecar_process import Sidecar
 
 DEMO = REPO / "examples" / "demo_model"
@@ -276,7 +276,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     else:
         model, vocabulary = folder / "model", VOCABULARY
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+        (model / "config.json").write_text(json.dumps(SHAPES["llama-8b"]), encoding="utf-8")
         options += [
             "--load-format", "dummy", "--skip-tokenizer-init", "--context-length", "131072",
             "--cuda-graph-bs-decode", str(asked.concurrency),
