@@ -20,7 +20,7 @@ export default function View() {
   const shownTrace = imported ?? turn?.trace ?? null;
   const state = imported ? "done" : turn?.state.value ?? null;
   const hasTokens = shownTrace !== null && (shownTrace.version.value, shownTrace.length > 0);
-  useEffect(() => { requestAnimationFrame(() => requestAnimationFrame(bringIntoSight)); }, [pinned.value]);
+  useEffect(keepInSight, [pinned.value]);
   // The text itself takes these, where it has the focus: here they are for the help, under names that
   // are no key's, so that Enter still presses buttons.
   useKeys("Chat, in the text", {
@@ -50,12 +50,20 @@ export default function View() {
     </div>`;
 }
 
-/** Where the lens lies over the text, the pinned token is moved out from under it. */
-function bringIntoSight() {
-  const [lens, token] = [document.querySelector(".chat .lens"), document.querySelector(`.chat [data-i="${pinned.value}"]`)];
-  if (!token || getComputedStyle(lens).position !== "fixed") return;
-  const hidden = token.getBoundingClientRect().bottom + 12 - lens.getBoundingClientRect().top;
-  if (hidden > 0) window.scrollBy(0, hidden);
+/** Where the lens lies over the text, the pinned token is moved out from under it: once the page has
+    room to scroll, and again as the lens grows. */
+function keepInSight() {
+  const lens = document.querySelector(".chat .lens");
+  if (pinned.value === null || !lens) return undefined;
+  const size = new ResizeObserver(() => {
+    const token = document.querySelector(`.chat [data-i="${pinned.value}"]`);
+    if (!token || getComputedStyle(lens).position !== "fixed") return;
+    const hidden = token.getBoundingClientRect().bottom + 12 - lens.getBoundingClientRect().top;
+    if (hidden > 0) window.scrollBy(0, hidden);
+  });
+  size.observe(lens);
+  size.observe(lens.closest(".chat"), { box: "border-box" });
+  return () => size.disconnect();
 }
 
 function backToConversation() {
