@@ -173,7 +173,8 @@ class Sender:
         """Send what is queued for at most `linger_s` seconds; what then stays behind is dropped and
         counted. Later batches are dropped too. May be called again.
 
-        A message that ZMQ is just writing when the time is over counts as dropped, and may arrive.
+        A message that ZMQ is just writing when the time is over counts as dropped, and may arrive;
+        so does the one before it, whose end ZMQ may not have written yet.
         """
         if self._pid != os.getpid():
             return  # socket and thread are those of the process that made this sender
@@ -213,11 +214,9 @@ class Sender:
                         break
                 elif self._hand_over(queued, handed_over):
                     queued = None
-            while handed_over and not self._is_over():
-                if handed_over[0][0].done:
-                    handed_over.popleft()
-                else:
-                    time.sleep(0.001)
+            # ZMQ takes them in order.
+            while handed_over and not handed_over[-1][0].done and not self._is_over():
+                time.sleep(0.001)
         finally:
             self._end(queued, handed_over)
 
@@ -249,7 +248,8 @@ class Sender:
                 self._one_less()
             return True
         handed_over.append((tracker, rows))
-        while handed_over and handed_over[0][0].done:
+        # The last that is done stays: ZMQ may have its end in a buffer still (`_end`).
+        while len(handed_over) > 1 and handed_over[1][0].done:
             handed_over.popleft()
         with self._changed:
             self._sent = self._sent.plus(rows)
@@ -268,10 +268,11 @@ class Sender:
                 if queued is not None:
                     self._dropped = self._dropped.plus(queued.batch.num_rows)
                 queued = None if self._queue.empty() else self._queue.get()
-            for tracker, rows in handed_over:
-                if not tracker.done:
-                    self._sent = self._sent.plus(-rows, -1)
-                    self._dropped = self._dropped.plus(rows)
+            is_done = [tracker.done for tracker, _ in handed_over]
+            first = max(is_done.index(False) - 1, 0) if False in is_done else len(is_done)
+            for _, rows in list(handed_over)[first:]:
+                self._sent = self._sent.plus(-rows, -1)
+                self._dropped = self._dropped.plus(rows)
             self._queued = 0
             self._changed.notify_all()
         self._socket.close()

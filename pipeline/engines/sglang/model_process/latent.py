@@ -39,7 +39,7 @@ class LatentLayers:
                 return "sparse attention over latent keys (DSA) was not tried"
             if getattr(owner, "dcp_size", 1) > 1:
                 return "decode context parallelism (--dcp-size) splits the keys"
-            if owner.use_deep_gemm_bmm:
+            if getattr(owner, "use_deep_gemm_bmm", False):
                 return "SGLANG_USE_DEEPGEMM_BMM keeps the weights of latent keys in another form"
         return None
 
