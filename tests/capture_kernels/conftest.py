@@ -13,3 +13,6 @@ if find_spec("torch"):
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        import quick_interpreter
+
+        quick_interpreter.use()
