@@ -10,9 +10,10 @@ those of every step, in its answer. A "control" is one more without the plug-in:
 what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same prompts: in
 a round each answers as many requests as the batch has, all sent at once; every other round goes the
 other way round. What counts is the throughput that the engine itself reports for every 40 steps of
-the whole batch. The model has the shape of Llama 3 8B, or of DeepSeek V2 Lite with its latent keys,
-with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
-statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
+the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite with its latent keys, or
+of gpt-oss 20B, whose every other layer has its keys in a pool for windows, with weights that SGLang
+makes up: their attention is nearly uniform, which changes nothing for statistics. Prompts are
+CONTEXT random tokens each, in the prefix cache since the first round.
 
 Three servers of batch 48 fit into 139 GiB, two of batch 64: that one without "recording", or alone.
 
@@ -78,7 +79,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "dtype": "bfloat16",
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        "attention_bias": True, "hidden_act": "silu", "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }  # fmt: skip
+# What SGLang is started with for a shape: without it, it wants weights of 4 bits.
+OPTIONS = {"gpt-oss-20b": ["--moe-runner-backend", "triton"]}
 # All plug-ins but ours.
 OTHERS = [each.name for each in entry_points(group="sglang.srt.plugins") if each.name != "attn"]
 WITHOUT = {"SGLANG_PLUGINS": ",".join(OTHERS) or "none"}
@@ -103,7 +121,7 @@ class Server(NamedTuple):
 
 
 def server(
-    model: Path, folder: Path, name: str, batches: list[int], steps: int,
+    model: Path, folder: Path, name: str, batches: list[int], steps: int, of_shape: list[str],
     options: list[str] | None = None,
 ) -> Server:  # fmt: skip
     tokens = max(batches) * (CONTEXT + steps + 64)
@@ -113,7 +131,7 @@ def server(
         model, log, "--load-format", "dummy", "--skip-tokenizer-init",
         "--max-total-tokens", str(tokens), "--max-running-requests", str(max(batches)),
         "--mem-fraction-static", SHARE, "--context-length", "131072",
-        "--cuda-graph-bs-decode", *sizes, *(options or []),
+        "--cuda-graph-bs-decode", *sizes, *of_shape, *(options or []),
         environment=WITHOUT if options is None else {},
     )  # fmt: skip
     return Server(process, log, {})
@@ -174,7 +192,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         [drawn.randrange(2, VOCABULARY) for _ in range(CONTEXT)] for _ in range(max(asked.batches))
     ]
     with ExitStack() as running:
-        shared = (asked.batches, asked.steps)
+        shared = (asked.batches, asked.steps, OPTIONS.get(asked.shape, []))
         started = {"without": server(model, folder, "without", *shared)}
         if "recording" in asked.kinds:
             started["recording"] = server(

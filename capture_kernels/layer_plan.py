@@ -72,6 +72,15 @@ class LayerPlan:
         check(keys, "keys", key_shape, key_types, self.device)
         check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)
 
+    def check_slot_map(self, slot_map: Tensor | None, mapped: bool) -> None:
+        """OptionError for a `slot_map` that is missing or of another form, or of layers that are
+        not `mapped` or have no window."""
+        if mapped != (slot_map is not None) or mapped > bool(self.window):
+            raise OptionError(
+                "a slot_map is for mapped layers, which have a window, and only these"
+            )
+        check(slot_map, "slot_map", [None], INTEGERS, self.device)
+
     def descales(self, descale: Tensor | None, name: str = "descale") -> int:
         """What kernels are launched with as DESCALE: 0 without a `descale`, 1 if its number is for
         all key heads, 2 if it has one for each; OptionError for any other."""

@@ -64,6 +64,7 @@ class HostStatisticsPlan(LayerPlan):
     hubs: bool = False
     mean_out: Tensor | None = None  # where `mean` is, as `StatisticsPlan` has it
     ranks: HeadRanks | None = None  # that hold the layer's other heads, as `StatisticsPlan` has it
+    mapped: bool = False  # whether keys are in other KV slots than the table's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,10 +94,12 @@ class HostStatisticsPlan(LayerPlan):
         by_request: bool = False,
         hubs: Tensor | None = None,
         hub_slots: Tensor | None = None,
+        slot_map: Tensor | None = None,
     ) -> None:
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
         flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request)
+        self.check_slot_map(slot_map, self.mapped)
         check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
@@ -119,6 +122,8 @@ class HostStatisticsPlan(LayerPlan):
                 slots = slots[first, :length]
             else:
                 slots = slots[first : first + length]
+            if slot_map is not None:
+                slots = slot_map[slots[-self.window :].long()]
             prefix = own.mask_prefix if masks is None else max(int(masks[flag]), 0)
             visibility = Visibility(own.sink_tokens, prefix, own.window)
             heads = None if head_masks is None else self._heads_of(head_masks[flag])

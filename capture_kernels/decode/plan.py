@@ -87,6 +87,9 @@ class StatisticsPlan(LayerPlan):
     # The processes that hold the layer's other heads: `mean` and its top k are then of all heads,
     # the rest and hubs of this one's. None if all are here.
     ranks: HeadRanks | None = None
+    # Whether keys are in other KV slots than the table's, which `slot_map` gives, as engines have
+    # layers with a window in a pool of their own.
+    mapped: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +122,7 @@ class StatisticsPlan(LayerPlan):
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.scheduled = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
-            *(self.visibility or Visibility(), self.window, self.all_keys, self.heads),
+            *(self.visibility or Visibility(), self.window, self.all_keys, self.heads, self.mapped),
         )
         heads = self.groups.count
         partial = (programs + max_rows, heads, PARTIAL.value)
@@ -165,13 +168,15 @@ class StatisticsPlan(LayerPlan):
         by_request: bool = False,
         hubs: Tensor | None = None,
         hub_slots: Tensor | None = None,
+        slot_map: Tensor | None = None,
     ) -> None:
         """Begin a step: read the lengths of its rows. Unfinished layers of the last step are
         dropped.
 
         Args:
-            table, enabled, num_active, masks, head_masks, by_request: as `Schedule.run` takes them.
-                The table's KV slots must stay as they are until the step's layers are finished.
+            table, enabled, num_active, masks, head_masks, by_request, slot_map: as `Schedule.run`
+                takes them. The table's KV slots must stay as they are until the step's layers are
+                finished, unless they are mapped.
                 Head masks are for the means alone: of their heads, those of the plan count.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position as `TopK` counts it; what lies beyond `longest` is left out. With
@@ -181,6 +186,7 @@ class StatisticsPlan(LayerPlan):
         Raises:
             OptionError: rows, flags, masks or hubs that do not fit the plan.
         """
+        self.check_slot_map(slot_map, self.mapped)
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")
@@ -190,7 +196,7 @@ class StatisticsPlan(LayerPlan):
                 raise OptionError("rows of hubs must not share memory")
         self.scheduled.run(
             table, enabled=enabled, num_active=num_active, masks=masks, head_masks=head_masks,
-            hub_slots=None if hubs is None else hub_slots, by_request=by_request,
+            hub_slots=None if hubs is None else hub_slots, by_request=by_request, slot_map=slot_map,
         )  # fmt: skip
         if self._is_capturing():
             self._captured_rows.add(table.num_rows)
@@ -273,15 +279,13 @@ class StatisticsPlan(LayerPlan):
     @property
     def bytes(self) -> int:
         """Device memory that the plan holds, without a `mean_out`."""
-        schedule, groups = self.scheduled, self.groups
+        groups = self.groups
         own = [
-            *(schedule.block_ptr, schedule.program_ptr, schedule.row_table, schedule.base),
-            schedule.row_heads,
             *(groups.table, groups.heads, self._pass_table, self.pending.addresses),
             *(self.partial, self.arrived, self.per_head),
             *(() if self.mean_out is not None else (self.mean,)),
         ]
-        return sum(each.nbytes for each in own) + self.top.bytes
+        return sum(each.nbytes for each in own) + self.scheduled.bytes + self.top.bytes
 
     @property
     def answers(self) -> TopK:

@@ -46,6 +46,7 @@ class LayerKind:
     scale: float
     soft_cap: float | None = None
     window: int = 0
+    mapped: bool = False  # whether its keys are where `StepCapture.slot_map` says
 
 
 class StepResults(NamedTuple):
@@ -99,6 +100,9 @@ class StepCapture:
     ring: Any = None  # a `ring.ring.Ring` that records are appended to; None for no records
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
     ranks: HeadRanks | None = None  # that hold the layers' other heads; None if all are here
+    # int32 or int64[KV slots]: of each of the table's KV slots, where layers of mapped kinds have
+    # the key; None if there are none. Read in `begin`.
+    slot_map: Tensor | None = None
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -146,9 +150,9 @@ class StepCapture:
             "layers": len(kind.numbers), "max_rows": self.max_rows, "max_length": self.max_length,
             "heads": kind.heads, "key_heads": kind.key_heads, "head_dim": kind.head_dim,
             "scale": kind.scale, "soft_cap": kind.soft_cap, "window": kind.window,
-            "device": self.device, "chosen": self.chosen, "visibility": self.visibility,
-            "top_k": self.top_k, "mean_top_k": self.mean_top_k, "mean_out": mean,
-            "ranks": self.ranks, "hubs": self.hub_slots > 0,
+            "mapped": kind.mapped, "device": self.device, "chosen": self.chosen,
+            "visibility": self.visibility, "top_k": self.top_k, "mean_top_k": self.mean_top_k,
+            "mean_out": mean, "ranks": self.ranks, "hubs": self.hub_slots > 0,
         }  # fmt: skip
         if self.on_host:
             return HostStatisticsPlan(**own)
@@ -185,6 +189,7 @@ class StepCapture:
                 head_masks=words if self.ranks is None else None, by_request=True,
                 hubs=self.hubs if self.hub_slots else None,
                 hub_slots=flags.hub if self.hub_slots else None,
+                slot_map=self.slot_map if kind.mapped else None,
             )  # fmt: skip
 
     def layer(

@@ -312,6 +312,28 @@ def test_slots_far_into_a_pool_are_addressed_in_64_bits():
     assert steps.base.tolist() == [5000 << 20]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("window", [1, 63, 1_500])
+def test_keys_in_a_pool_of_their_own_are_listed_by_their_distance(form, dtype, window):
+    lengths = [1, 0, 62, 63, 64, 1_499, 1_500, 1_501, 2_900]
+    case = paged_case(lengths, 1, 1, 16, form=form, padding_rows=2)
+    steps = make(12, window=window, max_length=2_000, mapped=True)
+    steps.mapped_slots.fill_(-77)
+    slot_map = torch.arange(len(case.k_cache), device=DEVICE).flip(0) * 3
+    table, active = page_table(case), numbers([case.active])
+    steps.run(table, num_active=active, slot_map=slot_map.to(dtype))
+    slots, base = steps.arguments["kv_slots"].flatten(), steps.arguments["base"]
+    written = torch.full_like(slots, -77)
+    for row, length in enumerate(lengths):
+        read = range(max(0, length - window), length) if length <= 2_000 else []
+        own = table.kv_slots.flatten()[[int(steps.base[row]) + key for key in read]].long()
+        at = [int(base[row]) + key for key in read]
+        assert (slots[at] == slot_map[own]).all()
+        written[at] = slots[at]
+    assert (slots == written).all()  # of nothing else
+
+
 def test_more_rows_than_a_plan_has_room_for_are_refused():
     table = PageTable.of_requests(numbers([[0] * 4]), numbers([0] * 5), numbers([1] * 5))
     with pytest.raises(OptionError, match=r"5 rows in a plan for 4: raise max_rows"):

@@ -27,10 +27,14 @@ LENGTHS = [40, 7, 129, 2]
 MASSES = {"largest": 1e-4, "rms": 3e-5}
 
 
-class Model:
-    """Requests over a paged cache, and layers of two kinds: some look at a window alone."""
+WINDOW = 9
 
-    def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0):
+
+class Model:
+    """Requests over a paged cache, and layers of two kinds: some look at a window alone. With
+    `mapped`, these have their keys in a cache of their own, with room for the window."""
+
+    def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0, mapped=False):
         case = paged_case(LENGTHS, heads, 2, 16, seed=seed, max_context=200)
         # In engines, row 0 belongs to nobody.
         table = torch.cat([case.req_to_token[:1], case.req_to_token])
@@ -46,11 +50,27 @@ class Model:
         kind = {"heads": heads, "key_heads": 2, "head_dim": 16, "scale": 0.3}
         self.kinds = [LayerKind(tuple(numbers), **kind)] if numbers else []
         if windowed:
-            self.kinds.append(LayerKind(tuple(windowed), **kind, window=9))
+            self.kinds.append(LayerKind(tuple(windowed), **kind, window=WINDOW, mapped=mapped))
+        self.own_cache, self.slot_map = self.case.k_cache, None
+        if mapped:
+            self.use_own_cache(random)
+
+    def use_own_cache(self, random):
+        """Keys outside the windows have no slot there: theirs is one that must not be read."""
+        pairs = zip(self.case.req_pool_indices, LENGTHS, strict=True)
+        newest = [self.case.req_to_token[row, :n][-WINDOW:].long() for row, n in pairs]
+        slots = torch.cat(newest).cpu()
+        at = torch.randperm(len(slots) + 5, generator=random)[: len(slots)] + 1
+        self.slot_map = torch.zeros(len(self.case.k_cache), dtype=torch.int64)
+        self.slot_map[slots] = at
+        cache = torch.full((len(slots) + 6, *self.case.k_cache.shape[1:]), torch.nan)
+        self.own_cache = cache.to(self.case.k_cache)
+        self.own_cache[at.to(DEVICE)] = self.case.k_cache[slots.to(DEVICE)]
+        self.slot_map = self.slot_map.to(DEVICE)
 
     def capture(self, **options):
         given = {"max_rows": 8, "max_length": 300, "num_requests": len(self.case.req_to_token)}
-        return StepCapture(self.kinds, device=DEVICE, **given | options)
+        return StepCapture(self.kinds, device=DEVICE, slot_map=self.slot_map, **given | options)
 
     def table(self, rows=None):
         case, rows = self.case, slice(rows)
@@ -62,7 +82,8 @@ class Model:
         capture.begin(self.table(rows))
         for number in self.numbers:
             if number not in skip:
-                capture.layer(number, self.queries[number][:rows], self.case.k_cache)
+                keys = self.own_cache if number in self.windowed else self.case.k_cache
+                capture.layer(number, self.queries[number][:rows], keys)
         capture.end()
 
     def row(self, index):
@@ -76,15 +97,18 @@ class Model:
             scale=0.3,
             position=LENGTHS[row] - 1,
             visibility=visibility or Visibility(),
-            window=9 if number in self.windowed else 0,
+            window=WINDOW if number in self.windowed else 0,
             **asked,
         )
 
 
 @pytest.mark.parametrize("on_host", HOSTS)
-@pytest.mark.parametrize("windowed", [(), (0, 3)])
-def test_rows_that_are_enabled_are_described_and_others_are_not(windowed, on_host):
-    model = Model(windowed=windowed)
+@pytest.mark.parametrize(
+    "given", [{}, {"windowed": (0, 3)}, {"windowed": (0, 3), "mapped": True}],
+    ids=["one kind", "windows", "windows in a pool of their own"],
+)  # fmt: skip
+def test_rows_that_are_enabled_are_described_and_others_are_not(given, on_host):
+    model = Model(**given)
     capture = model.capture(on_host=on_host, mean_top_k=3, top_k=2)
     assert capture.layers == tuple(model.numbers)
     capture.requests.enable(model.row(0))
@@ -217,6 +241,19 @@ def test_layers_that_are_no_set_of_layers_are_refused(kinds):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("on_host", HOSTS)
+@pytest.mark.parametrize(
+    ("window", "slots"),
+    [(9, None), (0, torch.zeros(9, dtype=torch.int64)), (9, torch.zeros(9))],
+)
+def test_mapped_layers_have_a_window_and_a_map_of_slots(window, slots, on_host):
+    kind = LayerKind((0,), heads=4, key_heads=2, head_dim=16, scale=0.3, window=window, mapped=True)
+    model = Model()
+    model.kinds, model.slot_map = [kind], None if slots is None else slots.to(DEVICE)
+    with pytest.raises(OptionError, match="slot_map"):
+        model.capture(on_host=on_host).begin(model.table())
+
+
 def test_layers_that_take_turns_have_no_ring():
     model = Model(numbers=(0, 2), windowed=(1,))
     with pytest.raises(OptionError, match="layers of several kinds take turns"):
@@ -259,10 +296,12 @@ def capture_columns(model, row):
 
 @pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
 @pytest.mark.parametrize("mean_top_k", [0, 4])
-def test_graphs_of_several_batch_sizes_share_a_capture(mean_top_k):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_graphs_of_several_batch_sizes_share_a_capture(mean_top_k, mapped):
     from capture_kernels.ring.ring import Drain, Ring
 
-    model = Model(numbers=(0, 1, 2), heads=8)
+    numbers = {"numbers": (), "windowed": (0, 1, 2)} if mapped else {"numbers": (0, 1, 2)}
+    model = Model(heads=8, mapped=mapped, **numbers)
     ring = Ring(256, DEVICE)
     # As a server plans: far more than its steps need.
     capture = model.capture(ring=ring, mean_top_k=mean_top_k, max_rows=256, max_length=131_072)
@@ -371,8 +410,9 @@ def tensors_of(held, seen):
     "given", [{}, {"mean_top_k": 5, "hub_slots": 2}, {"top_k": 3, "scratch_bytes": 0}]
 )
 def test_bytes_are_those_of_all_buffers(given):
-    model = Model(numbers=(0, 1, 4), windowed=(2,))
+    model = Model(numbers=(0, 1, 4), windowed=(2,), mapped=True)
     capture = model.capture(on_host=False, **given)
+    capture.slot_map = None  # the engine's
     assert capture.bytes == sum(tensors_of(capture, {}).values())
 
 

@@ -159,8 +159,10 @@ def test_soft_caps_and_sliding_windows(tmp_path):
         ]  # fmt: skip
 
 
-def test_learned_sinks(tmp_path):
-    """gpt-oss: a learned sink for each head, which differ.
+@pytest.mark.parametrize("pools", [[], ["--disable-hybrid-swa-memory"]], ids=["two", "one"])
+def test_learned_sinks(tmp_path, pools):
+    """gpt-oss: a learned sink for each head, which differ, and keys of windows in a pool of their
+    own.
 
     Each token is for both experts, so that rounding cannot choose others. No row is as long as the
     window: SGLang 0.5.23's Triton decode leaves out the oldest key of one (sgl-project/sglang
@@ -173,12 +175,25 @@ def test_learned_sinks(tmp_path):
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ), sink=sink)  # fmt: skip
     truths = checked(
-        tmp_path, model, layers, 4e-3, 2e-2,
-        "--disable-hybrid-swa-memory", "--moe-runner-backend", "triton",
-    )  # fmt: skip
+        tmp_path, model, layers, 4e-3, 2e-2, *pools, "--moe-runner-backend", "triton", full=True
+    )
     for truth in truths:
         # The sinks take a share that is far from the tolerance, and from all.
         assert 0.05 < 1 - truth.p[:, :, -1].sum(axis=2).mean() < 0.9
+
+
+def test_windows_in_a_pool_of_their_own(tmp_path):
+    """Mellum: keys that have left the window have no slot any more in the pool of its layers."""
+    from window_model import LAYERS, WINDOW, save_window_model
+
+    model = save_window_model(tmp_path / "model", torch.float16)
+    truths = checked(
+        tmp_path, model, len(LAYERS), 4e-3, 2e-2, "--moe-runner-backend", "triton", full=True
+    )
+    assert "SWAKVPool mem usage" in (tmp_path / "log").read_text()
+    tokens = max(truth.logits.shape[-1] for truth in truths)
+    seen = [np.isfinite(truth.logits[:, 0, -1]).sum(axis=1).tolist() for truth in truths]
+    assert [WINDOW, tokens, WINDOW] in seen
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ Tensors (R rows; all written by `Schedule.run`, which neither allocates nor wait
     row_table    int32[8, R]   one line for each field below
     row_heads    int32[W, R]   with head masks: bit h % 32 of word h // 32 is query head h's
     base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
+
+Layers whose keys are in other KV slots than the table's have a list of them instead, made of the
+keys that are read (`_map_slots`): `kv_slots` is then int32[R, window], and `base` suits it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from capture_kernels.layer_plan import check, head_words
 from .page_table import PageTable
 
 ROW_FIELDS = 8
+# KV slots that a program of `_map_slots` maps.
+MAPPED_AT_ONCE = 1024
 # Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split; HUB is
 # where its hubs are, -1 for nowhere.
 POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED, HUB = (
@@ -176,6 +181,24 @@ def _schedule_rows(
     tl.store(row_table + LAST * num_rows + row, tl.where(blocks > 0, last, first - 1), mask=here)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _map_slots(
+    kv_slots, slot_map, base, row_table, mapped, mapped_base, num_rows, window,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of each key that a row reads, the KV slot that `slot_map` gives for the table's."""
+    after_last_kernel(EARLY)
+    row, distance = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = row_field(row_table, POSITION, row, num_rows)
+    is_read = distance < row_field(row_table, SEEN, row, num_rows)
+    slot = tl.load(kv_slots + tl.load(base + row) + position - distance, mask=is_read, other=0)
+    newest = (row + 1).to(tl.int64) * window - 1
+    own = tl.load(slot_map + slot, mask=is_read, other=0)
+    tl.store(mapped + newest - distance, own.to(tl.int32), mask=is_read)
+    if tl.program_id(1) == 0:
+        tl.store(mapped_base + row, newest - position)
+
+
 @dataclass(eq=False)
 class Schedule:
     """The rows of a step and their blocks; made once, run once a step."""
@@ -189,6 +212,7 @@ class Schedule:
     window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
     all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
     heads: int = 0  # query heads of the model, as far as masks may choose among them
+    mapped: bool = False  # whether keys are in other KV slots than the table's
 
     def __post_init__(self) -> None:
         lengths = (self.max_rows + 1, self.programs + 1, ROW_FIELDS * self.max_rows)
@@ -198,6 +222,11 @@ class Schedule:
         self.base = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         words = head_words(self.heads)
         self.row_heads = torch.zeros(words * self.max_rows, dtype=torch.int32, device=self.device)
+        # The window's KV slots of each row, and where each row's are.
+        window = min(self.window, self.max_length) if self.mapped else 0
+        shape = (self.max_rows, window)
+        self.mapped_slots = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.mapped_base = torch.zeros_like(self.base)
         # Of this step: words of a row's head mask, 0 without masks.
         self._head_words = 0
         self.num_rows, self.kv_slots = 0, self.row_table
@@ -208,7 +237,16 @@ class Schedule:
         """What kernels that read the rows are launched with, by name."""
         names = ("kv_slots", "base", "row_table", "row_heads", "block_ptr", "program_ptr")
         step = {name: getattr(self, name) for name in (*names, "num_rows", "programs", "max_rows")}
+        if self.mapped:
+            step |= {"kv_slots": self.mapped_slots, "base": self.mapped_base}
         return {**step, "ROWS": self._row_lanes, "HEAD_WORDS": self._head_words}
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all tensors."""
+        names = ("block_ptr", "program_ptr", "row_table", "row_heads", "base", "mapped_slots")
+        own = sum(int(getattr(self, name).nbytes) for name in names)
+        return own + self.mapped_base.nbytes
 
     @property
     def _row_lanes(self) -> int:
@@ -229,6 +267,7 @@ class Schedule:
         head_masks: Tensor | None = None,
         hub_slots: Tensor | None = None,
         by_request: bool = False,
+        slot_map: Tensor | None = None,
     ) -> None:
         """Read the lengths of a step's rows.
 
@@ -247,6 +286,8 @@ class Schedule:
                 none. None: its own number.
             by_request: flags, masks and slots are those of all requests that the table knows,
                 [requests], of which each row has that of its entry of `req_pool_indices`.
+            slot_map: int32 or int64[KV slots] on the device, the KV slot of each of the table's;
+                read here alone. Given if keys are mapped.
 
         Raises:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
@@ -293,3 +334,13 @@ class Schedule:
                 num_warps=4,
                 **early(),
             )
+            if slot_map is not None and rows:
+                window = self.mapped_slots.shape[1]
+                block = min(MAPPED_AT_ONCE, max(32, triton.next_power_of_2(window)))
+                _map_slots[(rows, triton.cdiv(window, block))](
+                    *(table.kv_slots, slot_map, self.base, self.row_table),
+                    *(self.mapped_slots, self.mapped_base, rows, window),
+                    BLOCK=block,
+                    num_warps=4,
+                    **early(),
+                )

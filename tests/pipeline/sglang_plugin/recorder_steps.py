@@ -62,6 +62,7 @@ class Steps:
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
             max_running_requests=MOST_RUNNING,
+            is_hybrid_swa=False,
         )
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
         # Of each layer, by request and position: the query float32[H, D].

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +21,6 @@ MISSING = {
     # Processes images. Built against a torch for CUDA, it does not load beside one for a CPU.
     "torchvision": "0.28.0",
 }
-
-HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
 class _Nothing(type):
@@ -64,14 +62,48 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__version__ = MISSING[module.__name__.partition(".")[0]]  # type: ignore[attr-defined]
 
 
+def _run_prompts_over_latent_keys(module: ModuleType) -> None:
+    """Latent attention (MLA) of prompts too, as it is of generated tokens: `torch_native` attention
+    has no other way, and SGLang does not know that."""
+    module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+
+
+def _find_keys_of_windows(module: ModuleType) -> None:
+    """Where layers with a window have a pool of their own, `torch_native` attention writes their
+    keys there, and reads them in the KV slots of the other layers."""
+    backend = module.TorchNativeAttnBackend
+
+    def translated(run: Callable[..., Any]) -> Callable[..., Any]:
+        def found(
+            self: Any, query: Any, output: Any, keys: Any, values: Any, table: Any, *rest: Any,
+            **given: Any,
+        ) -> Any:  # fmt: skip
+            if self.use_sliding_window_kv_pool:
+                pool = self.token_to_kv_pool
+                if any(keys is one for one in pool.swa_kv_pool.k_buffer):
+                    table = pool.full_to_swa_index_mapping[table.long()]
+            return run(self, query, output, keys, values, table, *rest, **given)
+
+        return found
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, translated(getattr(backend, name)))
+
+
+PATCHES = {
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _run_prompts_over_latent_keys,
+    "sglang.srt.layers.attention.torch_native_backend": _find_keys_of_windows,
+}
+
+
 class _Patched(importlib.abc.MetaPathFinder):
-    """Finds HANDLERS as others do, and has latent attention (MLA) run over latent keys on a CPU in
-    prompts too: `torch_native` attention has no other way, and SGLang does not know that."""
+    """Finds modules of SGLang's as others do, and makes them do on a CPU what they do on a GPU."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != HANDLERS:
+        patch = PATCHES.get(fullname)
+        if patch is None:
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if found is None or found.loader is None:
@@ -80,7 +112,7 @@ class _Patched(importlib.abc.MetaPathFinder):
 
         def patched(module: ModuleType) -> None:
             run(module)
-            module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+            patch(module)
 
         found.loader.exec_module = patched  # type: ignore[method-assign]
         return found

@@ -27,6 +27,7 @@ from .latent import LatentLayers
 from .layers import attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
+from .windows import WindowPool
 
 LOG = logging.getLogger("attn.capture")
 # Tokens whose text is kept: a lens names the same ones again and again.
@@ -45,6 +46,7 @@ class CapturedModel:
         score_kinds: the layers of full scores.
         facts: for the gate.
         latent: its latent attention.
+        windows: where its layers with a window have their keys.
 
     Raises:
         OptionError: layers that cannot be captured.
@@ -54,18 +56,20 @@ class CapturedModel:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
+        self.windows = WindowPool(runner)
         if not layers:
             raise OptionError("no layer has attention to capture")
         self._options = options
         self._revision = revision_of(arguments.model_path, config.hf_config)
         self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
-        self.kinds = kinds_of({number: layers[number] for number in chosen})
+        own = self.windows.layers
+        self.kinds = kinds_of({number: layers[number] for number in chosen}, own)
         heads = self.kinds[0].heads * ranks
-        if ranks > 1 and heads != (own := own_heads(config)):
+        if ranks > 1 and heads != (given := own_heads(config)):
             raise OptionError(
-                f"--tp-size {ranks} pads the {own} heads of the model to {heads}: choose one that "
-                "divides its key heads"
+                f"--tp-size {ranks} pads the {given} heads of the model to {heads}: choose one "
+                "that divides its key heads"
             )
         reasons: dict[str, str] = {}
         if not options.hub_slots:
@@ -85,7 +89,7 @@ class CapturedModel:
         scored: Sequence[int] = ()
         if ranks == 1:
             scored = options.choose_score_layers(list(layers), config.num_hidden_layers)
-        self.score_kinds = kinds_of({number: layers[number] for number in scored})
+        self.score_kinds = kinds_of({number: layers[number] for number in scored}, own)
         self.facts = ModelFacts(
             name=self.name,
             num_layers=config.num_hidden_layers,

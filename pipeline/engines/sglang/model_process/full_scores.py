@@ -63,16 +63,19 @@ class ScoreTap:
         dtype: of queries.
         refuse: ends a request that takes too much memory, and says why.
         as_keys: of a layer and its queries, these as they are multiplied with the keys of the pool.
+        slot_map: int64[KV slots], where layers of mapped kinds have the key of each slot.
         on_host: whether to compute in plain torch; None: unless on a GPU.
     """
 
     def __init__(
         self, kinds: Sequence[LayerKind], *, pool: Any, slots: Tensor, max_rows: int,
         dtype: torch.dtype, refuse: Callable[[Any, str], None],
-        as_keys: Callable[[Any, Tensor], Tensor], on_host: bool | None = None,
+        as_keys: Callable[[Any, Tensor], Tensor], slot_map: Tensor | None = None,
+        on_host: bool | None = None,
     ) -> None:  # fmt: skip
         self._kinds = {number: kind for kind in kinds for number in kind.numbers}
         self._pool, self._slots, self._refuse, self._as_keys = pool, slots, refuse, as_keys
+        self._slot_map = slot_map
         self._on_host = not slots.is_cuda if on_host is None else on_host
         self._queries = {
             number: torch.zeros((max_rows, kind.heads, kind.head_dim), dtype=dtype,
@@ -179,9 +182,12 @@ class ScoreTap:
         found, queries = plan.output(count, rows.end), queries[:count]
         if layer is not None:
             queries = self._as_keys(layer, queries)
+        slots = self._slots[rows.pool_index]
+        if kind.mapped and self._slot_map is not None:
+            slots = self._slot_map[slots[: rows.end].long()]
         plan.run(
-            queries, self._pool.get_key_buffer(number), self._slots[rows.pool_index],
-            rows.begin, found, **self._run_with[number],
+            queries, self._pool.get_key_buffer(number), slots, rows.begin, found,
+            **self._run_with[number],
         )  # fmt: skip
         if layer is not None and found.is_cuda:
             # As large as a request may have: no step holds several of them on the device. The copy

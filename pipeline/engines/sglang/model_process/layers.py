@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind
 
 from .latent import LatentLayers
+from .windows import WindowPool
 
 # Attention backends whose KV pool is one plain tensor of keys a layer, and that were seen to work.
 BACKENDS = ("triton", "torch_native")
@@ -21,9 +23,6 @@ def refusal(runner: Any) -> str | None:
     """
     arguments = runner.server_args
     reasons = {
-        "hybrid sliding-window pools keep keys elsewhere: use --disable-hybrid-swa-memory": (
-            runner.is_hybrid_swa
-        ),
         "latent keys (MLA) of 32 bits have no room on a GPU: use --dtype bfloat16": (
             runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
         ),
@@ -36,8 +35,9 @@ def refusal(runner: Any) -> str | None:
     for reason, applies in reasons.items():
         if applies:
             return reason
-    if (latent := LatentLayers(runner.model).refusal) is not None:
-        return latent
+    for part in (LatentLayers(runner.model), WindowPool(runner)):
+        if part.refusal is not None:
+            return part.refusal
     for backend in (
         runner.prefill_attention_backend_str, runner.decode_attention_backend_str
     ):  # fmt: skip
@@ -58,8 +58,11 @@ def attention_layers(model: Any) -> dict[int, Any]:
     return dict(sorted(found.items()))
 
 
-def kinds_of(layers: dict[int, Any]) -> list[LayerKind]:
+def kinds_of(layers: dict[int, Any], mapped: Collection[int] = ()) -> list[LayerKind]:
     """Layers by kind, as `StepCapture` takes them.
+
+    Args:
+        mapped: those whose keys are in a pool of their own.
 
     Raises:
         OptionError: a layer computes its logits in a way that the kernels do not know.
@@ -74,15 +77,17 @@ def kinds_of(layers: dict[int, Any]) -> list[LayerKind]:
             raise OptionError(f"layer {number} scales its logits by the context's length")
         # SGLang's window leaves out the query's own key.
         window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else 0
+        if number in mapped and not window:
+            raise OptionError(f"layer {number} keeps the keys of a chunk, not of a window")
         kind = (
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.scaling,
-            layer.logit_cap or None, window,
+            layer.logit_cap or None, window, number in mapped,
         )  # fmt: skip
         numbers.setdefault(kind, []).append(number)
     return [
         LayerKind(
             tuple(own), heads=heads, key_heads=key_heads, head_dim=dim, scale=scale,
-            soft_cap=cap, window=window,
+            soft_cap=cap, window=window, mapped=is_mapped,
         )
-        for (heads, key_heads, dim, scale, cap, window), own in numbers.items()
+        for (heads, key_heads, dim, scale, cap, window, is_mapped), own in numbers.items()
     ]  # fmt: skip

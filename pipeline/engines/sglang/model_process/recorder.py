@@ -25,7 +25,6 @@ from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.responses import routing_of
 from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
@@ -97,11 +96,13 @@ class Recorder:
             hub_slots=options.hub_slots,
             ranks=ranks.heads,
             scratch_bytes=options.scratch_bytes,
+            slot_map=model.windows.slot_map,
         )
         self._hubs = HubSlots(self.capture)
         self._scores = ScoreTap(
             model.score_kinds, pool=self._pool, slots=self._tokens, max_rows=self.capture.max_rows,
             dtype=runner.model_config.dtype, refuse=refuse_request, as_keys=model.latent.queries,
+            slot_map=model.windows.slot_map,
         )  # fmt: skip
         self.on_gpu = self._tokens.is_cuda
         self._routers = None
@@ -311,6 +312,9 @@ class Recorder:
             return  # their requests are captured to their ends
         began = time.perf_counter()
         recorded: list[RecordRow] = []
+        routed = None
+        if routing is not None and self._routers is not None:
+            routed = self._routers.on_host(routing)
         lenses = self._lens.by_row(lens)
         for number, note in enumerate(noted):
             state, commit = note.state, commits[note.request]
@@ -331,20 +335,19 @@ class Recorder:
                 collector.feed(token)
                 state.fed += 1
             token = note.token if note.token is not None else token_at(req, note.position)
-            routings = {}
-            if routing is not None and self._routers is not None:
-                routings = self._routers.of_row(routing, note.row)
-            layers = []
-            if state.is_asked or routings:
-                own = lenses.get(number, {})
-                layers = found.layer_rows(note, self.capture.layers, routings, own)
-                state.lensless += bool(collector.request.lens and not own)
             if self._records is not None:
-                phase, of = collector.phase(note.position), routing_of(layers)
+                phase = collector.phase(note.position)
+                of: tuple[list[int] | None, float | None] = None, None
+                if routed is not None:
+                    of = routed.of_record(note.row, collector.request.layers)
                 recorded.append(
                     RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
                 )
             if state.is_asked:
+                own = lenses.get(number, {})
+                routings = {} if routed is None else routed.of_row(note.row)
+                layers = found.layer_rows(note, self.capture.layers, routings, own)
+                state.lensless += bool(collector.request.lens and not own)
                 state.unnamed += found.lacks_top_k(note)
                 state.entries += collector.add_encoded(Row(note.position, token, layers, at))
         take_hubs(noted, found)

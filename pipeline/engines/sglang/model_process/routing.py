@@ -6,7 +6,7 @@ Source: SGLang 0.5.23, srt/layers/moe/topk.py; its operators are modules whose f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,16 +83,36 @@ class Routers:
             kept.entropy[:, :rows].clone(),
         )  # fmt: skip
 
-    def of_row(self, found: RoutingRows, row: int) -> dict[int, Routing]:
-        """The routing of one row by layer, of results on the host."""
-        routings = {}
-        for index, number in enumerate(self.layers):
-            weights = found.weights[index, row].numpy()
-            order = np.argsort(-weights, kind="stable")
-            experts = found.experts[index, row].numpy()[order]
-            entropy = float(found.entropy[index, row]) * self._scales[index]
-            routings[number] = Routing(experts, min(max(entropy, 0.0), 1.0))
-        return routings
+    def on_host(self, found: RoutingRows) -> HostRouting:
+        """Results whose copies have arrived."""
+        return HostRouting(self.layers, self._scales, found)
+
+
+class HostRouting:
+    """The routing of a step's rows, as arrays: one row of tensors after the other took as long as
+    the step of a small model."""
+
+    def __init__(self, layers: Sequence[int], scales: Sequence[float], found: RoutingRows) -> None:
+        self._at = {number: index for index, number in enumerate(layers)}
+        order = np.argsort(-found.weights.numpy(), axis=2, kind="stable")
+        self._experts = np.take_along_axis(found.experts.numpy(), order, axis=2)
+        entropy = found.entropy.numpy().astype(np.float64) * np.array(scales)[:, None]
+        self._entropy: list[list[float]] = entropy.clip(0, 1).tolist()
+
+    def of_row(self, row: int) -> dict[int, Routing]:
+        """The routing of one row by layer."""
+        return {
+            number: Routing(self._experts[index, row], self._entropy[index][row])
+            for number, index in self._at.items()
+        }
+
+    def of_record(self, row: int, layers: Sequence[int]) -> tuple[list[int] | None, float | None]:
+        """What the record of a row says of these layers, as `responses.routing_of` does."""
+        found = [self._at[number] for number in layers if number in self._at]
+        if not found:
+            return None, None
+        entropy = sum(self._entropy[index][row] for index in found) / len(found)
+        return self._experts[found[-1], row].tolist(), entropy
 
 
 def routers_of(model: Any) -> dict[int, Any]:
