@@ -183,17 +183,21 @@ def test_learned_sinks(tmp_path, pools):
 
 
 def test_windows_in_a_pool_of_their_own(tmp_path):
-    """Mellum: keys that have left the window have no slot any more in the pool of its layers."""
-    from window_model import LAYERS, WINDOW, save_window_model
+    """Mellum: keys that have left the window have no slot any more in the pool of its layers.
 
-    model = save_window_model(tmp_path / "model", torch.float16)
+    The layer with a window is the last one, as SGLang's decode leaves out a key of it (as above).
+    """
+    from window_model import WINDOW, save_window_model
+
+    kinds = ["full_attention", "sliding_attention"]
+    model = save_window_model(tmp_path / "model", torch.float16, kinds)
     truths = checked(
-        tmp_path, model, len(LAYERS), 4e-3, 2e-2, "--moe-runner-backend", "triton", full=True
+        tmp_path, model, len(kinds), 1e-3, 5e-3, "--moe-runner-backend", "triton", full=True
     )
     assert "SWAKVPool mem usage" in (tmp_path / "log").read_text()
     tokens = max(truth.logits.shape[-1] for truth in truths)
     seen = [np.isfinite(truth.logits[:, 0, -1]).sum(axis=1).tolist() for truth in truths]
-    assert [WINDOW, tokens, WINDOW] in seen
+    assert [tokens, WINDOW] in seen
 
 
 @pytest.mark.parametrize(

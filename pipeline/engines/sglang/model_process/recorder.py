@@ -312,9 +312,7 @@ class Recorder:
             return  # their requests are captured to their ends
         began = time.perf_counter()
         recorded: list[RecordRow] = []
-        routed = None
-        if routing is not None and self._routers is not None:
-            routed = self._routers.on_host(routing)
+        routed = self._routers.on_host(routing) if self._routers and routing else None
         lenses = self._lens.by_row(lens)
         for number, note in enumerate(noted):
             state, commit = note.state, commits[note.request]
@@ -337,9 +335,8 @@ class Recorder:
             token = note.token if note.token is not None else token_at(req, note.position)
             if self._records is not None:
                 phase = collector.phase(note.position)
-                of: tuple[list[int] | None, float | None] = None, None
-                if routed is not None:
-                    of = routed.of_record(note.row, collector.request.layers)
+                asked = collector.request.layers
+                of = routed.of_record(note.row, asked) if routed else ()
                 recorded.append(
                     RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
                 )
