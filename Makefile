@@ -91,7 +91,9 @@ sanitize-gpu:
 		$(PYTHON) -m pytest -m gpu -k 'not graph and not allocates and not 64_bits and not 100K' \
 		tests/capture_kernels/test_statistics.py tests/capture_kernels/test_fused_decode.py \
 		tests/capture_kernels/test_topk.py tests/capture_kernels/test_steps.py \
-		tests/capture_kernels/test_scores.py tests/capture_kernels/test_buffers.py
+		tests/capture_kernels/test_scores.py tests/capture_kernels/test_buffers.py \
+		tests/capture_kernels/test_latent.py tests/capture_kernels/test_schedule.py \
+		tests/capture_kernels/test_serving.py
 
 bench-gpu:
 	$(PYTHON) benchmarks/run.py --gpu --out benchmarks/results

@@ -176,7 +176,7 @@ class StatisticsPlan(LayerPlan):
         Args:
             table, enabled, num_active, masks, head_masks, by_request, slot_map: as `Schedule.run`
                 takes them. The table's KV slots must stay as they are until the step's layers are
-                finished, unless they are mapped.
+                finished, unless they are mapped: then they and their map are read here alone.
                 Head masks are for the means alone: of their heads, those of the plan count.
             hubs: float32[R, longest] to add the heads' mean probabilities of all layers to, by
                 position as `TopK` counts it; what lies beyond `longest` is left out. With

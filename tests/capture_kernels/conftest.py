@@ -13,6 +13,7 @@ if find_spec("torch"):
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-        import quick_interpreter
+        if find_spec("triton"):
+            import quick_interpreter
 
-        quick_interpreter.use()
+            quick_interpreter.use()

@@ -23,7 +23,9 @@ replaced: list[tuple[Any, Any]] = []
 
 
 def use() -> None:
-    """Put this in the place of what the interpreter does in this process."""
+    """Put this in the place of what the interpreter does in this process, if it is that of 3.9."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
     interpreter._patch_builtin = patch_builtins
     interpreter._patch_lang = patch_once
     interpreter.ReduceOps.apply_impl = reduce
@@ -42,6 +44,7 @@ def patch_builtins(package: Any, builder: object, scope: Any) -> None:
 
 def patch_once(function: Any) -> type[Launch]:
     modules = [m for m in function.__globals__.values() if m is tl or m is tl.core]
+    assert modules, f"triton.language is not visible in {function}"  # as the interpreter has it
     if not all(any(module is other for other, _ in replaced) for module in modules):
         scope = patch_language(function)
         replaced.extend((module, scope) for module in modules)

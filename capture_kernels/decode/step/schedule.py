@@ -21,7 +21,8 @@ Tensors (R rows; all written by `Schedule.run`, which neither allocates nor wait
     base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
 
 Layers whose keys are in other KV slots than the table's have a list of them instead, made of the
-keys that are read (`_map_slots`): `kv_slots` is then int32[R, window], and `base` suits it.
+keys that are read (`_map_slots`): `kv_slots` is then int32[max_rows, W] with W = min(window,
+max_length), and `base` suits it.
 """
 
 from __future__ import annotations

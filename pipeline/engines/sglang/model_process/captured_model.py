@@ -47,6 +47,7 @@ class CapturedModel:
         facts: for the gate.
         latent: its latent attention.
         windows: where its layers with a window have their keys.
+        first_layer: the number of its first layer with attention, captured or not.
 
     Raises:
         OptionError: layers that cannot be captured.
@@ -56,7 +57,7 @@ class CapturedModel:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
-        self.windows = WindowPool(runner)
+        self.windows, self.first_layer = WindowPool(runner), min(layers, default=0)
         if not layers:
             raise OptionError("no layer has attention to capture")
         self._options = options

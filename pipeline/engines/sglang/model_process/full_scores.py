@@ -38,6 +38,7 @@ class ScoreRows:
         request: its number in the batch.
         pool_index: its row of `req_to_token`.
         row: of the step's queries, its first.
+        slots: int64[end], where layers of mapped kinds have its keys; None if there are none.
         found: by layer float16[R, H, end]; on the host, if its copy is under way.
         seconds: spent on them.
     """
@@ -48,6 +49,7 @@ class ScoreRows:
     row: int
     begin: int
     end: int
+    slots: Tensor | None = None
     found: dict[int, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -129,8 +131,11 @@ class ScoreTap:
             state.scores = None
             self._refuse(req, error.message)
             return
-        place = row + begin - first
-        self._rows.append(ScoreRows(index, state, req.kv.req_pool_idx, place, begin, after))
+        rows = ScoreRows(index, state, req.kv.req_pool_idx, row + begin - first, begin, after)
+        if self._slot_map is not None:
+            # Now: once the step before is consumed, tokens may be given other KV slots.
+            rows.slots = self._slot_map[self._slots[rows.pool_index, :after].long()]
+        self._rows.append(rows)
 
     def layer(
         self, layer: Any, query: Tensor, lengths: Tensor, *, decode: bool, sinks: Tensor | None
@@ -182,9 +187,8 @@ class ScoreTap:
         found, queries = plan.output(count, rows.end), queries[:count]
         if layer is not None:
             queries = self._as_keys(layer, queries)
-        slots = self._slots[rows.pool_index]
-        if kind.mapped and self._slot_map is not None:
-            slots = self._slot_map[slots[: rows.end].long()]
+        slots = rows.slots if kind.mapped else None
+        slots = self._slots[rows.pool_index] if slots is None else slots
         plan.run(
             queries, self._pool.get_key_buffer(number), slots, rows.begin, found,
             **self._run_with[number],

@@ -233,7 +233,9 @@ class Recorder:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
         self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
-        if number not in capture.layers:
+        # A step begins with its first layer: once the step before is consumed, tokens may be given
+        # other KV slots.
+        if number not in (self.model.first_layer, *capture.layers):
             return
         if decode:
             # A CUDA graph holds the capture whether or not anybody asks for it now.
@@ -246,12 +248,13 @@ class Recorder:
             return
         else:
             table = self._extend.table
-        if number == capture.layers[0]:
+        if number == self.model.first_layer:
             self._queries = None if decode or self._extend is None else self._extend.queries
             capture.begin(table)
             self._stage = Stage.BEGUN
         elif self._stage is not Stage.BEGUN:
             self._stage = Stage.INCOMPLETE
+        if self._stage is not Stage.BEGUN or number not in capture.layers:
             return
         rows = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self._extend is not None and not decode:

@@ -1,8 +1,8 @@
 """Layers with a sliding window whose keys SGLang holds in a pool of their own (gpt-oss, Gemma 4).
 
 A token has a KV slot in the pool of the other layers, which `req_to_token` names, and one in this
-pool while it is in the window. `full_to_swa_index_mapping` says which, in one place for as long as
-the server runs.
+pool until SGLang frees it there. `full_to_swa_index_mapping` says which, in one place for as long
+as the server runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WindowPool:
     Attributes:
         layers: the numbers of the layers whose keys it holds.
         slot_map: int64[KV slots], where the key is of a token in each slot of the other pool; 0 of
-            a token that has left the window. None if there is no such pool.
+            a token whose key is freed here. None if there is no such pool.
         refusal: why its keys cannot be captured, in words; None if they can.
     """
 
