@@ -25,8 +25,6 @@ KERNELS = pytest.param(False, marks=[] if ON_GPU else pytest.mark.slow)
 HOSTS = [KERNELS] if ON_GPU else [True, KERNELS]
 LENGTHS = [40, 7, 129, 2]
 MASSES = {"largest": 1e-4, "rms": 3e-5}
-
-
 WINDOW = 9
 
 

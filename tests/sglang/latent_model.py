@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 import transformers
-from running_sglang import MODEL
+from random_model import save_random_model
 
 LAYERS = [0, 1, 2]
 
 
 def save_latent_model(folder: Path, dtype: torch.dtype, *, heads: int = 4) -> Path:
     """The model, with the tokenizer of the demo model."""
-    torch.manual_seed(0)
     config = transformers.DeepseekV2Config(
         vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
         num_hidden_layers=len(LAYERS), num_attention_heads=heads, num_key_value_heads=heads,
@@ -29,8 +27,4 @@ def save_latent_model(folder: Path, dtype: torch.dtype, *, heads: int = 4) -> Pa
             "mscale_all_dim": 0.707,
         },
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.to(dtype).save_pretrained(folder)
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_random_model(folder, config, dtype)

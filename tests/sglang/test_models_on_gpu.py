@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
+from gpu_server import NEW, ON_A_GPU, generate, prompts_of, start
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -31,20 +30,10 @@ SHAPE = {
 def saved(
     folder: Path, config: transformers.PretrainedConfig, *, sink: float | None = None
 ) -> Path:
-    """A model with random weights, with the tokenizer of the demo model.
+    """A model with random weights in float16, as `save_random_model` takes its arguments."""
+    from random_model import save_random_model
 
-    With `sink`, that is the mean of the heads' learned sinks, in bfloat16 as SGLang keeps them.
-    """
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if sink is not None:
-        for layer in model.model.layers:
-            sinks = torch.nn.init.normal_(layer.self_attn.sinks, sink)
-            sinks.data = sinks.bfloat16().to(sinks.dtype)
-    model.to(torch.float16).save_pretrained(folder)
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_random_model(folder, config, torch.float16, sink=sink)
 
 
 @pytest.mark.parametrize("keys", ["auto", "fp8_e4m3"])

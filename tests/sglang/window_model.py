@@ -3,13 +3,12 @@ holds the keys of these in a pool of their own."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
-from running_sglang import MODEL
+from random_model import save_random_model
 
 WINDOW = 48
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -18,7 +17,6 @@ LAYERS = list(range(len(KINDS)))
 
 def save_window_model(folder: Path, dtype: torch.dtype, kinds: Sequence[str] = KINDS) -> Path:
     """The model, with these kinds of layers and the tokenizer of the demo model."""
-    torch.manual_seed(0)
     config = transformers.MellumConfig(
         vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=len(kinds),
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=WINDOW,
@@ -26,8 +24,4 @@ def save_window_model(folder: Path, dtype: torch.dtype, kinds: Sequence[str] = K
         # Each token is for all experts, so that rounding cannot choose others.
         moe_intermediate_size=128, num_experts=2, num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.to(dtype).save_pretrained(folder)
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_random_model(folder, config, dtype)

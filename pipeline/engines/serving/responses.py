@@ -22,7 +22,7 @@ from capture_kernels.arrays import Doubles, Floats, Int32s
 from capture_kernels.fingerprint.vector import HIST_BINS, Layout
 from capture_kernels.fingerprint.zones import ZoneRules
 
-from .rows import HeadRows, LayerRow, Lens
+from .rows import HeadRows, LayerRow, Lens, Routing
 
 Entry = dict[str, Any]
 # Of positions, without their ends.
@@ -104,7 +104,11 @@ def decoded(entries: Sequence[bytes]) -> list[Entry]:
 def routing_of(rows: Sequence[LayerRow]) -> tuple[list[int] | None, float | None]:
     """The routing of a row for its record: the experts of its deepest layer with a router, and the
     mean entropy over those layers; None without any."""
-    found = [row.routing for row in rows if row.routing is not None]
+    return mean_routing([row.routing for row in rows if row.routing is not None])
+
+
+def mean_routing(found: Sequence[Routing]) -> tuple[list[int] | None, float | None]:
+    """`routing_of` layers with a router."""
     if not found:
         return None, None
     entropy = sum(routing.entropy for routing in found) / len(found)

@@ -98,6 +98,31 @@ def test_a_step_without_a_layer_says_nothing_instead_of_the_last_ones_numbers(st
     assert [entry["position"] for entry in some.said(req)[0]] == [6, 8]
 
 
+@pytest.mark.parametrize("begins", [0, 1])
+def test_kv_slots_are_those_of_when_the_step_began(steps, begins):
+    """What SGLang gives a token later in the step counts only if the step begins later."""
+
+    def entries(*, moved: bool) -> list[dict]:
+        some = steps(layers="1")
+        recorder, table = some.recorder, some.runner.req_to_token_pool.req_to_token
+        recorder.model.first_layer = begins
+        run = recorder.layer
+
+        def layer(one, *given, **named):
+            run(one, *given, **named)
+            if moved and one.layer_id == 0:
+                table[1, :6] = table[2, :6].clone()
+
+        recorder.layer = layer
+        req = some.request(1, 6, mode="raw", layers=[1], prompt_rows=1)
+        some.run([req], [6], [0])([TOKEN])
+        found, _ = some.said(req)
+        assert len(found) == 1
+        return [{name: value for name, value in found[0].items() if "time" not in name}]
+
+    assert (entries(moved=True) == entries(moved=False)) is (begins == 0)
+
+
 def test_the_next_request_in_a_row_has_nothing_of_the_last(steps):
     some = steps()
     flags = some.recorder.capture.requests

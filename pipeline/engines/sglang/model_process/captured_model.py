@@ -47,7 +47,8 @@ class CapturedModel:
         facts: for the gate.
         latent: its latent attention.
         windows: where its layers with a window have their keys.
-        first_layer: the number of its first layer with attention, captured or not.
+        first_layer: the number of the layer that begins a step: the first captured one, or where KV
+            slots are mapped the first of all with attention.
 
     Raises:
         OptionError: layers that cannot be captured.
@@ -57,7 +58,7 @@ class CapturedModel:
         arguments, config = runner.server_args, runner.model_config
         self.name = arguments.served_model_name or arguments.model_path
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
-        self.windows, self.first_layer = WindowPool(runner), min(layers, default=0)
+        self.windows = WindowPool(runner)
         if not layers:
             raise OptionError("no layer has attention to capture")
         self._options = options
@@ -65,6 +66,7 @@ class CapturedModel:
         self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
         own = self.windows.layers
+        self.first_layer = min(layers if own else chosen)
         self.kinds = kinds_of({number: layers[number] for number in chosen}, own)
         heads = self.kinds[0].heads * ranks
         if ranks > 1 and heads != (given := own_heads(config)):

@@ -25,6 +25,7 @@ from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
+from pipeline.engines.serving.responses import mean_routing
 from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
 
@@ -233,8 +234,8 @@ class Recorder:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
         self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
-        # A step begins with its first layer: once the step before is consumed, tokens may be given
-        # other KV slots.
+        # Where KV slots are mapped a step begins with the model's first layer: once the step before
+        # is consumed, tokens may be given other ones.
         if number not in (self.model.first_layer, *capture.layers):
             return
         if decode:
@@ -336,16 +337,16 @@ class Recorder:
                 collector.feed(token)
                 state.fed += 1
             token = note.token if note.token is not None else token_at(req, note.position)
+            routings = routed.of_row(note.row) if routed else {}
             if self._records is not None:
                 phase = collector.phase(note.position)
                 asked = collector.request.layers
-                of = routed.of_record(note.row, asked) if routed else ()
+                of = mean_routing([routings[layer] for layer in asked if layer in routings])
                 recorded.append(
                     RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
                 )
             if state.is_asked:
                 own = lenses.get(number, {})
-                routings = {} if routed is None else routed.of_row(note.row)
                 layers = found.layer_rows(note, self.capture.layers, routings, own)
                 state.lensless += bool(collector.request.lens and not own)
                 state.unnamed += found.lacks_top_k(note)

@@ -106,14 +106,6 @@ class HostRouting:
             for number, index in self._at.items()
         }
 
-    def of_record(self, row: int, layers: Sequence[int]) -> tuple[list[int] | None, float | None]:
-        """What the record of a row says of these layers, as `responses.routing_of` does."""
-        found = [self._at[number] for number in layers if number in self._at]
-        if not found:
-            return None, None
-        entropy = sum(self._entropy[index][row] for index in found) / len(found)
-        return self._experts[found[-1], row].tolist(), entropy
-
 
 def routers_of(model: Any) -> dict[int, Any]:
     """The `TopK` of each layer that has one."""
