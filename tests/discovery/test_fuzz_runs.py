@@ -145,7 +145,7 @@ def resuming(folder: Path) -> Door:
 DOORS: dict[str, tuple[Callable[[Path], Door], int]] = {
     "a run": (reading_a_run, 2_000),
     "a parent": (following_a_parent, 1_000),
-    "checkpoints": (resuming, 500),
+    "checkpoints": (resuming, 200),
 }
 
 

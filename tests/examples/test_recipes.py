@@ -2,8 +2,11 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,10 +19,12 @@ pytest.importorskip("transformers")
 
 from kit.pages import BEGIN, END, PAGES, RESULTS, figures, overview, refreshed
 from kit.report import Kind, markdown
-from kit.services import make_run
+from kit.services import Services, make_run, open_services
 
 PROGRAMS = sorted((REPO / "examples/recipes").glob("*.py"))
 NAMES = [path.stem for path in PROGRAMS]
+# Run by its command line, and by itself.
+ALONE = "ghost_context"
 BOUNDED = ("AUROC", "accuracy", "share", "recall")
 
 
@@ -51,25 +56,56 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_runs_through_engine_and_sidecar(name: str, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    command = [sys.executable, str(REPO / f"examples/recipes/{name}.py"), "--quick"]
-    done = subprocess.run(
-        [*command, "--data", str(data), "--json", str(out)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def services(data: Path) -> Iterator[Services]:
+    """One engine and one sidecar for all recipes: they take longer to start than most recipes."""
+    with open_services(data, "shared.db") as running:
+        yield running
+
+
+def check_quick(name: str, out: Path, stdout: str) -> None:
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["quick"]
     check(found, name)
-    assert markdown(found) in done.stdout
+    assert markdown(found) in stdout
     # It asks for the same rows as the committed run.
     whole = committed(name)
     assert [(r["kind"], r["name"]) for r in found["rows"]] == [
         (r["kind"], r["name"]) for r in whole["rows"]
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ALONE])
+def test_a_recipe_runs_through_engine_and_sidecar(
+    name, services, data, tmp_path, monkeypatch, capsys
+):
+    out, program = tmp_path / "found.json", REPO / f"examples/recipes/{name}.py"
+    asked: list[Path] = []
+
+    def shared(folder: Path, _: str) -> nullcontext[Services]:
+        asked.append(folder)
+        return nullcontext(services)
+
+    monkeypatch.setattr("kit.command.open_services", shared)
+    arguments = [str(program), "--quick", "--data", str(data), "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert ended.value.code == 0 and asked == [data]
+    check_quick(name, out, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_recipe_starts_engine_and_sidecar_itself(data, tmp_path):
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(REPO / f"examples/recipes/{ALONE}.py"), "--quick"]
+    done = subprocess.run(
+        [*command, "--data", str(data), "--json", str(out)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_quick(ALONE, out, done.stdout)
 
 
 def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
