@@ -40,8 +40,9 @@ discover: $(VENV)/.base
 	$(BIN)/attn db import $(SAMPLE) --db $(DB)
 	$(BIN)/attn discover --db $(DB) --output $(OUTPUT) --hours 0 --long-running
 
-# Three files at a time, as tests of processes wait for much of theirs.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+# Three files at a time, as tests of processes wait for much of theirs, in the order of
+# tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The everyday tests; tests/README.md lists what only test-all runs.
 test: $(VENV)/.dev

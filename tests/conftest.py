@@ -27,6 +27,16 @@ settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("fast")
 
 EACH_FOLDERS = {"conftest.py"}
+# The files that take a minute or more, the longest first: one that began last would be alone with
+# one core. The others follow in the order of their names.
+LONGEST = (
+    "test_compiled.py", "test_latent.py", "test_recipes.py", "test_dask_workers.py",
+    "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",
+    "test_fuzz.py", "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py",
+    "test_discover_command.py", "test_score_tap_served.py", "test_memory.py", "test_manifold.py",
+    "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
+    "test_live_view.py", "test_report_in_a_browser.py", "test_faults_of_stores.py",
+)  # fmt: skip
 
 
 def pytest_configure() -> None:
@@ -36,6 +46,13 @@ def pytest_configure() -> None:
     twice = sorted(name for name, times in names.items() if times > 1 and name not in EACH_FOLDERS)
     if twice:
         raise pytest.UsageError(f"rename, as another file below tests/ has its name: {twice}")
+    if gone := sorted(set(LONGEST) - set(names)):
+        raise pytest.UsageError(f"LONGEST in tests/conftest.py names files that are gone: {gone}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,7 @@ def test_a_chunk_that_workers_die_of_ends_the_run_with_advice(workers, tmp_path)
     assert list(workers.run(slowest_first, range(6), ())) == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dask_gives_up_is_replaced_all_the_same():
     import dask
 

@@ -17,6 +17,7 @@ from planted import planted, planted_batch
 from published import (
     ALL_NOW,
     GROUPS,
+    ROWS,
     RUN_ID,
     Mixed,
     Published,
@@ -85,7 +86,8 @@ def test_a_run_finds_the_behaviours_that_were_planted(run):
 def test_two_seeds_find_the_same_behaviours(run, again):
     first, second = (labels_by_row(r.folder, len(r.vectors)) for r in (run, again))
     assert adjusted_rand_score(first, second) >= 0.9
-    assert not np.array_equal(first, second)  # the seed was used
+    one, other = (open_artifacts(r.folder).table("embedding")["x"] for r in (run, again))
+    assert one != other  # the seed was used
     assert adjusted_rand_score(run.truth[run.truth >= 0], second[run.truth >= 0]) >= 0.9
 
 
@@ -99,24 +101,27 @@ def test_a_run_prints_its_clusters_and_its_stages(run):
         assert f"{cluster['size']:,}" in line
         assert f"{cluster['share']:.1%}" in line
     assert lines[-1] == str(run.folder)
-    assert "rows: 6,000" in run.stdout
+    assert f"rows: {ROWS:,}" in run.stdout
     assert "classifier agreement" in run.stdout
     told = run.stderr.splitlines()
     assert told[0] == f"run {RUN_ID}: cpu engine, in one process"
     assert [line.split("] ")[1].split()[0] for line in told[1:]] == STAGE_NAMES
-    assert "6,000 rows of planted-model" in told[1]
+    assert f"{ROWS:,} rows of planted-model" in told[1]
 
 
-def test_json_is_one_object_on_stdout_and_the_manifest(again):
-    printed = json.loads(again.stdout)
-    assert again.stdout.count("\n") == 1
-    assert printed == json.loads((again.folder / "manifest.json").read_text())
+def test_json_is_one_object_on_stdout_and_the_manifest(attn, planted_store, tmp_path):
+    done = attn("discover", "--db", planted_store(601), "--output", tmp_path / "out", *ALL_NOW,
+                "--seed", "7", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert printed == json.loads((tmp_path / "out" / RUN_ID / "manifest.json").read_text())
     assert printed["parameters"]["seed"] == 7
     assert printed["run_id"] == RUN_ID
     assert datetime.fromisoformat(printed["created_at"]) == NOW
 
 
-def test_a_run_leaves_the_fingerprints_in_the_store_as_they_were(run, again):
+def test_a_run_leaves_the_fingerprints_in_the_store_as_they_were(run):
     with open_store(run.db, read_only=True) as store:
         assert store.counts().rows == len(run.vectors)
 
@@ -179,7 +184,7 @@ def test_runs_list_names_every_run_and_which_is_latest(attn, run, tmp_path):
         {
             "run_id": RUN_ID,
             "state": "latest",
-            "rows": 6_000,
+            "rows": ROWS,
             "clusters": manifest["counts"]["clusters"],
             "noise_share": manifest["quality"]["noise_share"],
             "model": "planted-model",
@@ -435,14 +440,14 @@ def test_a_sampled_run_with_its_own_zones_and_request_limit(attn, run, tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     counts = manifest["counts"]
-    assert (counts["rows_in_window"], counts["rows"]) == (6_000, 60 * 37)
-    assert counts["over_request_limit"] == 6_000 - 60 * 37
+    assert (counts["rows_in_window"], counts["rows"]) == (ROWS, 40 * 37)
+    assert counts["over_request_limit"] == ROWS - 40 * 37
     assert (counts["fit_rows"], counts["sampled"]) == (701, True)
-    assert "3,780 over 37 a request left out" in done.stderr
+    assert "2,520 over 37 a request left out" in done.stderr
 
     embedding = open_artifacts(output).table("embedding")
     requests, rows = np.unique(embedding["request_id"].to_pylist(), return_counts=True)
-    assert (len(requests), set(rows.tolist())) == (60, {37})
+    assert (len(requests), set(rows.tolist())) == (40, {37})
     # Every row, of the sample or not, has a place, and nearly all have their behaviour's label.
     assert np.isfinite(np.column_stack([embedding["x"], embedding["y"]])).all()
     request = [int(name.rsplit("-", 1)[1]) for name in embedding["request_id"].to_pylist()]

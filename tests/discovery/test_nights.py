@@ -27,7 +27,7 @@ from discovery.commands.runs import console
 from discovery.runs.checkpoint import read_sealed, write_sealed
 from pipeline.store.open import open_store
 
-ROWS = 4_000
+ROWS = 3_000
 DAY = dt.timedelta(days=1)
 
 
@@ -189,6 +189,7 @@ def test_a_night_let_through_is_what_the_next_one_follows(attn, first_night, run
     assert json.loads(done.stdout)["parent_run"] == at(1).replace(":", "-")
 
 
+@pytest.mark.slow
 def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, runs, tmp_path):
     db = store_of(tmp_path / "second.db", planted(1_501, 1)[0], 1)
     alone = tmp_path / "alone"

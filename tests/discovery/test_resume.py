@@ -109,8 +109,9 @@ def test_a_run_whose_rows_were_pruned_is_not_finished_with_others(attn, left_alo
 
 @pytest.mark.parametrize(
     ("number", "mode"),
-    [(signal.SIGTERM, []), (signal.SIGINT, ["--long-running"]),
+    [(signal.SIGTERM, []),
      pytest.param(signal.SIGINT, [], marks=pytest.mark.slow),
+     pytest.param(signal.SIGINT, ["--long-running"], marks=pytest.mark.slow),
      pytest.param(signal.SIGTERM, ["--long-running"], marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_signal_stops_at_a_checkpoint_and_prints_the_command_that_finishes(

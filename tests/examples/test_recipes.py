@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import pytest
 from pages import shell_lines, text
@@ -17,6 +17,7 @@ from shared import REPO
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kit.command import main
 from kit.pages import BEGIN, END, PAGES, RESULTS, figures, overview, refreshed
 from kit.report import Kind, markdown
 from kit.services import Services, make_run, open_services
@@ -108,12 +109,14 @@ def test_a_recipe_starts_engine_and_sidecar_itself(data, tmp_path):
     check_quick(ALONE, out, done.stdout)
 
 
-def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path, capsys):
+    def recipe(*_: object) -> NoReturn:
+        raise AssertionError("it began")
+
     (tmp_path / "file").write_text("")
-    command = [sys.executable, str(PROGRAMS[0]), "--data", str(tmp_path / "file" / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "cannot make" in done.stderr
+    assert main("recipe", "", recipe, ["--data", str(tmp_path / "file" / "data")]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and "cannot make" in said
 
 
 def test_every_recipe_has_a_page_and_a_committed_run() -> None:

@@ -40,6 +40,7 @@ def test_a_model_becomes_fingerprints(notebooks_folder: Path) -> None:
     assert done.shown("image/png") == 2
 
 
+@pytest.mark.slow
 def test_the_map_is_that_of_the_run(notebooks_folder: Path, notebook_data: NotebookData) -> None:
     done = execute("02_map", notebooks_folder)
     run = Run(notebook_data.runs)

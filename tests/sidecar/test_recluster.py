@@ -29,7 +29,7 @@ from sidecar.clusters.rounds import Array, Result, Task
 from sidecar.clusters.worker import ids_of, run
 from tests.discovery.published import layered
 
-ROWS = 2_000
+ROWS = 1_500
 SAMPLE = REPO / "examples" / "sample" / "fingerprints.parquet"
 
 
