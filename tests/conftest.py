@@ -22,7 +22,7 @@ from pipeline.store.open import open_store
 # They are the same each time, so that a change is not blamed for what another run would have found;
 # `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("fast", deadline=None, max_examples=15, derandomize=True)
-settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
+settings.register_profile("all", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("fast")
 

@@ -91,7 +91,7 @@ def messages(port: int, rng: random.Random) -> int:
     return sent
 
 
-@pytest.mark.parametrize("mutations", [150, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [150, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_run_that_is_sent_anything_ends_as_one_left_alone(uninterrupted, tmp_path, mutations):
     db, output = uninterrupted
     port = free_port()

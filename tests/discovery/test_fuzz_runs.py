@@ -143,7 +143,7 @@ def resuming(folder: Path) -> Door:
 
 
 DOORS: dict[str, tuple[Callable[[Path], Door], int]] = {
-    "a run": (reading_a_run, 2_000),
+    "a run": (reading_a_run, 1_500),
     "a parent": (following_a_parent, 1_000),
     "checkpoints": (resuming, 200),
 }
@@ -156,7 +156,7 @@ def test_a_damaged_run_is_one_error_or_as_it_was(tmp_path, door, many):
     fuzz(make(tmp_path), mutations if many else 10)
 
 
-@pytest.mark.parametrize("mutations", [500, pytest.param(8_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [500, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_every_line_to_classify_is_answered_whatever_its_neighbours_are(attn, tmp_path, mutations):
     fields = {"request_id": "request-7", "position": 12, "layout": "log16", "note": "é\u2028"}
     vectors = planted(50, 0)[0].tolist()

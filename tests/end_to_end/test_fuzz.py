@@ -149,7 +149,7 @@ DOORS: dict[str, Callable[[Path], Door]] = {
     "a Parquet store": lambda folder: using_a_store(folder, "store"),
 }
 # In `make test-all`; `make test` has 20 of each.
-MANY = {"import of mutated lines": 8_000}
+MANY = {"import of mutated lines": 6_000}
 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -157,4 +157,4 @@ MANY = {"import of mutated lines": 8_000}
 def test_damaged_input_is_one_error_or_counted(tmp_path, monkeypatch, door, many):
     # Nobody else writes, who would need these pauses between two transactions.
     monkeypatch.setattr("pipeline.store.sqlite.store.PAUSE_S", 0)
-    fuzz(DOORS[door](tmp_path), MANY.get(door, 1_500) if many else 20)
+    fuzz(DOORS[door](tmp_path), MANY.get(door, 1_000) if many else 20)
