@@ -67,6 +67,8 @@ class DaskExecutor:
     def __post_init__(self) -> None:
         from distributed import Client
 
+        from .dask_quiet import QuietEnd
+
         scheduler, gpus = self.scheduler, self.gpus
         self.shares_disk = not scheduler
         self._cluster = None
@@ -82,6 +84,7 @@ class DaskExecutor:
         else:
             self._cluster = start_cluster(self.workers, self.worker_bytes, gpus=gpus)
             self._client = Client(self._cluster)
+            self._client.register_plugin(QuietEnd())
         self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
         if scheduler and not self._workers:
             self.close()

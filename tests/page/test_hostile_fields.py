@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ from page_engine import HOSTILE, hacked, overflow
 from playwright.sync_api import Page, expect
 
 SECOND = 1_000
+# Of a measurement that has an answer: it may have more when it is looked at.
+ANSWERED = re.compile(r"[1-9]\d*/")
 NARROW = {"width": 400, "height": 860}
 # What a request or a session that is not there, or cannot be, is answered with.
 REFUSED = ["400", "404", "422"]
@@ -66,7 +69,7 @@ def test_a_question_of_overhead(watched, with_engine, text: str):
     box.get_by_label("Question").fill(text)
     box.get_by_role("button", name="Measure").click()
     # Its first answer is the whole way of the text, to the engine and back; the rest is the same.
-    expect(box.get_by_role("meter", name="Progress")).to_contain_text("1/", timeout=60 * SECOND)
+    expect(box.get_by_role("meter", name="Progress")).to_contain_text(ANSWERED, timeout=60 * SECOND)
     box.get_by_role("button", name="Stop").click()
     expect(box).to_contain_text("It was stopped")
     assert_harmless(page)
