@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Modules are compiled as they are imported: most of the 20,000 that come along never are.
-PIP := -m pip install --quiet --no-compile
+# Where it is set, as in many images, each process of the tests compiles the project's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Also read by the tests that start SGLang.
 export SGLANG_VENV ?= $(VENV)-sglang
 DB ?= build/fingerprints.db
@@ -15,21 +15,21 @@ SAMPLE := examples/sample/fingerprints.parquet
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) --editable '.[texts]'
+	$(BIN)/python -m pip install --quiet --editable '.[texts]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) --editable '.[capture,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[capture,dev]'
 	touch $@ $(VENV)/.base
 
 # SGLang's wheel as it is, on a CPU. Its own needs are gigabytes for a GPU, so it is installed without
 # them, beside a list of what it imports on a CPU, and cpu_standins.py stands in for the rest.
 $(SGLANG_VENV)/.ready: tests/sglang/requirements.txt pyproject.toml
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python $(PIP) torch==2.13.0
-	$(SGLANG_VENV)/bin/python $(PIP) --no-deps -r tests/sglang/requirements.txt
-	$(SGLANG_VENV)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	printf '%s\n' '$(CURDIR)/tests/sglang/standins' 'import cpu_standins' \
 		> $$($(SGLANG_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/cpu_standins.pth
 	touch $@
@@ -75,7 +75,7 @@ sample: $(VENV)/.dev
 
 $(VENV)/.notebooks: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) --editable '.[notebooks,capture,texts]'
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks,capture,texts]'
 	touch $@
 
 # JupyterLab on the notebooks, with their data: the sample, a run of it, and three nights.
