@@ -298,6 +298,7 @@ def test_sparse_rows_are_noise_and_rows_beyond_the_sample_join(monkeypatch):
     assert np.isnan(found.persistence).all() and (found.stability > 0.8).all()
 
 
+@pytest.mark.slow
 def test_a_run_by_consensus_publishes_stability_and_families(attn, tmp_path):
     db = make_store(tmp_path / "rows.db", planted(2_503, 2)[0])
     output = tmp_path / "out"

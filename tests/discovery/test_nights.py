@@ -210,12 +210,11 @@ def test_a_second_night_killed_at_any_stage_ends_in_the_same_artifacts(attn, run
     ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("landmarks.parquet", ()),
-     pytest.param("manifest.json", (), marks=pytest.mark.slow),
-     pytest.param("landmarks.parquet", ("--new-lineage",), marks=pytest.mark.slow)],
-)  # fmt: skip
+    [("landmarks.parquet", ()), ("manifest.json", ()), ("landmarks.parquet", ("--new-lineage",))],
+)
 def test_a_damaged_parent_fails_the_gate_unless_a_new_lineage_was_asked_for(
     attn, first_night, runs, tmp_path, name, options
 ):

@@ -46,6 +46,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_serves_the_page_and_the_demo_model(installed, tmp_path):
     publish(tmp_path / "data" / "discovery_outputs")
     environment = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
