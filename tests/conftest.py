@@ -27,8 +27,8 @@ settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("fast")
 
 EACH_FOLDERS = {"conftest.py"}
-# The files that take a minute or more, the longest first: one that began last would be alone with
-# one core. The others follow in the order of their names.
+# The files that take longest, about the longest first: one that began last would be alone with one
+# core. The others follow in the order of their names.
 LONGEST = (
     "test_compiled.py", "test_latent.py", "test_recipes.py", "test_dask_workers.py",
     "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",

@@ -70,6 +70,16 @@ def start_cluster(workers: int, worker_bytes: int | None, *, gpus: bool) -> Loca
         ) from error
 
 
+def quiet_end() -> None:
+    """Set up a worker of a run's own cluster: that it lived a moment longer than the scheduler,
+    which ends with the run, is no error. Dask logs it as one, with a traceback."""
+    logging.getLogger("distributed.worker").addFilter(
+        lambda record: (
+            "Failed to communicate with scheduler during heartbeat" not in record.getMessage()
+        )
+    )
+
+
 def cuda_cluster(**common: Any) -> LocalCluster:
     try:
         from dask_cuda import LocalCUDACluster

@@ -11,7 +11,7 @@ from typing import Any
 
 from capture_kernels.errors import OptionError
 
-from .dask_cluster import start_cluster
+from .dask_cluster import quiet_end, start_cluster
 from .dask_retry import Flight
 
 # Chunks sent to the workers at a time, for each worker.
@@ -67,8 +67,6 @@ class DaskExecutor:
     def __post_init__(self) -> None:
         from distributed import Client
 
-        from .dask_quiet import QuietEnd
-
         scheduler, gpus = self.scheduler, self.gpus
         self.shares_disk = not scheduler
         self._cluster = None
@@ -84,7 +82,7 @@ class DaskExecutor:
         else:
             self._cluster = start_cluster(self.workers, self.worker_bytes, gpus=gpus)
             self._client = Client(self._cluster)
-            self._client.register_plugin(QuietEnd())
+            self._client.register_worker_callbacks(quiet_end)
         self._workers = len(self._client.scheduler_info(n_workers=-1)["workers"])
         if scheduler and not self._workers:
             self.close()

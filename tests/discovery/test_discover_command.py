@@ -103,10 +103,10 @@ def test_a_run_prints_its_clusters_and_its_stages(run):
     assert lines[-1] == str(run.folder)
     assert f"rows: {ROWS:,}" in run.stdout
     assert "classifier agreement" in run.stdout
-    told = run.stderr.splitlines()
-    assert told[0] == f"run {RUN_ID}: cpu engine, in one process"
-    assert [line.split("] ")[1].split()[0] for line in told[1:]] == STAGE_NAMES
-    assert f"{ROWS:,} rows of planted-model" in told[1]
+    reported = run.stderr.splitlines()
+    assert reported[0] == f"run {RUN_ID}: cpu engine, in one process"
+    assert [line.split("] ")[1].split()[0] for line in reported[1:]] == STAGE_NAMES
+    assert f"{ROWS:,} rows of planted-model" in reported[1]
 
 
 def test_json_is_one_object_on_stdout_and_the_manifest(attn, planted_store, tmp_path):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import pytest
 from pages import shell_lines, text
@@ -17,14 +17,13 @@ from shared import REPO
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kit.command import main
 from kit.pages import BEGIN, END, PAGES, RESULTS, figures, overview, refreshed
 from kit.report import Kind, markdown
 from kit.services import Services, make_run, open_services
 
 PROGRAMS = sorted((REPO / "examples/recipes").glob("*.py"))
 NAMES = [path.stem for path in PROGRAMS]
-# Run by its command line, and by itself.
+# Run as a process, which starts a separate engine and sidecar.
 ALONE = "ghost_context"
 BOUNDED = ("AUROC", "accuracy", "share", "recall")
 
@@ -64,6 +63,14 @@ def services(data: Path) -> Iterator[Services]:
         yield running
 
 
+def run_here(program: Path, *arguments: str | Path) -> Any:
+    """The exit code of a recipe in this process, which has its libraries imported."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [str(program), *map(str, arguments)])
+        runpy.run_path(str(program), run_name="__main__")
+    return ended.value.code
+
+
 def check_quick(name: str, out: Path, stdout: str) -> None:
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["quick"]
@@ -89,11 +96,8 @@ def test_a_recipe_runs_through_engine_and_sidecar(
         return nullcontext(services)
 
     monkeypatch.setattr("kit.command.open_services", shared)
-    arguments = [str(program), "--quick", "--data", str(data), "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(program), run_name="__main__")
-    assert ended.value.code == 0 and asked == [data]
+    assert run_here(program, "--quick", "--data", data, "--json", out) == 0
+    assert asked == [data]
     check_quick(name, out, capsys.readouterr().out)
 
 
@@ -110,11 +114,8 @@ def test_a_recipe_starts_engine_and_sidecar_itself(data, tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path, capsys):
-    def recipe(*_: object) -> NoReturn:
-        raise AssertionError("it began")
-
     (tmp_path / "file").write_text("")
-    assert main("recipe", "", recipe, ["--data", str(tmp_path / "file" / "data")]) == 2
+    assert run_here(PROGRAMS[0], "--data", tmp_path / "file" / "data") == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1 and "cannot make" in said
 

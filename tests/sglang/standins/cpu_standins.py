@@ -6,7 +6,6 @@ of SGLang's virtual environment, so that every Python started there imports it.
 
 from __future__ import annotations
 
-import gc
 import importlib.abc
 import importlib.machinery
 import sys
@@ -119,9 +118,6 @@ class _Patched(importlib.abc.MetaPathFinder):
         return found
 
 
-# SGLang's imports make a million objects in each of its processes, and looking through all of them
-# again and again is an eighth of a server's start.
-gc.set_threshold(100_000)
 sys.meta_path.insert(0, _Patched())
 # Last, so that a package that is there is found first.
 sys.meta_path.append(_Finder())
