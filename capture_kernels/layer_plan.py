@@ -72,10 +72,12 @@ class LayerPlan:
         check(keys, "keys", key_shape, key_types, self.device)
         check(sinks, "sinks", (self.heads,), QUERY_TYPES, self.device)
 
-    def check_slot_map(self, slot_map: Tensor | None, mapped: bool) -> None:
+    def check_slot_map(self, slot_map: Tensor | None, mapped: bool, pages: bool) -> None:
         """OptionError for a `slot_map` that is missing or of another form, or of layers that are
-        not `mapped` or have no window."""
-        if mapped != (slot_map is not None) or mapped > bool(self.window):
+        not `mapped` or have no window; or for a table of pages of layers that are not `mapped`."""
+        if pages and (slot_map is not None or not mapped):
+            raise OptionError("a table of pages is for mapped layers, without a slot_map")
+        if not pages and (mapped != (slot_map is not None) or mapped > bool(self.window)):
             raise OptionError(
                 "a slot_map is for mapped layers, which have a window, and only these"
             )

@@ -99,7 +99,7 @@ class HostStatisticsPlan(LayerPlan):
         """Begin a step, as `StatisticsPlan.schedule` does."""
         self.num_rows = rows = table.num_rows
         flags = table.check_step(self.max_rows, enabled, num_active, masks, by_request)
-        self.check_slot_map(slot_map, self.mapped)
+        self.check_slot_map(slot_map, self.mapped, table.page > 0)
         check(head_masks, "head_masks", [flags, head_words(self.heads)], {torch.int32})
         if hubs is not None and not self.hubs:
             raise OptionError("the plan was made without hubs")
@@ -118,6 +118,9 @@ class HostStatisticsPlan(LayerPlan):
             first, slots = starts[row], table.kv_slots
             if table.lists:
                 slots = slots[first : starts[row + 1]]
+            elif table.page:
+                key = torch.arange(length)
+                slots = slots[first, key // table.page].long() * table.page_slots + key % table.page
             elif slots.dim() == 2:
                 slots = slots[first, :length]
             else:

@@ -87,8 +87,8 @@ class StatisticsPlan(LayerPlan):
     # The processes that hold the layer's other heads: `mean` and its top k are then of all heads,
     # the rest and hubs of this one's. None if all are here.
     ranks: HeadRanks | None = None
-    # Whether keys are in other KV slots than the table's, which `slot_map` gives, as engines have
-    # layers with a window in a pool of their own.
+    # Whether keys are in other KV slots than the table's entries: in those that `slot_map` gives,
+    # as engines have layers with a window in a pool of their own, or in a table's pages.
     mapped: bool = False
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ class StatisticsPlan(LayerPlan):
         Raises:
             OptionError: rows, flags, masks or hubs that do not fit the plan.
         """
-        self.check_slot_map(slot_map, self.mapped)
+        self.check_slot_map(slot_map, self.mapped, table.page > 0)
         if hubs is not None:
             if not self.top.hubs:
                 raise OptionError("the plan was made without hubs")

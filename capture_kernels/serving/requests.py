@@ -35,14 +35,18 @@ class RequestTable:
         phase: uint8[n], of its next row.
 
     Args:
-        size: rows of `req_to_token`; row 0 pads the batches of CUDA graphs and is never enabled.
+        size: rows of `req_to_token`.
         heads: H, query heads of the model.
+        first: row of a request: those before it pad the batches of CUDA graphs and are never
+            enabled.
     """
 
-    def __init__(self, size: int, device: torch.device | str, *, heads: int = 0) -> None:
-        if size < 2:
-            raise OptionError(f"a table of {size} requests: 2 or more")
-        self.size, self.num_heads, self._changed = size, heads, False
+    def __init__(
+        self, size: int, device: torch.device | str, *, heads: int = 0, first: int = 1
+    ) -> None:
+        if size <= first:
+            raise OptionError(f"a table of {size} requests: {first + 1} or more")
+        self.size, self.num_heads, self._first, self._changed = size, heads, first, False
         # Widest first, so that each field is aligned.
         fields = (
             ("handle", np.int64, torch.int64, (size,)),
@@ -93,8 +97,8 @@ class RequestTable:
         given = (handle, mask, phase, None if heads is None else tuple(heads), hub)
         if self._given.get(index) == given:
             return
-        if not 0 < index < self.size:
-            raise OptionError(f"request row {index} must be in 1..{self.size - 1}")
+        if not self._first <= index < self.size:
+            raise OptionError(f"request row {index} must be in {self._first}..{self.size - 1}")
         if not (0 <= mask < 1 << 31 and 0 <= phase <= OUTPUT and -(1 << 63) <= handle < 1 << 63):
             raise OptionError(f"request row {index}: mask {mask}, phase {phase}, handle {handle}")
         words: int | Int32s = ALL_HEADS

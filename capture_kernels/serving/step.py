@@ -46,7 +46,8 @@ class LayerKind:
     scale: float
     soft_cap: float | None = None
     window: int = 0
-    mapped: bool = False  # whether its keys are where `StepCapture.slot_map` says
+    # Whether its keys are where `StepCapture.slot_map` or a table of pages says.
+    mapped: bool = False
 
 
 class StepResults(NamedTuple):
@@ -87,7 +88,7 @@ class StepCapture:
     _: KW_ONLY
     max_rows: int  # the most rows of a step
     max_length: int  # the most keys of a row
-    num_requests: int  # rows of `req_to_token`
+    num_requests: int  # rows of the table
     device: torch.device | str
     visibility: Visibility | None = None  # which keys a fingerprint describes
     chosen: Sequence[int] | None = None  # query heads; None for all
@@ -101,8 +102,9 @@ class StepCapture:
     on_host: bool | None = None  # whether to compute in plain torch; None: unless on a GPU
     ranks: HeadRanks | None = None  # that hold the layers' other heads; None if all are here
     # int32 or int64[KV slots]: of each of the table's KV slots, where layers of mapped kinds have
-    # the key; None if there are none. Read in `begin`.
+    # the key; None if there are none, or tables are of pages. Read in `begin`.
     slot_map: Tensor | None = None
+    first_request: int = 1  # row of the table: as `RequestTable` has it
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -114,7 +116,9 @@ class StepCapture:
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
         most_heads = max(kind.heads for kind in self.kinds)
-        self.requests = RequestTable(self.num_requests, self.device, heads=most_heads)
+        self.requests = RequestTable(
+            self.num_requests, self.device, heads=most_heads, first=self.first_request
+        )
         self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
@@ -168,28 +172,33 @@ class StepCapture:
         own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
         return own + sum(plan.bytes for plan in self._plans)
 
-    def begin(self, table: PageTable) -> None:
+    def begin(self, *tables: PageTable) -> None:
         """Begin a step.
 
         Args:
-            table: the step's rows, of a `req_to_token` of `num_requests` rows.
+            tables: the step's rows in a table of `num_requests` rows: one for all kinds of layers,
+                or one for each.
 
         Raises:
-            OptionError: another table, or more rows than planned.
+            OptionError: other tables, or more rows than planned.
         """
-        if table.lists or table.kv_slots.dim() != 2 or len(table.kv_slots) != self.num_requests:
-            raise OptionError(f"the table must be a req_to_token of {self.num_requests} requests")
-        self._table = table
+        for table in tables:
+            if table.lists or table.kv_slots.dim() != 2 or len(table.kv_slots) != self.num_requests:
+                raise OptionError(f"the table must have {self.num_requests} requests")
+        if len(tables) not in (1, len(self.kinds)):
+            raise OptionError(f"{len(tables)} tables for {len(self.kinds)} kinds of layers")
+        self._table = tables[0]
         self._ran, self._in_turn = [0] * len(self.kinds), True
         flags = self.requests
-        for plan, kind in zip(self._plans, self.kinds, strict=True):
+        own = tables if len(tables) > 1 else tables * len(self.kinds)
+        for plan, kind, table in zip(self._plans, self.kinds, own, strict=True):
             words = flags.heads[:, : head_words(kind.heads)]
             plan.schedule(
                 table, enabled=flags.enabled, masks=flags.mask,
                 head_masks=words if self.ranks is None else None, by_request=True,
                 hubs=self.hubs if self.hub_slots else None,
                 hub_slots=flags.hub if self.hub_slots else None,
-                slot_map=self.slot_map if kind.mapped else None,
+                slot_map=self.slot_map if kind.mapped and not table.page else None,
             )  # fmt: skip
 
     def layer(

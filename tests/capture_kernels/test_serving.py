@@ -30,9 +30,10 @@ WINDOW = 9
 
 class Model:
     """Requests over a paged cache, and layers of two kinds: some look at a window alone. With
-    `mapped`, these have their keys in a cache of their own, with room for the window."""
+    `mapped`, these have their keys in a cache of their own, with room for the window; with `paged`,
+    each kind has a table of pages."""
 
-    def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0, mapped=False):
+    def __init__(self, numbers=(1, 4), windowed=(), heads=4, seed=0, mapped=False, paged=False):
         case = paged_case(LENGTHS, heads, 2, 16, seed=seed, max_context=200)
         # In engines, row 0 belongs to nobody.
         table = torch.cat([case.req_to_token[:1], case.req_to_token])
@@ -46,12 +47,18 @@ class Model:
             for number in self.numbers
         }
         kind = {"heads": heads, "key_heads": 2, "head_dim": 16, "scale": 0.3}
-        self.kinds = [LayerKind(tuple(numbers), **kind)] if numbers else []
+        self.kinds = [LayerKind(tuple(numbers), **kind, mapped=paged)] if numbers else []
         if windowed:
-            self.kinds.append(LayerKind(tuple(windowed), **kind, window=WINDOW, mapped=mapped))
-        self.own_cache, self.slot_map = self.case.k_cache, None
+            is_mapped = mapped or paged
+            self.kinds.append(LayerKind(tuple(windowed), **kind, window=WINDOW, mapped=is_mapped))
+        self.caches, self.slot_map = [self.case.k_cache] * 2, None
+        self.pages = {}
         if mapped:
             self.use_own_cache(random)
+        if paged:
+            # Of a cache whose key heads lie between its pages' tokens, and of one with padding.
+            for kind, page in zip(self.kinds, ((16, 32), (4, 7)), strict=False):
+                self.use_pages(kind, *page, random)
 
     def use_own_cache(self, random):
         """Keys outside the windows have no slot there: theirs is one that must not be read."""
@@ -62,25 +69,42 @@ class Model:
         self.slot_map = torch.zeros(len(self.case.k_cache), dtype=torch.int64)
         self.slot_map[slots] = at
         cache = torch.full((len(slots) + 6, *self.case.k_cache.shape[1:]), torch.nan)
-        self.own_cache = cache.to(self.case.k_cache)
-        self.own_cache[at.to(DEVICE)] = self.case.k_cache[slots.to(DEVICE)]
-        self.slot_map = self.slot_map.to(DEVICE)
+        own_cache = cache.to(self.case.k_cache)
+        own_cache[at.to(DEVICE)] = self.case.k_cache[slots.to(DEVICE)]
+        self.caches[1], self.slot_map = own_cache, self.slot_map.to(DEVICE)
+
+    def use_pages(self, kind, page, page_slots, random):
+        """What belongs to no key that is read is NaN, and page 0 is nobody's."""
+        most = sum(-(-length // page) for length in LENGTHS) + 3
+        free = (torch.randperm(most, generator=random) + 1).tolist()
+        table = torch.zeros((len(self.case.req_to_token), 200 // page + 1), dtype=torch.int32)
+        shape = ((most + 1) * page_slots, *self.case.k_cache.shape[1:])
+        cache = torch.full(shape, torch.nan).to(self.case.k_cache)
+        for row, length in zip(self.case.req_pool_indices.tolist(), LENGTHS, strict=True):
+            for key in range(max(0, length - kind.window) if kind.window else 0, length):
+                if not table[row, key // page]:
+                    table[row, key // page] = free.pop()
+                slot = int(table[row, key // page]) * page_slots + key % page
+                cache[slot] = self.case.k_cache[self.case.req_to_token[row, key]]
+        self.caches[bool(kind.window)] = cache
+        self.pages[kind] = (table.to(DEVICE), {"page": page, "page_slots": page_slots})
 
     def capture(self, **options):
         given = {"max_rows": 8, "max_length": 300, "num_requests": len(self.case.req_to_token)}
         return StepCapture(self.kinds, device=DEVICE, slot_map=self.slot_map, **given | options)
 
-    def table(self, rows=None):
+    def tables(self, rows=None):
         case, rows = self.case, slice(rows)
-        return PageTable.of_requests(
-            case.req_to_token, case.req_pool_indices[rows], case.seq_lens[rows]
-        )
+        own = (case.req_pool_indices[rows], case.seq_lens[rows])
+        if not self.pages:
+            return [PageTable.of_requests(case.req_to_token, *own)]
+        return [PageTable.of_pages(table, *own, **page) for table, page in self.pages.values()]
 
     def step(self, capture, rows=None, skip=()):
-        capture.begin(self.table(rows))
+        capture.begin(*self.tables(rows))
         for number in self.numbers:
             if number not in skip:
-                keys = self.own_cache if number in self.windowed else self.case.k_cache
+                keys = self.caches[number in self.windowed]
                 capture.layer(number, self.queries[number][:rows], keys)
         capture.end()
 
@@ -102,8 +126,12 @@ class Model:
 
 @pytest.mark.parametrize("on_host", HOSTS)
 @pytest.mark.parametrize(
-    "given", [{}, {"windowed": (0, 3)}, {"windowed": (0, 3), "mapped": True}],
-    ids=["one kind", "windows", "windows in a pool of their own"],
+    "given",
+    [
+        {}, {"windowed": (0, 3)}, {"windowed": (0, 3), "mapped": True}, {"paged": True},
+        {"windowed": (0, 3), "paged": True},
+    ],
+    ids=["one kind", "windows", "windows in a pool of their own", "pages", "pages of two tables"],
 )  # fmt: skip
 def test_rows_that_are_enabled_are_described_and_others_are_not(given, on_host):
     model = Model(**given)
@@ -206,9 +234,9 @@ def test_calls_out_of_turn_and_other_tables_are_refused():
         capture.layer(1, query, keys)
     with pytest.raises(OptionError, match="no step has begun"):
         capture.end()
-    table = model.table()
-    with pytest.raises(OptionError, match="req_to_token of"):
-        capture.begin(table._replace(kv_slots=table.kv_slots[:2]))
+    table = model.tables()[0]
+    with pytest.raises(OptionError, match="the table must have"):
+        capture.begin(replace(table, kv_slots=table.kv_slots[:2]))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +249,7 @@ def test_layers_that_do_not_run_once_in_turn_make_a_step_incomplete(turns, compl
     capture = model.capture(on_host=not ON_GPU)
     capture.requests.enable(model.row(0))
     capture.requests.copy()
-    capture.begin(model.table())
+    capture.begin(*model.tables())
     for number in turns:
         capture.layer(number, model.queries[1], model.case.k_cache)
     capture.end()
@@ -249,7 +277,32 @@ def test_mapped_layers_have_a_window_and_a_map_of_slots(window, slots, on_host):
     model = Model()
     model.kinds, model.slot_map = [kind], None if slots is None else slots.to(DEVICE)
     with pytest.raises(OptionError, match="slot_map"):
-        model.capture(on_host=on_host).begin(model.table())
+        model.capture(on_host=on_host).begin(*model.tables())
+
+
+@pytest.mark.parametrize("on_host", HOSTS)
+def test_pages_are_for_mapped_layers_and_do_not_overlap(on_host):
+    model = Model(paged=True)
+    kind, (table, _) = next(iter(model.pages.items()))
+    model.kinds = [replace(kind, mapped=False)]
+    with pytest.raises(OptionError, match="a table of pages is for mapped layers"):
+        model.capture(on_host=on_host).begin(*model.tables())
+    with pytest.raises(OptionError, match="pages of 16 keys cannot be 15 KV slots apart"):
+        PageTable.of_pages(table, model.case.req_pool_indices, model.case.seq_lens, page=16,
+                           page_slots=15)  # fmt: skip
+
+
+def test_kinds_of_layers_have_one_table_or_one_each():
+    model = Model(windowed=(0, 3), paged=True)
+    with pytest.raises(OptionError, match="3 tables for 2 kinds of layers"):
+        model.capture().begin(*model.tables(), model.tables()[0])
+
+
+def test_the_first_row_of_a_table_may_be_a_requests():
+    table = RequestTable(1, DEVICE, first=0)
+    table.enable(0)
+    table.copy()
+    assert table.enabled.tolist() == [1]
 
 
 def test_layers_that_take_turns_have_no_ring():
@@ -294,12 +347,13 @@ def capture_columns(model, row):
 
 @pytest.mark.skipif(not ON_GPU, reason="no CUDA device answers")
 @pytest.mark.parametrize("mean_top_k", [0, 4])
-@pytest.mark.parametrize("mapped", [False, True])
-def test_graphs_of_several_batch_sizes_share_a_capture(mean_top_k, mapped):
+@pytest.mark.parametrize("form", ["", "mapped", "paged"])
+def test_graphs_of_several_batch_sizes_share_a_capture(mean_top_k, form):
     from capture_kernels.ring.ring import Drain, Ring
 
-    numbers = {"numbers": (), "windowed": (0, 1, 2)} if mapped else {"numbers": (0, 1, 2)}
-    model = Model(heads=8, mapped=mapped, **numbers)
+    windows = {"numbers": (), "windowed": (0, 1, 2)}
+    numbers = windows if form == "mapped" else {"numbers": (0, 1, 2)}
+    model = Model(heads=8, **numbers, **({form: True} if form else {}))
     ring = Ring(256, DEVICE)
     # As a server plans: far more than its steps need.
     capture = model.capture(ring=ring, mean_top_k=mean_top_k, max_rows=256, max_length=131_072)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,14 +12,18 @@ from capture_kernels.errors import OptionError
 from capture_kernels.layer_plan import FLAGS, INTEGERS, check
 
 
-class PageTable(NamedTuple):
-    """Where the keys of a step's rows lie in a paged cache, in either of two forms of engines.
+@dataclass(frozen=True)
+class PageTable:
+    """Where the keys of a step's rows lie in a paged cache, in one of three forms of engines.
 
     `req_to_token` int32[requests, longest] with `req_pool_indices` int32/int64[R] and `seq_lens`
     int32/int64[R], the query's own key included: key j of row r is in KV slot
     req_to_token[req_pool_indices[r], j]. Or `kv_indices` int32/int64[n] with `kv_indptr`
     int32/int64[R + 1], and the same `seq_lens`: kv_indices[kv_indptr[r]:kv_indptr[r + 1]] are the
-    KV slots of the row's newest keys, of all or at least of those in the model's window.
+    KV slots of the row's newest keys, of all or at least of those in the model's window. Or
+    `block_table` int32/int64[requests, longest] of pages of `page` keys, with the first form's
+    other tensors: key j of row r is in KV slot p * page_slots + j % page with the page
+    p = block_table[req_pool_indices[r], j // page].
 
     Several rows may belong to one request, as the last tokens of a prompt do. They repeat its entry
     of `req_pool_indices`, or of `starts` given beside one-dimensional `kv_slots`.
@@ -28,11 +33,11 @@ class PageTable(NamedTuple):
     starts: Tensor
     seq_lens: Tensor
     lists: bool = False  # whether `starts` is a kv_indptr
+    page: int = 0  # keys of an entry of `kv_slots`; 0: one, and the entry is its KV slot
+    page_slots: int = 0  # from the first KV slot of a page to that of the next
 
     @classmethod
-    def of_requests(
-        cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
-    ) -> PageTable:
+    def of_requests(cls, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor) -> Self:
         """OptionError for other shapes, types or strides."""
         check(req_to_token, "req_to_token", [None, None], INTEGERS)
         check(req_pool_indices, "req_pool_indices", [None], INTEGERS)
@@ -40,7 +45,18 @@ class PageTable(NamedTuple):
         return cls(req_to_token, req_pool_indices, seq_lens)
 
     @classmethod
-    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor, seq_lens: Tensor) -> PageTable:
+    def of_pages(
+        cls, block_table: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, page: int,
+        page_slots: int,
+    ) -> Self:  # fmt: skip
+        """OptionError for other shapes, types or strides, or pages that overlap."""
+        if not 0 < page <= page_slots:
+            raise OptionError(f"pages of {page} keys cannot be {page_slots} KV slots apart")
+        table = cls.of_requests(block_table, req_pool_indices, seq_lens)
+        return replace(table, page=page, page_slots=page_slots)
+
+    @classmethod
+    def of_indptr(cls, kv_indptr: Tensor, kv_indices: Tensor, seq_lens: Tensor) -> Self:
         """Raises OptionError for other shapes, types or strides."""
         check(kv_indices, "kv_indices", [None], INTEGERS)
         check(seq_lens, "seq_lens", [None], INTEGERS)
@@ -65,7 +81,8 @@ class PageTable(NamedTuple):
         flags = rows = self.num_rows
         if rows > max_rows:
             raise OptionError(f"{rows} rows in a plan for {max_rows}: raise max_rows")
-        for name, tensor in zip(("kv_slots", "starts", "seq_lens"), self[:3], strict=True):
+        for name in ("kv_slots", "starts", "seq_lens"):
+            tensor = getattr(self, name)
             if device is not None and tensor.device != device:
                 raise OptionError(f"{name} of the table is on {tensor.device}, not on {device}")
         if by_request:

@@ -20,9 +20,9 @@ Tensors (R rows; all written by `Schedule.run`, which neither allocates nor wait
     row_heads    int32[W, R]   with head masks: bit h % 32 of word h // 32 is query head h's
     base         int64[R]      key j of the row, if read, is in KV slot kv_slots[base + j]
 
-Layers whose keys are in other KV slots than the table's have a list of them instead, made of the
-keys that are read (`_map_slots`): `kv_slots` is then int32[max_rows, W] with W = min(window,
-max_length), and `base` suits it.
+Layers whose keys are in other KV slots than the table's entries have a list of them instead, made
+of the keys that are read (`_map_slots`): `kv_slots` is then int32[max_rows, W] with W = min(window,
+max_length), or max_length without a window, and `base` suits it.
 """
 
 from __future__ import annotations
@@ -185,16 +185,22 @@ def _schedule_rows(
 @triton.jit(do_not_specialize=["num_rows"])
 def _map_slots(
     kv_slots, slot_map, base, row_table, mapped, mapped_base, num_rows, window,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGE_SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of each key that a row reads, the KV slot that `slot_map` gives for the table's."""
+    """Of each key that a row reads, the KV slot that `slot_map` gives for the table's, or that it
+    has in its page."""
     after_last_kernel(EARLY)
     row, distance = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = row_field(row_table, POSITION, row, num_rows)
     is_read = distance < row_field(row_table, SEEN, row, num_rows)
-    slot = tl.load(kv_slots + tl.load(base + row) + position - distance, mask=is_read, other=0)
+    of_row = kv_slots + tl.load(base + row)
     newest = (row + 1).to(tl.int64) * window - 1
-    own = tl.load(slot_map + slot, mask=is_read, other=0)
+    if PAGE:
+        key = tl.where(is_read, position - distance, 0)
+        own = tl.load(of_row + key // PAGE, mask=is_read, other=0) * PAGE_SLOTS + key % PAGE
+    else:
+        slot = tl.load(of_row + position - distance, mask=is_read, other=0)
+        own = tl.load(slot_map + slot, mask=is_read, other=0)
     tl.store(mapped + newest - distance, own.to(tl.int32), mask=is_read)
     if tl.program_id(1) == 0:
         tl.store(mapped_base + row, newest - position)
@@ -213,7 +219,7 @@ class Schedule:
     window: int = 0  # the model's own sliding window, the query's own key included; 0 for none
     all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
     heads: int = 0  # query heads of the model, as far as masks may choose among them
-    mapped: bool = False  # whether keys are in other KV slots than the table's
+    mapped: bool = False  # whether keys are in other KV slots than the table's entries
 
     def __post_init__(self) -> None:
         lengths = (self.max_rows + 1, self.programs + 1, ROW_FIELDS * self.max_rows)
@@ -223,9 +229,9 @@ class Schedule:
         self.base = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         words = head_words(self.heads)
         self.row_heads = torch.zeros(words * self.max_rows, dtype=torch.int32, device=self.device)
-        # The window's KV slots of each row, and where each row's are.
-        window = min(self.window, self.max_length) if self.mapped else 0
-        shape = (self.max_rows, window)
+        # The KV slots of each row's window, or of all its keys, and where each row's are.
+        window = min(self.window or self.max_length, self.max_length)
+        shape = (self.max_rows, window if self.mapped else 0)
         self.mapped_slots = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.mapped_base = torch.zeros_like(self.base)
         # Of this step: words of a row's head mask, 0 without masks.
@@ -288,7 +294,7 @@ class Schedule:
             by_request: flags, masks and slots are those of all requests that the table knows,
                 [requests], of which each row has that of its entry of `req_pool_indices`.
             slot_map: int32 or int64[KV slots] on the device, the KV slot of each of the table's;
-                read here alone. Given if keys are mapped.
+                read here alone. Given if keys are mapped, unless the table is one of pages.
 
         Raises:
             OptionError: more rows than planned, flags of another form, or lists that are wrong.
@@ -335,13 +341,16 @@ class Schedule:
                 num_warps=4,
                 **early(),
             )
-            if slot_map is not None and rows:
+            if self.mapped and rows:
                 window = self.mapped_slots.shape[1]
                 block = min(MAPPED_AT_ONCE, max(32, triton.next_power_of_2(window)))
                 _map_slots[(rows, triton.cdiv(window, block))](
-                    *(table.kv_slots, slot_map, self.base, self.row_table),
+                    *(table.kv_slots, absent if slot_map is None else slot_map),
+                    *(self.base, self.row_table),
                     *(self.mapped_slots, self.mapped_base, rows, window),
                     BLOCK=block,
+                    PAGE=table.page,
+                    PAGE_SLOTS=table.page_slots,
                     num_warps=4,
                     **early(),
                 )

@@ -148,11 +148,11 @@ def start_recorder(result: None, runner: Any) -> None:
     """After `ModelRunner.init_attention_backends`: the model and its pools are there."""
     if runner.is_draft_worker:
         return
-    from .model_process.parallel import Ranks
+    from .model_process.layers import ranks_of_this_process
     from .model_process.recorder import Recorder
 
     options = ServeOptions.from_environment(os.environ)
-    ranks, recorder, reason = Ranks.of_this_process(), None, None
+    ranks, recorder, reason = ranks_of_this_process(), None, None
     try:
         if lost := unhooked(HOOKS_OF_MODEL):
             raise_refused("; ".join(lost))

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from recorder_steps import DIM, HEADS, KEY_HEADS, LAYERS, Steps  # noqa: E402
 
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
+from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
 from pipeline.engines.sglang.model_process import captured_model  # noqa: E402
-from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
 from pipeline.engines.serving.responses import decoded  # noqa: E402
-from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
+from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
 from pipeline.engines.sglang.model_process.recorder import Recorder  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS = 4, 2, 8, 2

@@ -13,7 +13,7 @@ from recorder_steps import HEADS, Req, Steps  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
-from pipeline.engines.sglang.model_process.parallel import Ranks  # noqa: E402
+from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 TOKEN = SimpleNamespace(output_index=0, token_ids=(5,))

@@ -50,7 +50,7 @@ def make_records_at_end(module):
 CHANGES = {
     "ATTN_TEST_FAULT_AT": ("capture_kernels.serving.step", break_results),
     "ATTN_TEST_RECORDS_AT_END": (
-        "pipeline.engines.sglang.model_process.records", make_records_at_end,
+        "pipeline.engines.serving.steps.records", make_records_at_end,
     ),
 }  # fmt: skip
 for variable, (module, change) in CHANGES.items():

@@ -23,8 +23,7 @@ from capture_kernels.scores.plain import PlainScoresPlan
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest, RequestError
-
-from .states import RequestState
+from pipeline.engines.serving.steps.states import RequestState
 
 # With fewer queries a kernel would be compiled, and launched, for little.
 FEWEST_FOR_KERNEL = 32

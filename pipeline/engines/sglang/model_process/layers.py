@@ -7,6 +7,7 @@ from typing import Any
 
 from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind
+from pipeline.engines.serving.steps.ranks import Ranks
 
 from .latent import LatentLayers
 from .windows import WindowPool
@@ -56,6 +57,16 @@ def attention_layers(model: Any) -> dict[int, Any]:
         if decodes and module.attn_type is AttentionType.DECODER and module not in others:
             found[module.layer_id] = module
     return dict(sorted(found.items()))
+
+
+def ranks_of_this_process() -> Ranks:
+    """Those among which SGLang splits attention."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.attn_tp_size == 1:
+        return Ranks()
+    return Ranks(parallel.attn_tp_size, parallel.attn_tp_rank, parallel.attn_tp_group)
 
 
 def kinds_of(layers: dict[int, Any], mapped: Collection[int] = ()) -> list[LayerKind]:

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
 from pipeline.engines.serving.rows import Lens
+from pipeline.engines.serving.steps.states import NotedRow
 
-from .states import LensRows, LensStep, NotedRow
+from .device_step import LensRows, LensStep
 
 # Of float32 logits that are computed at once.
 LOGITS_BYTES = 32 << 20

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.engines.serving.steps.states import RequestState
+
 from ..recorder_keys import ENTRIES, SCORES, USAGE
 from .full_scores import answer_of
-from .states import RequestState
 
 # Where a request's state is kept on SGLang's own object, and so freed with it.
 ATTRIBUTE = "_attn_capture"
@@ -33,20 +34,7 @@ def _said(req: Any, off: str | None) -> tuple[list[Any], list[Any], list[Any]]:
         return [], [], []
     ends = req.finished() and not state.ended
     scores, missing = answer_of(req, state) if ends else ([], {})
-    usage = [_usage(state, off) | missing] if ends and state.is_asked else []
+    usage = [state.usage(off) | missing] if ends and state.is_asked else []
     entries, state.entries = state.entries, []
     state.ended = state.ended or ends
     return entries, usage, scores
-
-
-def _usage(state: RequestState, off: str | None) -> dict[str, Any]:
-    usage = state.collector.finish(None if state.no_hubs else state.hubs)
-    if state.no_hubs:
-        usage["hubs_missing"] = state.no_hubs
-    if missing := state.missing_prompt_rows:
-        usage["missing_prompt_rows"] = missing
-    if state.unnamed:
-        usage["rows_without_top_k"] = state.unnamed
-    if state.lensless:
-        usage["rows_without_logit_lens"] = state.lensless
-    return usage | ({"off": off} if off else {})

@@ -25,30 +25,32 @@ from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.responses import mean_routing
-from pipeline.engines.serving.rows import Row
 from pipeline.engines.serving.sinks import open_sink
-
-from ..facts_file import ENDED
-from .captured_model import CapturedModel
-from .full_scores import ScoreTap, refuse_request
-from .hubs import HubSlots, asked_slots, take_hubs
-from .outputs import ATTRIBUTE, outputs_of
-from .parallel import FAULT, Ranks, all_or_none, ends_capture_not_serving
-from .records import RecordMaker, RecordRow, StepRows
-from .routing import RoutingRows
-from .states import (
-    DeviceStep,
+from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, take_hubs
+from pipeline.engines.serving.steps.ranks import (
+    FAULT,
+    Ranks,
+    all_or_none,
+    ends_capture_not_serving,
+)
+from pipeline.engines.serving.steps.records import RecordMaker, RecordRow, StepRows
+from pipeline.engines.serving.steps.states import (
     ExtendRows,
     HostRows,
-    LensStep,
     NotedRow,
     RequestState,
     Stage,
     nearest,
-    token_at,
+    take_row,
     wants_lists,
 )
+
+from ..facts_file import ENDED
+from .captured_model import CapturedModel
+from .device_step import DeviceStep, LensStep, token_at
+from .full_scores import ScoreTap, refuse_request
+from .outputs import ATTRIBUTE, outputs_of
+from .routing import RoutingRows
 
 LOG = logging.getLogger("attn.capture")
 
@@ -329,28 +331,19 @@ class Recorder:
                 continue
             if not found.complete[note.row]:
                 continue  # the step was incomplete, so that nothing is known of it
-            state.last = note.position
-            state.prompt_rows += is_prompt
             req = batch.reqs[note.request]
             # Steps without a captured row were not seen here, but their tokens are known by now.
             for token in req.output_ids[state.fed : note.position - collector.prompt_len + 1]:
                 collector.feed(token)
                 state.fed += 1
-            token = note.token if note.token is not None else token_at(req, note.position)
-            routings = routed.of_row(note.row) if routed else {}
-            if self._records is not None:
-                phase = collector.phase(note.position)
-                asked = collector.request.layers
-                of = mean_routing([routings[layer] for layer in asked if layer in routings])
-                recorded.append(
-                    RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)
-                )
-            if state.is_asked:
-                own = lenses.get(number, {})
-                layers = found.layer_rows(note, self.capture.layers, routings, own)
-                state.lensless += bool(collector.request.lens and not own)
-                state.unnamed += found.lacks_top_k(note)
-                state.entries += collector.add_encoded(Row(note.position, token, layers, at))
+            row = take_row(
+                note, found, self.capture.layers,
+                note.token if note.token is not None else token_at(req, note.position), at,
+                record=self._records is not None,
+                routing=routed.of_row(note.row) if routed else None, lens=lenses.get(number),
+            )  # fmt: skip
+            if row is not None:
+                recorded.append(row)
         take_hubs(noted, found)
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, found.mean, at))

@@ -1,8 +1,8 @@
-"""What the model's process holds of a captured request and of a step, and how results travel."""
+"""What the model's process holds of a captured request, and of a step's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, auto
@@ -19,9 +19,10 @@ from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
-from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing
+from pipeline.engines.serving.responses import mean_routing
+from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing, Row
 
-from .routing import RoutingRows
+from .records import RecordRow
 
 
 @dataclass(eq=False)
@@ -63,6 +64,19 @@ class RequestState:
         wanted = sum(map(collector.wants, range(first, collector.prompt_len)))
         return wanted - self.prompt_rows
 
+    def usage(self, off: str | None) -> dict[str, Any]:
+        """`usage.attention` of the response. off: why capture is off, in words."""
+        usage = self.collector.finish(None if self.no_hubs else self.hubs)
+        if self.no_hubs:
+            usage["hubs_missing"] = self.no_hubs
+        if missing := self.missing_prompt_rows:
+            usage["missing_prompt_rows"] = missing
+        if self.unnamed:
+            usage["rows_without_top_k"] = self.unnamed
+        if self.lensless:
+            usage["rows_without_logit_lens"] = self.lensless
+        return usage | ({"off": off} if off else {})
+
 
 class NotedRow(NamedTuple):
     """A row that is captured. request: its number in the batch; row: of the results."""
@@ -94,15 +108,6 @@ class ExtendRows(NamedTuple):
     queries: Tensor  # int64[R]
 
 
-def token_at(req: Any, position: int) -> int | None:
-    """The token of SGLang's request at a position; None if it is not known yet."""
-    prompt = len(req.origin_input_ids)
-    if position < prompt:
-        return int(req.origin_input_ids[position])
-    at = position - prompt
-    return int(req.output_ids[at]) if at < len(req.output_ids) else None
-
-
 def wants_lists(request: CaptureRequest) -> bool:
     """Whether a request's entries list each of its heads, where the server has their top k."""
     return request.mode == "raw" and request.heads is not None
@@ -115,69 +120,6 @@ class Stage(Enum):
     BEGUN = auto()
     INCOMPLETE = auto()  # one ran before the first
     ENDED = auto()
-
-
-class LensRows(NamedTuple):
-    """What a step's lens found for P pairs of an asked row and a layer of its request."""
-
-    logprobs: Tensor  # float32[P, n], natural, falling
-    tokens: Tensor  # int32[P, n]
-    # Keys of each row as the layers kept them, the row of the check first: int64[M, 1 + rows].
-    written: Tensor
-    # Largest deviation from the model's own logits, as a share of the largest of these; NaN if
-    # there was no check.
-    deviation: Tensor  # float32[]
-
-
-@dataclass(frozen=True)
-class LensStep:
-    """The lens of a step. noted: its asked rows, with their numbers among the noted ones; keys: of
-    the row of the check; seconds: spent on it."""
-
-    noted: list[tuple[int, NotedRow]]
-    keys: int
-    rows: LensRows
-    seconds: float
-
-    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
-        return LensStep(self.noted, self.keys, LensRows(*map(copy_tensor, self.rows)), self.seconds)
-
-
-@dataclass(frozen=True)
-class DeviceStep:
-    """The results of a step on the device, and whose they are."""
-
-    consumer: Callable[..., None]  # `Recorder.consume`
-    noted: list[NotedRow]
-    found: StepResults
-    routing: RoutingRows | None
-    lens: LensStep | None
-    at: datetime
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> HostStep:
-        # Copies of nothing cost as much as others.
-        copied = StepResults(
-            *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
-        )
-        routing = self.routing and RoutingRows(*map(copy_tensor, self.routing))
-        lens = self.lens and self.lens.copied(copy_tensor)
-        return HostStep(self.consumer, self.noted, copied, routing, lens, self.at)
-
-
-@dataclass(frozen=True)
-class HostStep:
-    """The same on the host, once SGLang's copy has arrived."""
-
-    consumer: Callable[..., None]  # `Recorder.consume`
-    noted: list[NotedRow]
-    found: StepResults
-    routing: RoutingRows | None
-    lens: LensStep | None
-    at: datetime
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        found = HostRows(self.found)
-        self.consumer(self.noted, found, self.routing, self.lens, self.at, batch, commits)
 
 
 class HostRows:
@@ -198,8 +140,8 @@ class HostRows:
         self.complete: Mask = np.all(np.any(self.mean, axis=2), axis=0)
 
     def layer_rows(
-        self, note: NotedRow, numbers: Sequence[int], routing: dict[int, Routing],
-        lens: dict[int, Lens],
+        self, note: NotedRow, numbers: Sequence[int], routing: Mapping[int, Routing],
+        lens: Mapping[int, Lens],
     ) -> list[LayerRow]:  # fmt: skip
         """What a row did in the layers of its request, whose numbers are those of all captured
         ones by index."""
@@ -229,3 +171,35 @@ class HostRows:
         layers = list(note.state.layers)
         sees = self.mean[layers, note.row, VALID_COLUMN] == 1
         return bool((sees & (self._positions[layers, note.row, 0] < 0)).any())
+
+
+def take_row(
+    note: NotedRow, found: HostRows, numbers: Sequence[int], token: int | None, at: datetime, *,
+    record: bool, routing: Mapping[int, Routing] | None = None,
+    lens: Mapping[int, Lens] | None = None,
+) -> RecordRow | None:  # fmt: skip
+    """Give a row, whose request's tokens are known up to its own, to the request.
+
+    Args:
+        numbers: of the captured layers; token: that the row was computed for.
+        record: whether its record is wanted.
+        routing, lens: what is known of it besides, by layer.
+
+    Returns:
+        what its record is made of, if one is wanted.
+    """
+    state, collector = note.state, note.state.collector
+    state.last = note.position
+    state.prompt_rows += note.position < collector.prompt_len
+    routings, lenses = routing or {}, lens or {}
+    if state.is_asked:
+        layers = found.layer_rows(note, numbers, routings, lenses)
+        state.lensless += bool(collector.request.lens and not lenses)
+        state.unnamed += found.lacks_top_k(note)
+        state.entries += collector.add_encoded(Row(note.position, token, layers, at))
+    if not record:
+        return None
+    phase = collector.phase(note.position)
+    asked = collector.request.layers
+    of = mean_routing([routings[layer] for layer in asked if layer in routings])
+    return RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)

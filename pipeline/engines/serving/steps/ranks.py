@@ -1,4 +1,4 @@
-"""Tensor parallelism in SGLang: whose heads a process holds, and what all of them must do alike.
+"""Tensor parallelism: whose heads a process holds, and what all of them must do alike.
 
 Every rank runs the same steps over the same batches, and a captured step has sums over all ranks.
 One that left them out would leave the others waiting for ever, so what decides whether a step is
@@ -28,22 +28,13 @@ class Ranks:
     """Which of the processes this is that hold the heads of a model's layers.
 
     Args:
-        group: SGLang's `GroupCoordinator` of them; None for one alone.
+        group: of them, with `all_reduce` of a tensor, in CUDA graphs, too, and with
+            `all_gather_object`; None for one alone.
     """
 
     count: int = 1
     number: int = 0
     group: Any = None
-
-    @classmethod
-    def of_this_process(cls) -> Ranks:
-        """Those among which SGLang splits attention."""
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel = get_parallel()
-        if parallel.attn_tp_size == 1:
-            return cls()
-        return cls(parallel.attn_tp_size, parallel.attn_tp_rank, parallel.attn_tp_group)
 
     @property
     def alone(self) -> bool:
@@ -51,7 +42,7 @@ class Ranks:
 
     @property
     def answers(self) -> bool:
-        """Whether it is this one whose results SGLang sends to clients."""
+        """Whether it is this one whose results the engine sends to clients."""
         return self.number == 0
 
     @property
@@ -60,7 +51,7 @@ class Ranks:
         return None if self.alone else HeadRanks(self.count, self._all_reduce)
 
     def _all_reduce(self, part: Tensor) -> Tensor:
-        # As SGLang adds up the parts of its own layers, in CUDA graphs, too.
+        # As the engine adds up the parts of its own layers.
         total: Tensor = self.group.all_reduce(part)
         return total
 
