@@ -88,7 +88,7 @@ class StepCapture:
     _: KW_ONLY
     max_rows: int  # the most rows of a step
     max_length: int  # the most keys of a row
-    num_requests: int  # rows of the table
+    num_requests: int  # the most rows of a table
     device: torch.device | str
     visibility: Visibility | None = None  # which keys a fingerprint describes
     chosen: Sequence[int] | None = None  # query heads; None for all
@@ -176,15 +176,15 @@ class StepCapture:
         """Begin a step.
 
         Args:
-            tables: the step's rows in a table of `num_requests` rows: one for all kinds of layers,
-                or one for each.
+            tables: the step's rows in a table of the first requests, or of all: one for all kinds
+                of layers, or one for each.
 
         Raises:
             OptionError: other tables, or more rows than planned.
         """
         for table in tables:
-            if table.lists or table.kv_slots.dim() != 2 or len(table.kv_slots) != self.num_requests:
-                raise OptionError(f"the table must have {self.num_requests} requests")
+            if table.lists or table.kv_slots.dim() != 2 or len(table.kv_slots) > self.num_requests:
+                raise OptionError(f"the table must have {self.num_requests} requests at most")
         if len(tables) not in (1, len(self.kinds)):
             raise OptionError(f"{len(tables)} tables for {len(self.kinds)} kinds of layers")
         self._table = tables[0]
@@ -192,12 +192,13 @@ class StepCapture:
         flags = self.requests
         own = tables if len(tables) > 1 else tables * len(self.kinds)
         for plan, kind, table in zip(self._plans, self.kinds, own, strict=True):
-            words = flags.heads[:, : head_words(kind.heads)]
+            known = slice(len(table.kv_slots))
+            words = flags.heads[known, : head_words(kind.heads)]
             plan.schedule(
-                table, enabled=flags.enabled, masks=flags.mask,
+                table, enabled=flags.enabled[known], masks=flags.mask[known],
                 head_masks=words if self.ranks is None else None, by_request=True,
                 hubs=self.hubs if self.hub_slots else None,
-                hub_slots=flags.hub if self.hub_slots else None,
+                hub_slots=flags.hub[known] if self.hub_slots else None,
                 slot_map=self.slot_map if kind.mapped and not table.page else None,
             )  # fmt: skip
 

@@ -59,7 +59,7 @@ class CaptureGate:
 
     Args:
         app: answers /v1/chat/completions, /v1/completions and /generate; takes what is wanted from
-            `custom_params` (of `sampling_params` for /generate) by
+            the object `place` of a body (of its `sampling_params` for /generate) by
             `CaptureRequest.from_custom_params`.
         facts: of the served model, as it is now.
         draw: numbers in [0, 1) that decide which other requests are recorded.
@@ -70,7 +70,7 @@ class CaptureGate:
 
     def __init__(
         self, app: App, options: ServeOptions, facts: Callable[[], ModelFacts], *,
-        draw: Callable[[], float] | None = None,
+        draw: Callable[[], float] | None = None, place: str = "custom_params",
     ) -> None:  # fmt: skip
         self._app, self._options, self._facts = app, options, facts
         # Events are compressed as well; each leaves at once.
@@ -79,7 +79,7 @@ class CaptureGate:
         )
         self._keys = options.keys()
         self._origins = Origins(options.cors_origins)
-        self._draw = draw or random.Random(0).random
+        self._draw, self._place = draw or random.Random(0).random, place
         self._rate = options.sample_rate if options.records and options.is_on else 0.0
         self._most_bytes = options.max_body_mb << 20
         self.active = 0
@@ -199,7 +199,7 @@ class CaptureGate:
         place, where = kept, ""
         if path == GENERATE:
             place, where = _object(kept, "sampling_params", ""), "sampling_params."
-        params = _object(place, "custom_params", where)
+        params = _object(place, self._place, where)
         params[CUSTOM_PARAM] = request.signed(self._options.secret)
         try:
             return json.dumps(kept, separators=(",", ":")).encode()

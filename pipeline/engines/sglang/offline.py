@@ -24,12 +24,12 @@ from capture_kernels.errors import AttnError, MissingExtraError, OptionError
 from capture_kernels.fingerprint.vector import Layout
 from pipeline.engines.loading import choose_device
 from pipeline.engines.options import CaptureOptions, PromptError, choose_layers
+from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import INT32, ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, ModelFacts
 from pipeline.engines.transformers import think_tags
 
-from . import facts_file
 from .plugin import misfits
 
 Result = TypeVar("Result")

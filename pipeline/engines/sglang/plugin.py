@@ -20,16 +20,17 @@ from functools import partial, wraps
 from typing import Any
 
 from capture_kernels.errors import AttnError
+from pipeline.engines.serving import facts_file
+from pipeline.engines.serving.answer_writer import AnswerWriter
+from pipeline.engines.serving.facts_file import LiveFacts
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.sinks import CLOSE_S
 
-from . import facts_file
-from .answers import AnswerWriter, check_scores, heard, hide_system_prompt
+from .answers import check_scores, heard, hide_system_prompt
 from .command_line import add_options, read_options
-from .facts_file import LiveFacts
 from .model_process.layers import refusal
 
 LOG = logging.getLogger("attn.capture")

@@ -1,6 +1,5 @@
-"""Keys of `meta_info` under which the model's process says what it captured. Needs nothing."""
+"""Keys of `meta_info` under which the model's process says what it captured, beside those of
+`answer_writer`. Needs nothing."""
 
-# The entries of the response so far, and its `usage.attention` at the end.
-ENTRIES, USAGE = "attention_tokens", "attention_usage"
-# Its full scores at the end: arguments of `FullScores.entries`.
-SCORES = "attn_capture_data"
+# The response's `usage.attention`, at the end.
+USAGE = "attention_usage"

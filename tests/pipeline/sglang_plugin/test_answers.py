@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.engines.serving.answer_writer import CURRENT, AnswerWriter
 from pipeline.engines.serving.full_scores import FullScores, check_room
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
 from pipeline.engines.sglang import answers
 from pipeline.engines.sglang.answers import (
-    CURRENT,
-    AnswerWriter,
     check_scores,
     decode_entries,
     heard,

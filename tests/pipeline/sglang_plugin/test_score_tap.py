@@ -16,8 +16,9 @@ from recorder_steps import DIM, LAYERS, Req, Steps  # noqa: E402
 
 from capture_kernels.fingerprint.reference import attention_rows  # noqa: E402
 from pipeline.engines.serving import full_scores  # noqa: E402
+from pipeline.engines.serving.answer_writer import SCORES  # noqa: E402
 from pipeline.engines.sglang.model_process import recorder as recorders  # noqa: E402
-from pipeline.engines.sglang.recorder_keys import SCORES, USAGE  # noqa: E402
+from pipeline.engines.sglang.recorder_keys import USAGE  # noqa: E402
 
 TOKEN = SimpleNamespace(output_index=0, token_ids=(5,))
 ON = {"enable_attention_instrumentation": True, "instrumentation_layers": "all"}

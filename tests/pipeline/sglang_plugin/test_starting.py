@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from capture_kernels.errors import AttnError
+from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.sglang import facts_file
 from pipeline.engines.sglang.command_line import add_options, read_options
 
 FACTS = ModelFacts("demo", 4, (1, 3), 8, 4096, {"raw": "no"}, capture_id="abc")

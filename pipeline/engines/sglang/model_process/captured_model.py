@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,15 +12,8 @@ import torch
 from capture_kernels.errors import OptionError
 from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.serving.phases import (
-    PARSERS,
-    PhaseTracker,
-    ThinkTags,
-    starts_inside,
-    think_tags,
-)
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.record import capture_id
+from pipeline.engines.serving.steps.served_model import ServedModel
 
 from .latent import LatentLayers
 from .layers import attention_layers, kinds_of
@@ -30,18 +22,15 @@ from .routing import Routers, routers_of, routing_refusal
 from .windows import WindowPool
 
 LOG = logging.getLogger("attn.capture")
-# Tokens whose text is kept: a lens names the same ones again and again.
-MOST_TEXTS = 1 << 16
 
 
-class CapturedModel:
+class CapturedModel(ServedModel):
     """The model of a `ModelRunner`, and which of its layers are captured.
 
     Args:
         ranks: how many processes share the heads of each layer.
 
     Attributes:
-        name: of the model in records and responses.
         kinds: the captured layers, for `StepCapture`.
         score_kinds: the layers of full scores.
         facts: for the gate.
@@ -56,14 +45,17 @@ class CapturedModel:
 
     def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
         arguments, config = runner.server_args, runner.model_config
-        self.name = arguments.served_model_name or arguments.model_path
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
         self.windows = WindowPool(runner)
         if not layers:
             raise OptionError("no layer has attention to capture")
-        self._options = options
-        self._revision = revision_of(arguments.model_path, config.hf_config)
-        self._windowed = any(layer.sliding_window_size > 0 for layer in layers.values())
+        super().__init__(
+            arguments.served_model_name or arguments.model_path,
+            revision_of(arguments.model_path, config.hf_config),
+            options,
+            windowed=any(layer.sliding_window_size > 0 for layer in layers.values()),
+            parser=arguments.reasoning_parser,
+        )
         chosen = options.choose_layers(list(layers), config.num_hidden_layers)
         own = self.windows.layers
         self.first_layer = min(layers if own else chosen)
@@ -104,10 +96,6 @@ class CapturedModel:
             moe=bool(routers),
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
-        self._parser = arguments.reasoning_parser
-        self._tags: ThinkTags | None = None
-        self._decode: Callable[..., str] | None = None
-        self._text: Callable[[int], str] = str
 
     def _find_lens(self, runner: Any, layers: dict[int, Any], ranks: int) -> LensParts | str:
         if not self._options.logit_lens:
@@ -116,20 +104,6 @@ class CapturedModel:
             return "with --tp-size the head's vocabulary lies on several ranks"
         parts = lens_parts(runner.model, layers, runner.model_config)
         return lens_refusal(runner.server_args) or parts
-
-    def capture_id(self, layers: Sequence[int], heads: list[int] | None, mask: int) -> str:
-        """Of records of some layers and heads, with so many hidden tokens."""
-        options = self._options
-        return capture_id(
-            revision=self._revision,
-            layers=layers,
-            heads=heads,
-            mask=mask,
-            window=options.tokens_window,
-            sinks=options.sink_tokens,
-            layout=options.layout,
-            windowed=self._windowed,
-        )
 
     def routers(self, max_rows: int, device: torch.device | str) -> Routers | None:
         """The routers of the captured layers; None if there are none that can be captured."""
@@ -156,42 +130,6 @@ class CapturedModel:
             self._lens, self.facts.layers, max_rows=max_rows, device=device,
             text=lambda token: self._text(token), refuse=refuse,
         )  # fmt: skip
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Find the tags of --reasoning-parser in the model's tokens, and have texts of tokens."""
-
-        @lru_cache(MOST_TEXTS)
-        def text(token: int) -> str:
-            found: str = tokenizer.decode(
-                [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            return found
-
-        self._text = str if tokenizer is None else text
-        if tokenizer is None or self._parser not in PARSERS:
-            if self._parser:
-                LOG.warning("phases of --reasoning-parser %s are not known here", self._parser)
-            return
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-        def decode(tokens: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-        self._tags, self._decode = think_tags(self._parser, encode, decode), decode
-
-    def phases(self, prompt: Sequence[int], *, is_thinking: bool) -> PhaseTracker:
-        """Of the tokens that follow a prompt.
-
-        Args:
-            is_thinking: whether SGLang takes the answer's start for thinking, tag or not, as it
-                does in a chat with a model that thinks unless told otherwise.
-        """
-        if self._tags is None or self._decode is None:
-            return PhaseTracker(None)
-        inside = is_thinking or starts_inside(self._tags.rule, prompt, self._decode)
-        return PhaseTracker(self._tags, inside=inside)
 
 
 def own_heads(config: Any) -> int:

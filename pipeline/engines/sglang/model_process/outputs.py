@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.engines.serving.answer_writer import ENTRIES, SCORES
 from pipeline.engines.serving.steps.states import RequestState
 
-from ..recorder_keys import ENTRIES, SCORES, USAGE
+from ..recorder_keys import USAGE
 from .full_scores import answer_of
 
 # Where a request's state is kept on SGLang's own object, and so freed with it.

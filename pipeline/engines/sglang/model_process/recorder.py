@@ -23,6 +23,7 @@ from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.facts_file import ENDED
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.sinks import open_sink
@@ -45,7 +46,6 @@ from pipeline.engines.serving.steps.states import (
     wants_lists,
 )
 
-from ..facts_file import ENDED
 from .captured_model import CapturedModel
 from .device_step import DeviceStep, LensStep, token_at
 from .full_scores import ScoreTap, refuse_request

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from capture_kernels.errors import AttnError
-from pipeline.engines.serving.request import ModelFacts
+
+from .request import ModelFacts
 
 # Why nothing is captured once all records are delivered.
 ENDED = "the server ends"
@@ -21,18 +22,18 @@ ENDED = "the server ends"
 
 def is_chosen() -> bool:
     """Whether the path was chosen: by the first process of a server, which this one then is not."""
-    return "ATTN_SGLANG_FACTS" in os.environ
+    return "ATTN_ENGINE_FACTS" in os.environ
 
 
 def choose_path() -> None:
     """Of this process and its children. Nothing is made yet."""
     folder = Path(tempfile.gettempdir()) / f"attn-{secrets.token_hex(8)}"
-    os.environ["ATTN_SGLANG_FACTS"] = str(folder / "facts.json")
+    os.environ["ATTN_ENGINE_FACTS"] = str(folder / "facts.json")
 
 
 def write(facts: ModelFacts | str) -> None:
     """Write facts, or why nothing can be captured."""
-    path = Path(os.environ["ATTN_SGLANG_FACTS"])
+    path = Path(os.environ["ATTN_ENGINE_FACTS"])
     path.parent.mkdir(mode=0o700, exist_ok=True)
     content = {"error": facts} if isinstance(facts, str) else asdict(facts)
     # Of several processes each says the same.
@@ -43,7 +44,7 @@ def write(facts: ModelFacts | str) -> None:
 
 def remove() -> None:
     """Remove the file, if there is one."""
-    if path := os.environ.get("ATTN_SGLANG_FACTS"):
+    if path := os.environ.get("ATTN_ENGINE_FACTS"):
         shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
@@ -55,7 +56,7 @@ class LiveFacts:
     """
 
     def __init__(self) -> None:
-        self._path = Path(os.environ["ATTN_SGLANG_FACTS"])
+        self._path = Path(os.environ["ATTN_ENGINE_FACTS"])
         try:
             self._changed, self._facts = self._read()
         except OSError as error:

@@ -1,0 +1,45 @@
+"""Our options on an engine's own command line, and on their way to its processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from capture_kernels.errors import AttnError
+
+from .options import TABLE, ServeOptions
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `TABLE`, none of which has a value yet."""
+    group = parser.add_argument_group("attention capture (attn)")
+    for option in TABLE:
+        given: dict[str, Any] = {"help": option.help, "dest": option.parameter, "default": None}
+        if option.kind is bool:
+            group.add_argument(*option.names, action="store_true", **given)
+        elif option.kind is tuple:
+            group.add_argument(*option.names, nargs="+", **given)
+        else:
+            group.add_argument(*option.names, **given)
+
+
+def pass_options_on(arguments: argparse.Namespace) -> ServeOptions:
+    """Make what was given ATTN_CAPTURE_* variables, which all of the engine's processes inherit. A
+    value that cannot be used ends the program with 2."""
+    chosen: dict[str, str] = {}
+    for option in TABLE:
+        given = getattr(arguments, option.parameter, None)
+        if given is not None:
+            text = given if isinstance(given, str) else option.text(
+                tuple(given) if isinstance(given, list) else given)  # fmt: skip
+            chosen[option.variable] = text
+    try:
+        options = ServeOptions.from_environment({**os.environ, **chosen})
+        options.check_files()
+    except AttnError as error:
+        print(f"attn: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    os.environ |= options.environment()
+    return options
