@@ -45,8 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import WrongAnswerError
+from benchmarks.engine_process import Usage
 from benchmarks.record_accounts import accounts_of, rows_of
-from benchmarks.sglang_process import REPO, SGLangProcess, Usage, python_on_cpu
+from benchmarks.sglang_process import REPO, SGLangProcess, python_on_cpu
 from benchmarks.sglang_serving import SHAPES, VOCABULARY
 from benchmarks.sidecar_process import Sidecar
 

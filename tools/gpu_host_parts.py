@@ -57,7 +57,7 @@ SETS = {
         apache-tvm-ffi==0.1.11 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0
         compressed-tensors==0.17.0 distro==1.9.0 fastapi==0.136.3 httpcore2==2.16.2 httpx2==2.16.2
         ijson==3.6.0 jiter==0.19.0 jmespath==1.1.0 jsonschema==4.26.0
-        jsonschema-specifications==2025.9.1 lark==1.2.2 llguidance==1.7.6
+        jsonschema-specifications==2025.9.1 lark==1.2.2 llguidance==1.7.6 loguru==0.7.3
         model-hosting-container-standards==0.1.16 msgspec==0.22.0 openai==3.57.0 orjson==3.13.0
         oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7
         prometheus-fastapi-instrumentator==8.1.0 pybase64==1.5.1 pydantic==2.14.4
@@ -112,11 +112,11 @@ set -e
 here=$(dirname "$0")
 parts=${1:-/tmp/gpu-parts}
 want=$(cat "$here/parts.txt")
-have=$(ls "$parts"/part* | wc -l)
+have=$(ls "$parts"/part[0-9]* | wc -l)
 [ "$have" = "$want" ] || { echo "$have of $want parts in $parts"; exit 1; }
 site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 while read -r old; do rm -rf "$site"/$old; done < "$here/replaces.txt"
-cat $(ls "$parts"/part* | sort -V) | xz -dc -T0 | tar -C "$site" --no-same-owner -x
+cat $(ls "$parts"/part[0-9]* | sort -V) | xz -dc -T0 | tar -C "$site" --no-same-owner -x
 echo "unpacked $want parts into $site"
 """
 
@@ -145,7 +145,7 @@ def pip(*arguments: str) -> None:
 
 def download(requirements: list[str], cache: Path) -> list[Path]:
     """Paths of the wheels, each fetched once."""
-    wheels = []
+    wheels: list[Path] = []
     for requirement in requirements:
         folder = cache / hashlib.sha256(requirement.encode()).hexdigest()[:16]
         if not list(folder.glob("*.whl")):
@@ -226,8 +226,8 @@ def trim(library: Path, arch: int) -> int:
 
 
 def drop(site: Path, globs: str) -> None:
-    """Remove what `globs` match, and the commands, which name this machine's Python."""
-    for glob in ["bin", *globs.split()]:
+    """Remove what `globs` match."""
+    for glob in globs.split():
         for path in site.glob(glob):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -289,6 +289,8 @@ def main() -> None:
     site = args.cache / "site"
     shutil.rmtree(site, ignore_errors=True)
     pip("install", "--no-index", "--no-compile", "--target", str(site), *TARGET, *map(str, wheels))
+    # Commands name the Python that installed them.
+    drop(site, "bin")
     globs = replaced(site)
     for one in chosen:
         drop(site, one.dropped)

@@ -116,6 +116,11 @@ class RequestTable:
         if self._given.pop(index, None) is not None:
             self._put(index, handle=0, mask=0, enabled=0, phase=0, heads=0, hub=-1)
 
+    def disable_all(self) -> None:
+        """Capture none of any request's rows from the next step on."""
+        for index in list(self._given):
+            self.disable(index)
+
     def _put(self, index: int, **values: int | Int32s) -> None:
         self._changed = True
         for name, value in values.items():

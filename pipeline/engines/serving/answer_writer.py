@@ -45,6 +45,7 @@ class Heard:
     secret: str = ""
     names: dict[str, list[Named]] = field(default_factory=dict)
     output: NamedOutput | None = None
+    chat: Any = None  # the engine's request of a chat, where only that has the messages
 
     @property
     def is_any(self) -> bool:

@@ -1,4 +1,4 @@
-"""Our options on an engine's own command line, and on their way to its processes."""
+"""Our options on an engine's own command line, on their way to its processes, and in its log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from capture_kernels.errors import AttnError
 
 from .options import TABLE, ServeOptions
+from .request import ModelFacts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +44,22 @@ def pass_options_on(arguments: argparse.Namespace) -> ServeOptions:
         raise SystemExit(2) from None
     os.environ |= options.environment()
     return options
+
+
+def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
+    if options.turned_off:
+        print("attn: capture is off: --attention-disable-in-production", file=sys.stderr)
+        return
+    layers = ",".join(map(str, facts.layers))
+    parts = ["/".join(options.modes) + " entries"] if options.modes else []
+    if facts.score_layers:
+        parts.append(f"full scores of layers {','.join(map(str, facts.score_layers))}")
+    if options.logit_lens and "logit_lens" not in facts.reasons:
+        parts.append("logit lens")
+    if options.records:
+        parts.append(f"records to {options.sidecar_url or options.store}")
+    print(
+        f"attn: capturing layers {layers} of {facts.num_layers}, {facts.heads} heads: "
+        f"{', '.join(parts)} (capture {facts.capture_id})",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip

@@ -31,6 +31,11 @@ def choose_path() -> None:
     os.environ["ATTN_ENGINE_FACTS"] = str(folder / "facts.json")
 
 
+def folder() -> Path:
+    """Of the file; for this user alone. Made when something is written to it."""
+    return Path(os.environ["ATTN_ENGINE_FACTS"]).parent
+
+
 def write(facts: ModelFacts | str) -> None:
     """Write facts, or why nothing can be captured."""
     path = Path(os.environ["ATTN_ENGINE_FACTS"])

@@ -60,6 +60,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         stream_entries: whether the response has entries; False if only records or scores are
             wanted.
         name_tokens: whether the response names the visible tokens.
+        reply: where the engine's worker says what it captured, if its engine has no way back.
     """
 
     mode: Mode = "raw"
@@ -81,6 +82,11 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     session_id: str | None = None
     stream_entries: bool = True
     name_tokens: bool = False
+    reply: str | None = None
+
+    def replying(self, to: str) -> CaptureRequest:
+        """This request once it is known where what is captured of it goes."""
+        return msgspec.structs.replace(self, reply=to)
 
     def with_mask(self, tokens: int) -> CaptureRequest:
         """This request once it is known how many tokens are hidden."""

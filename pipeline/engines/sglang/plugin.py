@@ -20,7 +20,7 @@ from functools import partial, wraps
 from typing import Any
 
 from capture_kernels.errors import AttnError
-from pipeline.engines.serving import facts_file
+from pipeline.engines.serving import engine_options, facts_file
 from pipeline.engines.serving.answer_writer import AnswerWriter
 from pipeline.engines.serving.facts_file import LiveFacts
 from pipeline.engines.serving.gate import CaptureGate
@@ -253,7 +253,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *rest: Any, **given
         AnswerWriter, at_end=partial(end_model, tokenizer_manager, facts), secret=options.secret
     )
     app.add_middleware(CaptureGate, options=options, facts=facts)
-    say_what_is_captured(options, facts())
+    engine_options.say_what_is_captured(options, facts())
 
 
 async def end_model(tokenizer_manager: Any, facts: Callable[[], ModelFacts]) -> None:
@@ -287,25 +287,6 @@ def misfits() -> list[str]:
                 "seen to work"
             )
     return found or unhooked(HOOKS_OF_FIRST)
-
-
-def say_what_is_captured(options: ServeOptions, facts: ModelFacts) -> None:
-    if options.turned_off:
-        print("attn: capture is off: --attention-disable-in-production", file=sys.stderr)
-        return
-    layers = ",".join(map(str, facts.layers))
-    parts = ["/".join(options.modes) + " entries"] if options.modes else []
-    if facts.score_layers:
-        parts.append(f"full scores of layers {','.join(map(str, facts.score_layers))}")
-    if options.logit_lens and "logit_lens" not in facts.reasons:
-        parts.append("logit lens")
-    if options.records:
-        parts.append(f"records to {options.sidecar_url or options.store}")
-    print(
-        f"attn: capturing layers {layers} of {facts.num_layers}, {facts.heads} heads: "
-        f"{', '.join(parts)} (capture {facts.capture_id})",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
 
 
 def end_server() -> None:

@@ -1,0 +1,64 @@
+"""What requests may know of a model that vLLM serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_kernels.errors import OptionError
+from pipeline.engines.revision import revision_of
+from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.request import ModelFacts
+from pipeline.engines.serving.steps.served_model import ServedModel
+
+from .layers import attention_layers
+
+NOT_YET = "not with vLLM yet"
+# What SGLang's plug-in and `attn serve` have besides.
+MISSING = ("attention_hubs", "attn_capture", "logit_lens", "moe_routing")
+
+
+class CapturedModel(ServedModel):
+    """The model of a `GPUModelRunner`, and which of its layers are captured.
+
+    Args:
+        ranks: how many processes share the heads of each layer.
+
+    Attributes:
+        layers: the captured ones' `Attention`, by number.
+        facts: for the gate.
+
+    Raises:
+        OptionError: layers that cannot be captured.
+    """
+
+    def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
+        config = runner.vllm_config.model_config
+        found = attention_layers(runner)
+        if not found:
+            raise OptionError(
+                "no layer has attention to capture: it needs --attention-backend FLASH_ATTN or "
+                "TRITON_ATTN, and no latent keys (MLA)"
+            )
+        served = config.served_model_name
+        super().__init__(
+            served if isinstance(served, str) else (served or [config.model])[0],
+            revision_of(config.model, config.hf_config),
+            options,
+            windowed=any(layer.sliding_window for layer in found.values()),
+            parser=runner.vllm_config.structured_outputs_config.reasoning_parser or None,
+        )
+        count = config.hf_text_config.num_hidden_layers
+        chosen = options.choose_layers(list(found), count)
+        self.layers = {number: found[number] for number in chosen}
+        reasons = dict.fromkeys(MISSING, NOT_YET)
+        if ranks > 1:
+            reasons["head_filtering"] = "with tensor parallelism the heads lie on several ranks"
+        self.facts = ModelFacts(
+            name=self.name,
+            num_layers=count,
+            layers=tuple(chosen),
+            heads=self.layers[chosen[0]].num_heads * ranks,
+            max_context=runner.max_model_len,
+            reasons=reasons,
+            capture_id=self.capture_id(chosen, None, options.mask_prefix),
+        )

@@ -1,0 +1,523 @@
+"""In a worker: which rows of a step are captured, and what became of them.
+
+vLLM begins a step (`begin`), prepares it (`prepare`), runs the model (`layer`, in a CUDA graph or
+not), samples (`results`), and copies to the host what it sampled; what was captured is copied with
+it. With its asynchronous scheduling the next step is prepared before that. So rows of a step wait
+here until the engine says that the token they led to is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture_kernels.decode.step.page_table import PageTable
+from capture_kernels.serving.step import StepCapture, StepResults
+from pipeline.engines.serving.budget import OverheadBudget
+from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.facts_file import ENDED
+from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts
+from pipeline.engines.serving.sinks import open_sink
+from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
+from pipeline.engines.serving.steps.records import RecordMaker, RecordRow, StepRows
+from pipeline.engines.serving.steps.states import (
+    HostRows,
+    NotedRow,
+    RequestState,
+    Stage,
+    nearest,
+    take_row,
+    wants_lists,
+)
+
+from ..replies import Teller
+from ..scheduling import ATTRIBUTE as DECIDED
+from ..scheduling import Decided
+from .captured_model import CapturedModel
+from .layers import LayerKeys, kinds_of
+
+LOG = logging.getLogger("attn.capture")
+
+# Of raw entries the most a client may ask for; sketches name 32.
+RAW_TOP_K, SKETCH_TOP_K = 64, 32
+# A CUDA graph may be for a few rows more than there are requests.
+GRAPH_PADDING = 16
+
+
+@dataclass(eq=False)
+class VllmState(RequestState):
+    """One captured request of vLLM's. prompt: its tokens; tokens: that were sampled; noted:
+    position of the last row that a step was prepared with; times: how often it was put back and
+    began again; waiting: rows whose token may yet not be kept, ascending."""
+
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    noted: int = -1
+    times: int = 0
+    waiting: deque[WaitingRow] = field(default_factory=deque)
+
+    def token_at(self, position: int) -> int:
+        before = len(self.prompt)
+        return self.prompt[position] if position < before else self.tokens[position - before]
+
+    def begin_again(self, tokens: Sequence[int]) -> None:
+        """It was put back, and is run again from its beginning with all its tokens."""
+        self.times += 1
+        self.tokens = list(tokens[len(self.prompt) :])
+        self.noted = -1  # of all ranks, though only one of them has rows
+
+    def add(self, row: WaitingRow) -> None:
+        """Have a row wait, unless it was computed before the request was put back."""
+        last = self.waiting[-1].note.position if self.waiting else self.last
+        if row.note.position > last:
+            self.waiting.append(row)
+
+
+class WaitingRow(NamedTuple):
+    """A row, and the results of its step."""
+
+    note: NotedRow
+    found: HostRows
+    at: datetime
+
+
+class SampledStep(NamedTuple):
+    """A step whose results are on their way to the host.
+
+    requests: the captured ones among its batch, by their number in it, and how often each had
+    begun again. found: None where no row was captured.
+    """
+
+    requests: list[tuple[int, VllmState, int]]
+    noted: list[NotedRow]
+    found: StepResults | None
+    copied: Any  # a CUDA event, once `found` is there; None on a CPU
+    at: datetime
+    sampled: list[list[int]]  # by number in the batch, once they are there
+
+
+class Recorder:
+    """Captures for one model.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, with its model and its KV cache.
+        options: of the server, with capture on.
+        switched_off: is given the facts that hold once capture is off.
+        ranks: the processes that hold the model's heads, of which this is one.
+
+    Raises:
+        OptionError: layers that cannot be captured, or a sink that cannot be used.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        options: ServeOptions,
+        switched_off: Callable[[ModelFacts], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.options, self._switched_off = options, switched_off
+        self.ranks = ranks = ranks or Ranks()
+        self.model = model = CapturedModel(runner, options, ranks.count)
+        self._device = runner.device
+        self.on_gpu = torch.device(self._device).type == "cuda"
+        self._keys = keys_of(runner, model)
+        kinds = kinds_of(model.layers, self._keys)
+        self._first_of = [min(kind.numbers) for kind in kinds]
+        self.capture = step_capture(
+            kinds, options, ranks, rows=runner.max_num_reqs, length=runner.max_model_len,
+            device=self._device,
+        )  # fmt: skip
+        self._has_lists = "raw" in options.modes and options.head_lists
+        # A row of a decode step is the request of its number in the batch.
+        self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
+        self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
+        self._names = {number: name for name, number in self._numbers.items()}
+        self._copy_stream = torch.cuda.Stream(self._device) if self.on_gpu else None
+        sink = None
+        if ranks.answers:
+            sink = open_sink(
+                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
+            )
+        self._records = None if sink is None else RecordMaker(sink, options.layout)
+        self._teller = Teller()
+        self._states: dict[str, VllmState] = {}
+        # Of the step that is being run.
+        self._captured: list[tuple[int, VllmState, int]] = []
+        self._noted: list[NotedRow] = []
+        self._rows, self._stage = 0, Stage.REPLAYED
+        self._extend: tuple[Tensor, Tensor, Tensor] | None = None
+        # Steps whose sampled tokens have come; another thread appends.
+        self._sampled: deque[SampledStep] = deque()
+        self._budget = OverheadBudget(options.overhead_budget)
+        self._spent_s, self._began = 0.0, time.perf_counter()
+        self.failed = self._closed = False
+
+    # The step ------------------------------------------------------------------------------------
+
+    @all_or_none
+    def begin(self, scheduled: Any) -> None:
+        """Before vLLM takes in a `SchedulerOutput`: settle what is decided of earlier steps."""
+        began = time.perf_counter()
+        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        self._take_sampled()
+        for new in scheduled.scheduled_new_reqs:
+            self._begin_request(new)
+        decided: Decided | None = getattr(scheduled, DECIDED, None)
+        if decided is None:
+            return
+        recorded: dict[int, tuple[WaitingRow, list[RecordRow]]] = {}
+        for name, kept in decided.kept.items():
+            if (state := self._states.get(name)) is not None:
+                self._settle(state, kept, recorded)
+                self._say(state, None)
+        for name, kept in decided.ended.items():
+            if (state := self._states.pop(name, None)) is not None:
+                self._settle(state, kept, recorded)
+                state.waiting.clear()
+                self._say(state, state.usage(self.off))
+        if self._records is not None:
+            for row, rows in recorded.values():
+                self._records.put(StepRows(rows, row.found.mean, row.at))
+        self._spent_s += time.perf_counter() - began
+
+    def _begin_request(self, new: Any) -> None:
+        known = self._states.get(new.req_id)
+        if known is not None:
+            known.begin_again(new.prefill_token_ids or [])
+            return
+        extra = None if new.sampling_params is None else new.sampling_params.extra_args
+        request = CaptureRequest.from_custom_params(extra, self.options.secret)
+        if request is None or new.prompt_token_ids is None:
+            return
+        prompt, model, response_id = list(new.prompt_token_ids), self.model, id_of(new.req_id)
+        collector = RequestCollector(
+            request,
+            request_id=response_id,
+            model=model.name,
+            capture_id=model.capture_id(request.layers, request.heads, request.mask_prefix),
+            layout=self.options.layout,
+            prompt_len=len(prompt),
+            phases=model.phases(prompt, is_thinking=False),
+            response_id=response_id,
+            keep_records=False,
+            records_elsewhere=self.options.records,
+        )
+        layers = tuple(self.capture.layers.index(number) for number in request.layers)
+        self._states[new.req_id] = VllmState(collector, layers, prompt=prompt)
+
+    def _settle(
+        self, state: VllmState, kept: int, recorded: dict[int, tuple[WaitingRow, list[RecordRow]]]
+    ) -> None:
+        """Take the rows that led to a token that is kept, and those of the prompt."""
+        collector, waiting = state.collector, state.waiting
+        while waiting:
+            row = waiting[0]
+            position = row.note.position
+            step = position - collector.prompt_len + 1
+            if step >= kept and position >= collector.prompt_len:
+                return
+            waiting.popleft()
+            for token in state.tokens[state.fed : step]:
+                collector.feed(token)
+                state.fed += 1
+            made = take_row(
+                row.note, row.found, self.capture.layers, state.token_at(position), row.at,
+                record=self._records is not None,
+            )  # fmt: skip
+            if made is not None:
+                recorded.setdefault(id(row.found), (row, []))[1].append(made)
+
+    def _say(self, state: VllmState, usage: dict[str, Any] | None) -> None:
+        entries, state.entries = state.entries, []
+        to = state.collector.request.reply
+        if to is not None and self.ranks.answers and (entries or usage is not None):
+            self._teller.say(to, entries, usage)
+
+    @all_or_none
+    def prepare(self, batch: Any) -> None:
+        """Note the rows of a step, and switch their requests on.
+
+        Args:
+            batch: vLLM's `InputBatch`, whose tensors are being filled.
+        """
+        if not self._states:
+            self.capture.requests.disable_all()
+            self.capture.requests.copy()
+            return
+        began = time.perf_counter()
+        self._stage = Stage.REPLAYED
+        firsts, counts = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
+        is_decode = max(counts) == 1
+        self._rows = batch.num_reqs if is_decode else 0
+        for index, name in enumerate(batch.req_ids):
+            state = self._states.get(name)
+            if state is not None:
+                self._captured.append((index, state, state.times))
+            self._note(index, state, firsts[index], firsts[index] + counts[index], is_decode)
+        if not is_decode and self._noted:
+            self._prepare_extend(batch, firsts, counts)
+        self.capture.requests.copy()
+        self._spent_s += time.perf_counter() - began
+
+    def _prepare_extend(self, batch: Any, firsts: list[int], counts: list[int]) -> None:
+        lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
+        self._noted = noted = nearest(self._noted, lengths, self.capture.max_rows)
+        self._rows = len(noted)
+        starts = batch.query_start_loc_np.tolist()
+        columns = [
+            [note.request for note in noted],
+            [note.position + 1 for note in noted],
+            [starts[note.request] + note.position - firsts[note.request] for note in noted],
+        ]
+        table = torch.tensor(columns, dtype=torch.int64, pin_memory=self.on_gpu)
+        requests, keys, queries = table.to(self._device, non_blocking=True)
+        self._extend = (requests, keys, queries)
+
+    def _note(
+        self, index: int, state: VllmState | None, first: int, after: int, is_decode: bool
+    ) -> None:  # fmt: skip
+        """Note the wanted rows of a request among those at positions first to before `after`."""
+        requests = self.capture.requests
+        # Ranks must agree: only one of them knows what was spent so far.
+        if state is None or (self.ranks.alone and self._budget.exceeded):
+            requests.disable(index)
+            return
+        collector = state.collector
+        begin = max(first, state.noted + 1)
+        if begin < collector.prompt_len:
+            # Of a prompt only its last rows can be wanted.
+            begin = max(begin, collector.prompt_len - collector.request.prompt_rows)
+        wanted = [p for p in range(begin, after) if collector.wants(p)]
+        if not wanted:
+            requests.disable(index)
+            return
+        request = collector.request
+        requests.enable(index, mask=request.mask_prefix, heads=request.heads)
+        for position in wanted:
+            at = index if is_decode else len(self._noted)
+            self._noted.append(NotedRow(index, at, state, position, None))
+        state.noted = wanted[-1]
+
+    def prepare_dummy(self) -> None:
+        """A step of no requests, as graphs are captured with: none of its rows is captured."""
+        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        self._stage = Stage.REPLAYED
+
+    @all_or_none
+    def layer(self, layer: Any, query: Tensor, metadata: Any) -> None:
+        """A layer has run: take what is captured of it. Its keys are in its cache.
+
+        Args:
+            layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
+        """
+        number = self._numbers[layer.layer_name]
+        # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
+        is_decode = metadata.max_query_len == 1
+        if is_decode and not (self.on_gpu or self._noted):
+            return
+        if not is_decode and self._extend is None:
+            return
+        if number == self.capture.layers[0]:
+            self.capture.begin(*self._tables(metadata, is_decode))
+            self._stage = Stage.BEGUN
+        elif self._stage is not Stage.BEGUN:
+            self._stage = Stage.INCOMPLETE
+        if self._stage is not Stage.BEGUN:
+            return
+        rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
+        own = self._keys[number]
+        if rows.element_size() == 1:
+            rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
+        self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
+        if number == self.capture.layers[-1]:
+            self.capture.end()
+            self._stage = Stage.ENDED
+
+    def _tables(self, metadata: Any, is_decode: bool) -> list[PageTable]:
+        """Of each kind of layers, where the step's rows have their keys."""
+        from vllm.forward_context import get_forward_context
+
+        of_layers = get_forward_context().attn_metadata
+        tables = []
+        for number in self._first_of:
+            own, keys = of_layers[self._names[number]], self._keys[number]
+            if is_decode:
+                rows, lengths = self._in_turn[: len(own.seq_lens)], own.seq_lens
+            else:
+                assert self._extend is not None
+                rows, lengths, _ = self._extend
+            tables.append(
+                PageTable.of_pages(
+                    own.block_table, rows, lengths, page=keys.page, page_slots=keys.page_slots
+                )
+            )
+        return tables
+
+    @ends_capture_not_serving
+    def results(self, output: Any) -> None:
+        """vLLM has sampled: have what was captured copied with it.
+
+        Args:
+            output: vLLM's `AsyncOutput`, whose `get_output` is called once, in any thread.
+        """
+        if not self._captured or not self.ranks.answers:
+            return
+        found, copied = self._copies()
+        step = SampledStep(self._captured, self._noted, found, copied, datetime.now(UTC), [])
+        original = output.get_output
+
+        def get_output() -> Any:
+            result = original()
+            step.sampled.extend(result.sampled_token_ids)
+            self._sampled.append(step)
+            return result
+
+        output.get_output = get_output
+
+    def _copies(self) -> tuple[StepResults | None, Any]:
+        replayed = self.on_gpu and self._stage is Stage.REPLAYED
+        if not self._noted or not (replayed or self._stage is Stage.ENDED):
+            return None, None
+        lists = any(wants_lists(note.state.collector.request) for note in self._noted)
+        found = self.capture.results(self._rows, heads=lists and self._has_lists)
+        if self._copy_stream is None:
+            return found, None
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copy_stream):
+            for each in found:
+                each.record_stream(self._copy_stream)
+            # Copies of nothing cost as much as others.
+            host = StepResults(*(each.to("cpu", non_blocking=each.numel() > 0) for each in found))
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._copy_stream)
+        return host, copied
+
+    def _take_sampled(self) -> None:
+        """Have the rows of steps that are over wait, and their tokens known."""
+        for _ in range(len(self._sampled)):
+            step = self._sampled.popleft()
+            began = time.perf_counter()
+            for index, state, times in step.requests:
+                if state.times == times:
+                    state.tokens += step.sampled[index]
+            if step.found is None:
+                continue
+            if step.copied is not None:
+                step.copied.synchronize()
+            found = HostRows(step.found)
+            # A request that was put back since then is run again.
+            current = {i: state for i, state, times in step.requests if state.times == times}
+            for note in step.noted:
+                # A step that was incomplete says nothing.
+                if found.complete[note.row] and note.request in current:
+                    current[note.request].add(WaitingRow(note, found, step.at))
+            now = time.perf_counter()
+            for note in step.noted:
+                note.state.collector.add_seconds((now - began) / len(step.noted))
+            spent, self._spent_s = self._spent_s + now - began, 0.0
+            if self._budget.add(now - self._began, spent):
+                LOG.warning("capture is switched off: %s", self._budget.exceeded)
+                self._report_off(self.off)
+            self._began = now
+
+    # What became of it ---------------------------------------------------------------------------
+
+    @property
+    def off(self) -> str | None:
+        """Why capture is off since some time, in words for clients."""
+        if self.failed:
+            return "capture ended with an error: see the server's log"
+        return self._budget.exceeded
+
+    def fail(self) -> None:
+        """Switch capture off for good."""
+        self.failed = True
+        if self.ranks.alone:
+            self._captured, self._noted, self._extend = [], [], None
+        for state in self._states.values():
+            self._say(state, state.usage(self.off))
+        self._states.clear()
+        self._report_off(self.off)
+
+    def _report_off(self, reason: str | None) -> None:
+        if not self.ranks.answers:
+            return
+        facts = self.model.facts
+        off = {**facts.reasons, "capture": str(reason)}
+        self._switched_off(dataclasses.replace(facts, reasons=off))
+
+    def close(self) -> None:
+        """Deliver what waits, log what became of all records, and report the end; once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._records is not None:
+            counts = self._records.close()
+            LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
+        self._teller.close()
+        self._report_off(ENDED)
+
+
+def id_of(request: str) -> str:
+    """The `id` of a request's response: vLLM's own name of it has 8 characters more, and that of a
+    completion the number of the prompt before them."""
+    found = request.rpartition("-")[0] or request
+    return found.rpartition("-")[0] if found.startswith("cmpl-") else found
+
+
+def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
+    """Where the captured layers have their keys, by number."""
+    groups = {
+        name: index
+        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+    }
+    return {
+        number: LayerKeys.of_layer(
+            layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
+            and layer.impl.supports_quant_query_input,
+        )
+        for number, layer in model.layers.items()
+    }  # fmt: skip
+
+
+def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
+    """What capture takes of the device's memory, known before there is a KV cache."""
+    model = CapturedModel(runner, options)
+    return step_capture(
+        kinds_of(model.layers, {}), options, Ranks(), rows=runner.max_num_reqs,
+        length=runner.max_model_len, device=runner.device,
+    ).bytes  # fmt: skip
+
+
+def step_capture(
+    kinds: Sequence[Any], options: ServeOptions, ranks: Ranks, *, rows: int, length: int,
+    device: torch.device | str,
+) -> StepCapture:  # fmt: skip
+    """The plans of a server for so many rows of so many keys at most."""
+    modes = options.modes
+    has_lists = "raw" in modes and options.head_lists
+    return StepCapture(
+        kinds,
+        max_rows=rows + GRAPH_PADDING,
+        max_length=length,
+        num_requests=rows + GRAPH_PADDING,
+        device=device,
+        visibility=options.visibility,
+        mean_top_k=RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0,
+        top_k=RAW_TOP_K if has_lists else 0,
+        ranks=ranks.heads,
+        scratch_bytes=options.scratch_bytes,
+        first_request=0,
+    )

@@ -1,0 +1,126 @@
+"""What a worker captured of requests, on its way to the process that answers them.
+
+vLLM's own way back has no field for it. Each process that answers listens on a socket of its own, a
+file in the folder of `facts_file`; a request that asks for attention says which, and by what key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pipeline.engines.serving.facts_file import folder
+from pipeline.engines.serving.responses import decoded
+
+LOG = logging.getLogger("attn.capture")
+# Seconds that an answer waits for what is still to be said of its attention.
+WAIT_S = 10.0
+
+
+class Said(msgspec.Struct, array_like=True):
+    """What is new of a request. entries: JSON; usage: at the end."""
+
+    key: str
+    entries: list[bytes] = []
+    usage: dict[str, Any] | None = None
+
+
+class Reply:
+    """What was said of one request.
+
+    Attributes:
+        to: for `CaptureRequest.reply`.
+    """
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies, self._key = replies, secrets.token_hex(8)
+        self.to = f"{replies.address} {self._key}"
+        self._entries: list[dict[str, Any]] = []
+        self.usage: dict[str, Any] | None = None
+        self._ended = asyncio.Event()
+        replies.waiting[self._key] = self
+
+    def add(self, said: Said) -> None:
+        self._entries += decoded(said.entries)
+        if said.usage is not None:
+            self.usage = said.usage
+            self._ended.set()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Entries that were not taken yet."""
+        taken, self._entries = self._entries, []
+        return taken
+
+    async def end(self) -> None:
+        """Wait until all is said. What does not come is logged, and the answer goes without it."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._ended.wait()
+        except TimeoutError:
+            LOG.warning("a response goes without the end of its attention: it did not come")
+
+    def close(self) -> None:
+        """Listen for it no longer."""
+        self._replies.waiting.pop(self._key, None)
+
+
+class Replies:
+    """Listens for all requests of this process; made in its event loop."""
+
+    def __init__(self) -> None:
+        place = folder() / f"answers-{os.getpid()}"
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        self.address = f"ipc://{place}"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(self.address)
+        self.waiting: dict[str, Reply] = {}
+        self._task = asyncio.get_running_loop().create_task(self._listen())
+
+    def expect(self) -> Reply:
+        return Reply(self)
+
+    async def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Said)
+        while True:
+            said = decoder.decode(await self._socket.recv())
+            if (reply := self.waiting.get(said.key)) is not None:
+                reply.add(said)
+
+
+class Teller:
+    """In a worker: says what is new of requests. It never waits.
+
+    Attributes:
+        dropped: what a process that answers did not take.
+    """
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self.dropped = 0
+
+    def say(self, to: str, entries: list[bytes], usage: dict[str, Any] | None) -> None:
+        """Say it to the `Reply.to` of a request."""
+        address, _, key = to.rpartition(" ")
+        socket = self._sockets.get(address)
+        if socket is None:
+            socket = self._sockets[address] = self._context.socket(zmq.PUSH)
+            socket.set(zmq.SNDHWM, 100_000)
+            socket.connect(address)
+        try:
+            socket.send(self._encoder.encode(Said(key, entries, usage)), zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Send what waits, for a second at most."""
+        self._context.destroy(linger=1000)

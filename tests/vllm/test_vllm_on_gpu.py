@@ -1,0 +1,261 @@
+"""Capture in vLLM on a real GPU, CUDA graphs on: the numbers of transformers in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from vllm_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = ON_A_GPU
+# Half precision moves the hidden states of four layers.
+SHARE, LOGIT = 2e-2, 5e-2
+SHAPE = {
+    "vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 2048, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["FLASH_ATTN", "TRITON_ATTN"])
+def server(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    store = ["--attention-store", str(folder / "store")]
+    with start(folder, "--attention-backend", request.param, *store) as running:
+        running.store = folder / "store"
+        yield running.wait()
+
+
+def check_raw(
+    answer: dict[str, Any], truth: Any, layers: int, rows: int, share: float, logit: float
+) -> list[float]:
+    """The raw entries of a prompt's last rows and of generated tokens; returns errors of shares."""
+    entries, errors = answer["entries"], []
+    assert len(entries) == layers * (NEW - 1 + rows)
+    for entry in entries:
+        p, logsumexp = truth.row(entry["layer_id"], entry["position"])
+        found = np.exp(np.array(entry["topk_logits"]) - entry["logsumexp_candidates"])
+        mean = p.mean(axis=0)
+        errors.append(np.abs(found - mean[entry["token_positions"]]).max())
+        assert entry["logsumexp_candidates"] == pytest.approx(logsumexp.mean(), abs=logit)
+        # The smallest of the named is no smaller than any other.
+        assert min(found) >= np.sort(mean)[-len(found)] - share
+    assert max(errors) < share, (np.mean(errors), max(errors))
+    return errors
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_raw_entries_are_the_models_attention(server, count):
+    """Prompts of several chunks, some of them beside generated tokens."""
+    from attention_reference import AttentionReference
+
+    prompts, rows = prompts_of(count), 3
+    # A prefix cache would have rows of prompts that were asked before.
+    fields = {"cache_salt": f"{count}", "include_prompt_attention": rows}
+    answers = asyncio.run(
+        generate(server.url, prompts, return_attention_tokens=True, top_k_attention=8, **fields)
+    )
+    for prompt, answer in list(zip(prompts, answers, strict=True))[:4]:
+        assert answer["entries"] is not None, server.end_of_log(60)
+        check_raw(
+            answer, AttentionReference(Path(MODEL), prompt + answer["output_ids"]), 4, rows, SHARE,
+            LOGIT,
+        )  # fmt: skip
+        assert answer["usage"]["rows"] == NEW - 1 + rows
+        assert "off" not in answer["usage"]
+
+
+def test_who_does_not_ask_is_answered_the_same_and_mixed_batches_are_right(server):
+    prompts = prompts_of(12)
+    plain = asyncio.run(generate(server.url, prompts))
+    assert not any(answer["entries"] or answer["usage"] for answer in plain)
+
+    async def mixed() -> list[list[dict]]:
+        return await asyncio.gather(
+            generate(server.url, prompts[::2]),
+            generate(server.url, prompts[1::2], return_attention_tokens=True,
+                     attention_fingerprint_mode=True, attention_mask_prefix=3),
+        )  # fmt: skip
+
+    silent, asking = asyncio.run(mixed())
+    assert not any(answer["entries"] for answer in silent)
+    for answer in asking:
+        assert [entry["step"] for entry in answer["entries"]] == list(range(1, NEW))
+        for entry in answer["entries"]:
+            vector = entry["fingerprint"]
+            assert sum(vector[4:]) == pytest.approx(1, abs=1e-3)
+            assert 0 <= vector[3] <= 1
+
+
+def test_a_request_that_stops_early_has_no_rows_past_its_end(server):
+    """vLLM runs a step more than that, before it knows."""
+    prompt = prompts_of(3)[2]
+    (whole,) = asyncio.run(generate(server.url, [prompt], return_attention_tokens=True))
+    for at in (1, 2, 7):
+        stop = whole["output_ids"][at]
+        first = whole["output_ids"].index(stop)
+        (answer,) = asyncio.run(
+            generate(server.url, [prompt], return_attention_tokens=True, ignore_eos=False,
+                     attention_fingerprint_mode=True, stop_token_ids=[stop])
+        )  # fmt: skip
+        assert answer["output_ids"] == whole["output_ids"][: first + 1]
+        assert [entry["step"] for entry in answer["entries"]] == list(range(1, first + 1))
+
+
+def test_streams_bring_each_entry_once_and_usage_at_the_end(server):
+    body = {
+        "model": "demo", "prompt": prompts_of(1)[0], "max_tokens": NEW, "ignore_eos": True,
+        "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+        "return_attention_tokens": True, "attention_fingerprint_mode": True,
+    }  # fmt: skip
+    steps, usage, done = [], None, 0
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                done += 1
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                for choice in event["choices"]:
+                    steps += [each["step"] for each in choice.get("attention_tokens", [])]
+                usage = event.get("usage") or usage
+    assert (steps, done) == (list(range(1, NEW)), 1)
+    assert usage["attention"]["rows"] == NEW - 1
+
+
+def test_records_of_every_request_are_stored(server):
+    from pipeline.store.open import open_store
+
+    prompts = prompts_of(5)
+    answers = asyncio.run(generate(server.url, prompts))
+    names = {answer["id"] for answer in answers}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for _ in range(60):
+        asyncio.run(asyncio.sleep(0.25))
+        with open_store(server.store, read_only=True) as opened:
+            for batch in opened.scan():
+                columns = batch.to_pydict()
+                for name, position, token in zip(
+                    columns["request_id"], columns["position"], columns["token_id"], strict=True
+                ):
+                    if name in names:
+                        found.setdefault(name, []).append((position, token))
+        if sum(map(len, found.values())) >= 5 * (NEW - 1):
+            break
+        found.clear()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        fed = answer["output_ids"][:-1]
+        assert sorted(found[answer["id"]]) == [
+            (len(prompt) + at, token) for at, token in enumerate(fed)
+        ]
+
+
+def saved(folder: Path, config: transformers.PretrainedConfig) -> Path:
+    import shutil
+
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.float16).save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def checked(
+    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str
+) -> list[Any]:
+    """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's; the
+    `AttentionReference` of each answer."""
+    from attention_reference import AttentionReference
+
+    prompts, rows, errors, truths = prompts_of(4), 3, [], []
+    with start(folder, *options, model=model) as running:
+        url = running.wait().url
+        # The prompts are in the prefix cache after the first, so that only it can have their rows.
+        raw, vectors = (
+            asyncio.run(generate(url, prompts, return_attention_tokens=True, **fields))
+            for fields in (
+                {"top_k_attention": 8, "include_prompt_attention": rows},
+                {"attention_fingerprint_mode": True},
+            )
+        )
+    for prompt, answer, said in zip(prompts, raw, vectors, strict=True):
+        truths.append(AttentionReference(model, prompt + answer["output_ids"]))
+        errors += check_raw(answer, truths[-1], layers, rows, share, logit)
+        own = AttentionReference(model, prompt + said["output_ids"])
+        assert len(said["entries"]) == NEW - 1
+        for entry in said["entries"]:
+            vector = own.fingerprint(list(range(layers)), len(prompt) + entry["step"] - 1)
+            errors.append(np.abs(vector - entry["fingerprint"]).max())
+    print(f"shares: mean {np.mean(errors):.2g}, largest {max(errors):.2g}")
+    assert max(errors) < share
+    # Attention that tells positions apart, or any answer would do.
+    assert max(truths[0].p[0, :, -1].max(axis=1)) > share
+    return truths
+
+
+@pytest.mark.parametrize("keys", ["auto", "fp8"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_many_query_heads_on_one_key_head(tmp_path, keys, backend):
+    """Of 8-bit keys and queries, which have three bits of mantissa, errors are larger."""
+    model = saved(tmp_path / "model", transformers.LlamaConfig(
+        **SHAPE, intermediate_size=512, num_hidden_layers=3, num_key_value_heads=1,
+    ))  # fmt: skip
+    share, logit = (SHARE, LOGIT) if keys == "auto" else (0.3, 0.5)
+    checked(tmp_path, model, 3, share, logit, "--kv-cache-dtype", keys,
+            "--attention-backend", backend)  # fmt: skip
+
+
+def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
+    """Gemma 2: a cap on every layer's logits, a window on every other layer."""
+    layers, window, cap = 4, 48, 3.0
+    model = saved(tmp_path / "model", transformers.Gemma2Config(
+        **SHAPE, intermediate_size=512, num_hidden_layers=layers, num_key_value_heads=2,
+        query_pre_attn_scalar=64, attn_logit_softcapping=cap, sliding_window=window,
+        hidden_act="gelu_pytorch_tanh",
+    ))  # fmt: skip
+    for truth in checked(tmp_path, model, layers, SHARE, LOGIT):
+        seen = truth.logits[:, :, -1]
+        # Both do something here: logits near the cap, and keys that only the other layers see.
+        assert 0.9 * cap < seen.max() < cap
+        assert [int(np.isfinite(each[0]).sum()) for each in seen[:2]] == [
+            min(window, seen.shape[2]), seen.shape[2],
+        ]  # fmt: skip
+
+
+def test_what_cannot_be_captured_does_not_start(tmp_path):
+    options = ["--compilation-config", '{"cudagraph_mode": "FULL"}']
+    with start(tmp_path, *options) as running, pytest.raises(RuntimeError) as error:
+        running.wait()
+    assert "whole graphs of prompts (FULL) cannot be captured" in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_two_ranks_say_what_one_does(tmp_path):
+    """The demo model's four heads and two key heads on two GPUs, in CUDA graphs."""
+    prompts, found = prompts_of(6), []
+    for name, options in (("one", []), ("two", ["--tensor-parallel-size", "2"])):
+        (tmp_path / name).mkdir()
+        with start(tmp_path / name, *options) as running:
+            url = running.wait().url
+            found.append(asyncio.run(
+                generate(url, prompts, return_attention_tokens=True, include_prompt_attention=8,
+                         attention_fingerprint_mode=True)
+            ))  # fmt: skip
+    compared = 0
+    for alone, both in zip(*found, strict=True):
+        # Generated tokens may differ, in half precision; up to there all rows are the same.
+        pairs = zip(alone["output_ids"], both["output_ids"], strict=True)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), NEW)
+        assert len(alone["entries"]) == len(both["entries"])
+        for a, b in zip(alone["entries"], both["entries"], strict=True):
+            assert a["step"] == b["step"]
+            if a["step"] <= same:
+                compared += a["step"] > 0
+                np.testing.assert_allclose(b["fingerprint"], a["fingerprint"], atol=SHARE)
+    assert compared > 5 * len(prompts)
