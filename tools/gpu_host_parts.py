@@ -17,7 +17,7 @@ On the host: put every part into /tmp/gpu-parts, then run `bash OUT/setup.sh [FO
 
 Sets: vllm  vLLM 0.33.0, torch 2.14.0, Triton 3.8.0 and NCCL 2.30.7, for `vllm serve` of a language
             model on one Hopper GPU. Python calls it as `python -m vllm.entrypoints.cli.main serve`.
-            Without FlashInfer, DeepGEMM, CUTLASS DSL, FlashAttention 2 and vLLM's Rust programs.
+            Without FlashInfer, DeepGEMM, the CUTLASS DSL, FlashAttention 2 and 4, and vllm-rs.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ SETS = {
         truststore==0.10.5 typing-extensions==4.16.0 typing-inspection==0.4.5 uvicorn==0.54.0
         watchfiles==1.3.0 xgrammar==0.2.8
         """,
-        # FlashAttention 3 serves Hopper. vLLM looks for each of these before it imports it. Of
-        # Triton go the profiler's libraries, the assembler for Blackwell, and what its tests load.
+        # FlashAttention 3 serves Hopper; with `cute`, vLLM would pick version 4, which needs the
+        # CUTLASS DSL. It looks for each of these before it imports it. Of Triton go the profiler's
+        # libraries, the assembler for Blackwell, and what its tests load.
         dropped="""
-        vllm/vllm-rs vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/_deepselect_C.abi3.so
-        vllm/_flashkda_C.abi3.so vllm/_qutlass_C.abi3.so vllm/third_party/deep_gemm
-        vllm/third_party/fmha_sm100 vllm/third_party/tml_fa4
+        vllm/vllm-rs vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/vllm_flash_attn/cute
+        vllm/_deepselect_C.abi3.so vllm/_flashkda_C.abi3.so vllm/_qutlass_C.abi3.so
+        vllm/third_party/deep_gemm vllm/third_party/fmha_sm100 vllm/third_party/tml_fa4
         triton/backends/amd/lib triton/backends/nvidia/lib/cupti*
         triton/backends/nvidia/bin/ptxas-blackwell triton/backends/nvidia/bin/nvdisasm
         triton/_C/libproton.so triton/instrumentation triton/plugins

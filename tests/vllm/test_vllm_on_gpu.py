@@ -167,10 +167,11 @@ def saved(folder: Path, config: transformers.PretrainedConfig) -> Path:
 
 
 def checked(
-    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str
-) -> list[Any]:
+    folder: Path, model: Path, layers: int, share: float, logit: float, *options: str,
+    mean: float | None = None,
+) -> list[Any]:  # fmt: skip
     """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's; the
-    `AttentionReference` of each answer."""
+    `AttentionReference` of each answer. `mean` bounds errors of shares on average."""
     from attention_reference import AttentionReference
 
     prompts, rows, errors, truths = prompts_of(4), 3, [], []
@@ -193,9 +194,9 @@ def checked(
             vector = own.fingerprint(list(range(layers)), len(prompt) + entry["step"] - 1)
             errors.append(np.abs(vector - entry["fingerprint"]).max())
     print(f"shares: mean {np.mean(errors):.2g}, largest {max(errors):.2g}")
-    assert max(errors) < share
+    assert max(errors) < share and np.mean(errors) < (mean or share)
     # Attention that tells positions apart, or any answer would do.
-    assert max(truths[0].p[0, :, -1].max(axis=1)) > share
+    assert max(truths[0].p[0, :, -1].max(axis=1)) > 3 * (mean or share)
     return truths
 
 
@@ -206,9 +207,11 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys, backend):
     model = saved(tmp_path / "model", transformers.LlamaConfig(
         **SHAPE, intermediate_size=512, num_hidden_layers=3, num_key_value_heads=1,
     ))  # fmt: skip
-    share, logit = (SHARE, LOGIT) if keys == "auto" else (0.3, 0.5)
+    share, mean, logit, dtype = SHARE, SHARE / 4, LOGIT, "float16"
+    if keys == "fp8":  # FlashAttention 3 has it for bfloat16 alone
+        share, mean, logit, dtype = 0.3, 0.03, 0.5, "bfloat16"
     checked(tmp_path, model, 3, share, logit, "--kv-cache-dtype", keys,
-            "--attention-backend", backend)  # fmt: skip
+            "--attention-backend", backend, "--dtype", dtype, mean=mean)  # fmt: skip
 
 
 def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
@@ -219,7 +222,9 @@ def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
         query_pre_attn_scalar=64, attn_logit_softcapping=cap, sliding_window=window,
         hidden_act="gelu_pytorch_tanh",
     ))  # fmt: skip
-    for truth in checked(tmp_path, model, layers, SHARE, LOGIT):
+    # vLLM runs this model in bfloat16, which has three bits less than float16.
+    truths = checked(tmp_path, model, layers, 0.1, 0.2, "--dtype", "bfloat16", mean=SHARE / 2)
+    for truth in truths:
         seen = truth.logits[:, :, -1]
         # Both do something here: logits near the cap, and keys that only the other layers see.
         assert 0.9 * cap < seen.max() < cap

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in each of its processes, before it reads its command line. A plug-in that
 fails is only logged by vLLM, so everything is looked at again before the server answers
-(`wrap_app`), and a server that would not capture does not start.
+(`before_serving`), and a server that would not capture does not start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 WORKER = "vllm.v1.worker.gpu_worker:Worker."
 RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner."
 RENDERER = "vllm.renderers.online_renderer:OnlineRenderer."
-SERVER = "vllm.entrypoints.launchers.api_server.entry:"
+SERVER = "vllm.entrypoints.launchers.app:"
 BACKENDS = "pipeline.engines.vllm.model_process.backends."
 SEEN = "vLLM 0.33.0 was seen to work"
 # The parameters of what is hooked, as far as the hooks count on them.
@@ -42,7 +42,7 @@ PARAMETERS = {
     ARGUMENTS + "from_cli_args": ("args",),
     ENGINE + "generate": ("self", "prompt", "sampling_params", "request_id"),
     RENDERER + "render_chat": ("self", "request"),
-    SERVER + "build_app": ("args",),
+    SERVER + "init_entrypoints_middleware": ("args", "app"),
 }
 PARAMETERS_OF_MODEL = {
     SCHEDULER + "schedule": ("self",),
@@ -92,7 +92,7 @@ def hook_server() -> None:
     """The hooks of a process that answers."""
     hook(ENGINE + "generate", around_generator(heard))
     hook(RENDERER + "render_chat", around_coroutine(noted_chat))
-    hook(SERVER + "build_app", wrap_app)
+    hook(SERVER + "init_entrypoints_middleware", with_ours_outside)
 
 
 # How functions are hooked ------------------------------------------------------------------------
@@ -336,14 +336,14 @@ def close_recorder(runner: Any, *given: Any) -> None:
 # In a process that answers -----------------------------------------------------------------------
 
 
-def wrap_app(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_ours_outside(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def build_app(args: Any, *given: Any, **named: Any) -> Any:
-        app = original(args, *given, **named)
+    def init_entrypoints_middleware(args: Any, app: Any, *given: Any, **named: Any) -> Any:
+        found = original(args, app, *given, **named)
         before_serving(app, args)
-        return app
+        return found
 
-    return build_app
+    return init_entrypoints_middleware
 
 
 def before_serving(app: Any, args: Any) -> None:
