@@ -9,22 +9,31 @@ import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from enum import StrEnum
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from capture_kernels.errors import MissingExtraError, OptionError
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.engines.options import Engine
 from pipeline.engines.serving.option_table import Option
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.stream.curve import is_loopback
 
-# What is so like an option of ours is a slip. No option of SGLang 0.5.23 is: 0.79 at most.
+# What is so like an option of ours is a slip. No option of SGLang 0.5.23 or vLLM 0.33.0 is: 0.79 at
+# most.
 ALIKE = 0.85
-# What MODEL, --host and --port are to SGLang.
+# What MODEL, --host and --port are to engines.
 TAKEN = ("--model-path", "--model")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+class ServingEngine(StrEnum):
+    """What runs the model. The first two have servers of their own."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    TRANSFORMERS = "transformers"
 
 
 def serve_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,8 +74,9 @@ def serve(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="Model folder, or name on the Hugging Face hub.")],
     engine: Annotated[
-        Engine, typer.Option(help="What runs the model: sglang, or transformers (any machine).")
-    ] = Engine.SGLANG,
+        ServingEngine,
+        typer.Option(help="What runs the model: sglang, vllm, or transformers (any machine)."),
+    ] = ServingEngine.SGLANG,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port.")] = 30000,
     device: Annotated[
@@ -82,7 +92,7 @@ def serve(
 ) -> None:
     """Serve a model with attention in its API.
 
-    Everything that is not an option below is passed to SGLang's own command line as it is. Without
+    Everything that is not an option below is passed to the engine's command line as it is. Without
     --return-attention-tokens, a mode, a sidecar, a store or instrumentation nothing is captured.
     Variables ATTN_CAPTURE_* hold what is not given here.
     """
@@ -92,9 +102,14 @@ def serve(
     if not 0 <= port <= 65535:
         raise OptionError(f"--port must be between 0 and 65535, got {port}")
     _check_rest(engine, ctx.args)
-    if engine is Engine.SGLANG and not has_sglang():
+    if engine is ServingEngine.VLLM and device is not None:
+        raise OptionError(
+            "--device is not an option of --engine vllm: it takes the GPU that it sees"
+        )
+    if engine is not ServingEngine.TRANSFORMERS and not is_installed(engine):
         raise MissingExtraError(
-            "--engine sglang needs SGLang: pip install 'attn[sglang]', or use --engine transformers"
+            f"--engine {engine} needs {NAMES[engine]}: pip install 'attn[{engine}]', or use "
+            "--engine transformers"
         )
     options.check_files()
     _announce(options, host)
@@ -102,9 +117,9 @@ def serve(
         "device": device, "reasoning-parser": reasoning_parser,
         "served-model-name": served_model_name,
     }  # fmt: skip
-    if engine is Engine.SGLANG:
+    if engine is not ServingEngine.TRANSFORMERS:
         own = [word for name, value in named.items() if value for word in (f"--{name}", value)]
-        _become_sglang(model, options, ["--host", host, "--port", str(port), *own, *ctx.args])
+        _become(engine, model, options, ["--host", host, "--port", str(port), *own, *ctx.args])
     transformers_server().serve(
         model, options, host=host, port=port, device=device or "auto",
         reasoning_parser=reasoning_parser, served_name=served_model_name,
@@ -127,7 +142,7 @@ def _chosen(ctx: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _check_rest(engine: Engine, rest: list[str]) -> None:
+def _check_rest(engine: ServingEngine, rest: list[str]) -> None:
     """OptionError for arguments that the engine does not have."""
     names = [word.partition("=")[0] for word in rest if word.startswith("--")]
     ours = [name for option in TABLE for name in option.names]
@@ -136,7 +151,7 @@ def _check_rest(engine: Engine, rest: list[str]) -> None:
             raise OptionError(f"there is no option {name}: did you mean {close[0]}?")
         if name in TAKEN:
             raise OptionError(f"{name} is the first argument here: attn serve MODEL")
-    if engine is Engine.TRANSFORMERS and rest:
+    if engine is ServingEngine.TRANSFORMERS and rest:
         raise OptionError(f"{rest[0]} is not an option of --engine transformers")
 
 
@@ -178,18 +193,32 @@ def transformers_server() -> Any:
         ) from None
 
 
-def _become_sglang(model: str, options: ServeOptions, arguments: list[str]) -> NoReturn:
-    """Replace this process by SGLang's server, whose plug-in reads the variables."""
+NAMES = {ServingEngine.SGLANG: "SGLang", ServingEngine.VLLM: "vLLM"}
+SERVERS = {
+    ServingEngine.SGLANG: ("sglang.launch_server", "--model-path"),
+    ServingEngine.VLLM: ("vllm.entrypoints.cli.main", "serve"),
+}
+
+
+def _become(
+    engine: ServingEngine, model: str, options: ServeOptions, arguments: list[str]
+) -> NoReturn:
+    """Replace this process by the engine's server, whose plug-in reads the variables."""
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *arguments]
+    command = [sys.executable, "-m", *SERVERS[engine], model, *arguments]
     os.execve(sys.executable, command, {**os.environ, **options.environment()})
 
 
-def has_sglang() -> bool:
-    """Whether SGLang is installed. A folder of that name is not SGLang."""
-    found = importlib.util.find_spec("sglang")
+def is_installed(engine: ServingEngine) -> bool:
+    """Whether an engine is installed. A folder of its name is not it."""
+    found = importlib.util.find_spec(engine)
     return found is not None and found.origin is not None
+
+
+def has_sglang() -> bool:
+    """Whether SGLang is installed."""
+    return is_installed(ServingEngine.SGLANG)
 
 
 def say(line: str) -> None:

@@ -8,7 +8,7 @@ that the host does not need are dropped. In shared libraries, device code that t
 run and tables for debuggers are overwritten with zeros, which compress to nothing. What is left is
 written as
 
-    OUT/part0, part1, ...   a tar archive under xz, cut into pieces of at most 48 MiB
+    OUT/part0, part1, ...   a tar archive under xz, cut into pieces of at most 40 MiB
     OUT/parts.txt           how many pieces there are
     OUT/replaces.txt        globs under site-packages that are removed before unpacking
     OUT/setup.sh            removes those, and unpacks the pieces that lie in /tmp/gpu-parts
@@ -63,8 +63,8 @@ SETS = {
         prometheus-fastapi-instrumentator==8.1.0 pybase64==1.5.1 pydantic==2.14.4
         pydantic-core==2.50.5 python-json-logger==4.2.0 python-multipart==0.0.34 pyzmq==27.3.0
         referencing==0.37.0 rpds-py==2026.9.1 setproctitle==1.3.8 sniffio==1.3.1 starlette==1.10.0
-        truststore==0.10.5 typing-extensions==4.16.0 typing-inspection==0.4.5 uvicorn==0.54.0
-        watchfiles==1.3.0 xgrammar==0.2.8
+        torchvision==0.29.0 truststore==0.10.5 typing-extensions==4.16.0 typing-inspection==0.4.5
+        uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
         """,
         # FlashAttention 3 serves Hopper; with `cute`, vLLM would pick version 4, which needs the
         # CUTLASS DSL. It looks for each of these before it imports it. Of Triton go the profiler's
@@ -79,9 +79,8 @@ SETS = {
         nvidia/nccl/include nvidia/nccl/lib/libnccl_device.bc
         torch/bin/test_* torch/bin/protoc* torch/share torch/lib/*.a
         """,
-        # Built for an older torch: importing them would fail.
+        # Built for an older torch: importing it would fail.
         replaces="""
-        torchvision torchvision.libs torchvision-*.dist-info
         torchaudio torio torchaudio-*.dist-info
         """,
     ),
@@ -96,7 +95,7 @@ TARGET += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
 
 # Folders of site-packages that several packages share.
 SHARED_FOLDERS = {"nvidia"}
-PART_BYTES = 48 << 20
+PART_BYTES = 40 << 20
 
 # A fat binary: a header (magic, version, its length, that of the body), then entries, each a header
 # (kind, version, its length, that of the payload) before its payload.
@@ -110,7 +109,7 @@ SHF_ALLOC = 2
 
 SETUP = """\
 set -e
-here=$(dirname "$0")
+here=$(cd "$(dirname "$0")" && pwd)
 parts=${1:-/tmp/gpu-parts}
 want=$(cat "$here/parts.txt")
 have=$(ls "$parts"/part[0-9]* | wc -l)
@@ -118,6 +117,8 @@ have=$(ls "$parts"/part[0-9]* | wc -l)
 site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 while read -r old; do rm -rf "$site"/$old; done < "$here/replaces.txt"
 cat $(ls "$parts"/part[0-9]* | sort -V) | xz -dc -T0 | tar -C "$site" --no-same-owner -x
+# A server of several processes would compile all of it in each.
+(cd "$site" && ls -d $(cat "$here/replaces.txt") | xargs python3 -m compileall -qj0) || true
 echo "unpacked $want parts into $site"
 """
 

@@ -218,7 +218,10 @@ def hook_runner(worker: Any) -> None:
 
 
 def without_ours(found: int, worker: Any) -> int:
-    """After `Worker.determine_available_memory`: what is left for keys and values."""
+    """After `Worker.determine_available_memory`: what is left for keys and values, unless it was
+    given."""
+    if worker.cache_config.kv_cache_memory_bytes is not None:
+        return found
     from .model_process.recorder import bytes_of_capture
 
     try:

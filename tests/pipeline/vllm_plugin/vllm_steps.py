@@ -1,0 +1,323 @@
+"""A recorder, and what vLLM's engine and its V2 model runner do around it, of small requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+torch = pytest.importorskip("torch")
+
+from capture_kernels.fingerprint.reference import decode_statistics  # noqa: E402
+from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
+from pipeline.engines.serving.options import ServeOptions  # noqa: E402
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
+from pipeline.engines.serving.responses import decoded  # noqa: E402
+from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
+from pipeline.engines.vllm import scheduling  # noqa: E402
+from pipeline.engines.vllm.model_process.recorder import Recorder  # noqa: E402
+from pipeline.engines.vllm.replies import Said  # noqa: E402
+
+HEADS, KEY_HEADS, DIM, LAYERS, SCALE = 4, 2, 8, 2, 0.3
+MOST_RUNNING, LONGEST, WINDOW = 4, 128, 12
+PAGES = (8, 4)  # tokens of a page, by KV-cache group
+FIRST_TOKEN = 100  # the first generated token of a request; the others follow
+PATIENCE_MS = 10_000
+# What `get_forward_context` of the stand-in for vLLM gives.
+CONTEXT = SimpleNamespace(attn_metadata={})
+
+
+@dataclass(eq=False)
+class Req:
+    """As far as the plug-in looks at vLLM's `Request`, and how far it has come. outputs: that the
+    engine has; computed: tokens that are scheduled; prefill: how many a prompt has, which after it
+    was put back are all; pages: of each group, in order; keys, queries: [layers, positions, ...]."""
+
+    request_id: str
+    prompt: list[int]
+    sampling_params: Any
+    keys: Any
+    queries: Any
+    outputs: list[int] = field(default_factory=list)
+    computed: int = 0
+    prefill: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.outputs)
+
+
+def cache_of(pages: int, page: int, layout: str, heads: int = KEY_HEADS, dim: int = DIM) -> Any:
+    """vLLM's [pages, key heads, tokens of a page, keys and values], in a physical layout."""
+    shape = (pages, page, heads, 2 * dim) if layout == "NHD" else (pages, heads, page, 2 * dim)
+    cache = torch.full(shape, torch.nan)
+    return cache.transpose(1, 2) if layout == "NHD" else cache
+
+
+def layer_of(number: int, cache: Any, window: int | None = None, **impl: Any) -> SimpleNamespace:
+    """As far as the plug-in looks at vLLM's `Attention`."""
+    given = {
+        "scale": SCALE, "alibi_slopes": None, "logits_soft_cap": 0, "sinks": None,
+        "supports_quant_query_input": False,
+    }  # fmt: skip
+    return SimpleNamespace(
+        layer_name=f"model.layers.{number}.self_attn.attn", num_heads=HEADS,
+        num_kv_heads=KEY_HEADS, head_size=DIM, sliding_window=window, kv_cache=cache,
+        query_quant=None, impl=SimpleNamespace(**given | impl),
+    )  # fmt: skip
+
+
+def runner_of(layers: list[Any], groups: list[list[Any]]) -> SimpleNamespace:
+    """As far as the plug-in looks at vLLM's `GPUModelRunner`."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            served_model_name="demo", model="/none", hf_config=None, skip_tokenizer_init=True,
+            hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS),
+        ),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+    )  # fmt: skip
+    names = [SimpleNamespace(layer_names=[one.layer_name for one in own]) for own in groups]
+    return SimpleNamespace(
+        vllm_config=config, layers=dict(enumerate(layers)), device=torch.device("cpu"),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=names), max_num_reqs=MOST_RUNNING,
+        max_model_len=LONGEST, is_pooling_model=False, is_encoder_decoder=False,
+    )  # fmt: skip
+
+
+class Steps:
+    """Runs steps as vLLM does: scheduled, begun, prepared, run layer by layer, sampled, and later
+    read by the engine. What was said of requests goes through a socket.
+
+    Args:
+        windowed: whether the second layer has a window, and its keys in a group of their own.
+    """
+
+    def __init__(
+        self, folder: Path, options: ServeOptions, ranks: Ranks | None = None, *,
+        layout: str = "NHD", windowed: bool = False,
+    ) -> None:  # fmt: skip
+        self.options, self.facts = options, list[ModelFacts]()
+        self.windows = [0, WINDOW if windowed else 0]
+        self.group_of = [0, int(windowed)]
+        self.scheduler = SimpleNamespace(requests={})
+        self.generator = torch.Generator().manual_seed(0)
+        # Page 0 is nobody's.
+        most = [MOST_RUNNING * -(-LONGEST // page) for page in PAGES]
+        self.free = [(torch.randperm(n, generator=self.generator) + 1).tolist() for n in most]
+        self.layers = [
+            layer_of(number, cache_of(1 + most[group], PAGES[group], layout), window or None)
+            for number, (group, window) in enumerate(zip(self.group_of, self.windows, strict=True))
+        ]
+        groups = [[self.layers[0]], [self.layers[1]]] if windowed else [self.layers]
+        self.runner = runner_of(self.layers, groups)
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self.address = f"ipc://{folder / 'answers'}{0 if ranks is None else ranks.number}"
+        self._inbox.bind(self.address)
+        self._inbox.set(zmq.RCVTIMEO, PATIENCE_MS)
+        self._said: list[Said] = []
+        self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
+
+    def close(self) -> None:
+        self.recorder.close()
+        self._context.destroy(linger=0)
+
+    # In the engine -------------------------------------------------------------------------------
+
+    def request(self, name: str, prompt: int, **wanted: Any) -> Req:
+        """A request of so many tokens; without `wanted` it asks for nothing."""
+        extra = None
+        if wanted:
+            given = {"layers": list(range(LAYERS)), "reply": f"{self.address} {name}"} | wanted
+            extra = {"attn": CaptureRequest(**given).signed(self.options.secret)}
+        shape = (LAYERS, LONGEST)
+        req = Req(
+            name, list(range(prompt)), SimpleNamespace(extra_args=extra),
+            torch.randn((*shape, KEY_HEADS, DIM), generator=self.generator),
+            torch.randn((*shape, HEADS, DIM), generator=self.generator),
+        )  # fmt: skip
+        self.scheduler.requests[name] = req
+        return req
+
+    def put_back(self, req: Req) -> None:
+        """Preempted: its pages are others', and it begins again."""
+        for group, pages in enumerate(req.pages):
+            self.free[group][:0] = pages
+            for number in range(LAYERS):
+                if self.group_of[number] == group:
+                    self.layers[number].kv_cache[pages] = torch.nan
+        req.pages, req.computed = [], 0
+
+    def end(self, req: Req) -> None:
+        """It has stopped, or was aborted."""
+        scheduling.note_end(self.scheduler, req)
+        del self.scheduler.requests[req.request_id]
+
+    # A step --------------------------------------------------------------------------------------
+
+    def run(
+        self, *parts: tuple[Req, int], padding: int = 0, leave_out: int | None = None
+    ) -> Callable[..., None]:  # fmt: skip
+        """A step over so many next tokens of some requests; gives what has the engine read the
+        sampled tokens, and take them unless they are stale."""
+        new = [self._begun(req) for req, _ in parts if not req.computed]
+        scheduled = SimpleNamespace(
+            scheduled_new_reqs=new, num_scheduled_tokens={r.request_id: n for r, n in parts}
+        )
+        self.recorder.begin(scheduling.decide(scheduled, self.scheduler))
+        if not parts:
+            return lambda: None
+        reqs, counts = zip(*sorted(parts, key=lambda part: part[1]), strict=True)
+        firsts = [req.computed for req in reqs]
+        lengths = np.add(firsts, counts).tolist()
+        for req, length in zip(reqs, lengths, strict=True):
+            req.computed = length
+            self._give_pages(req, length)
+        self.recorder.prepare(SimpleNamespace(
+            req_ids=[req.request_id for req in reqs], num_reqs=len(reqs),
+            num_computed_tokens_np=np.array(firsts), num_scheduled_tokens=np.array(counts),
+            query_start_loc_np=np.cumsum([0, *counts, *[0] * padding]),
+        ))  # fmt: skip
+        at = [(r, p) for r, a, b in zip(reqs, firsts, lengths, strict=True) for p in range(a, b)]
+        CONTEXT.attn_metadata = {
+            layer.layer_name: SimpleNamespace(
+                max_query_len=max(counts), block_table=self._table(reqs, group, padding),
+                seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
+            )
+            for layer, group in zip(self.layers, self.group_of, strict=True)
+        }  # fmt: skip
+        for number, layer in enumerate(self.layers):
+            for req, position in at:
+                self._write(req, number, position)
+            query = torch.stack([req.queries[number, position] for req, position in at])
+            query = torch.cat([query, torch.full((padding, HEADS, DIM), torch.nan)])
+            if number != leave_out:
+                self.run_layer(layer, query, CONTEXT.attn_metadata[layer.layer_name])
+        sampled = [
+            [FIRST_TOKEN + length - len(req.prompt)] if length >= req.prefill else []
+            for req, length in zip(reqs, lengths, strict=True)
+        ]
+        output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=sampled))
+        self.recorder.results(output)
+
+        def read(*, stale: bool = False) -> None:
+            found = output.get_output().sampled_token_ids
+            for req, tokens in zip(reqs, found, strict=True):
+                if req.request_id in self.scheduler.requests and not stale:
+                    req.outputs += tokens
+
+        return read
+
+    def run_layer(self, layer: Any, query: Any, metadata: Any) -> None:
+        self.recorder.layer(layer, query, metadata)
+
+    def decode(self, *reqs: Req, times: int = 1, **given: Any) -> None:
+        """Steps of a token of each, whose tokens are read at once."""
+        for _ in range(times):
+            self.run(*[(req, 1) for req in reqs], **given)()
+
+    def answer(self, *reqs: Req, tokens: int) -> None:
+        """Whole requests, with so many generated tokens; they have ended, but no step has begun
+        since."""
+        self.run(*[(req, len(req.prompt)) for req in reqs])()
+        self.decode(*reqs, times=tokens - 1)
+        for req in reqs:
+            self.end(req)
+
+    def _begun(self, req: Req) -> SimpleNamespace:
+        tokens = req.prompt + req.outputs
+        req.prefill, req.pages = len(tokens), [[] for _ in set(self.group_of)]
+        return SimpleNamespace(
+            req_id=req.request_id, prompt_token_ids=req.prompt, prefill_token_ids=tokens,
+            sampling_params=req.sampling_params,
+        )  # fmt: skip
+
+    def _give_pages(self, req: Req, length: int) -> None:
+        for group, pages in enumerate(req.pages):
+            while len(pages) * PAGES[group] < length:
+                pages.append(self.free[group].pop())
+
+    def _table(self, reqs: Any, group: int, padding: int) -> Any:
+        table = torch.zeros((len(reqs) + padding, LONGEST // PAGES[group]), dtype=torch.int32)
+        for row, req in enumerate(reqs):
+            pages = req.pages[group]
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return table
+
+    def _write(self, req: Req, number: int, position: int) -> None:
+        group = self.group_of[number]
+        page, at = divmod(position, PAGES[group])
+        cache = self.layers[number].kv_cache
+        cache[req.pages[group][page], :, at, :DIM] = req.keys[number, position]
+
+    # What became of it ---------------------------------------------------------------------------
+
+    def said(self, req: Req) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Entries and usage of a request since the last time. An end is said once."""
+        # What one socket is sent arrives in order.
+        self.recorder._teller.say(f"{self.address} mark", [], None)
+        decoder = msgspec.msgpack.Decoder(Said)
+        while (one := decoder.decode(self._inbox.recv())).key != "mark":
+            self._said.append(one)
+        own = [one for one in self._said if one.key == req.request_id]
+        self._said = [one for one in self._said if one.key != req.request_id]
+        ends = [one.usage for one in own if one.usage is not None]
+        assert len(ends) < 2
+        return [entry for one in own for entry in decoded(one.entries)], ends[0] if ends else None
+
+    def ended(self, req: Req) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The same of a request that has ended, at the engine's next step."""
+        self.run()
+        entries, usage = self.said(req)
+        assert usage is not None
+        return entries, usage
+
+    def truth(
+        self, req: Req, number: int, position: int, mask: int = 0, heads: list[int] | None = None
+    ) -> Any:
+        """The reference of one row of a layer."""
+        options = self.options
+        return decode_statistics(
+            req.queries[number, position].double().numpy(),
+            req.keys[number, : position + 1].double().numpy(),
+            scale=SCALE, position=position, window=self.windows[number], mean_top_k=32,
+            visibility=Visibility(options.sink_tokens, mask, options.tokens_window),
+            mean_heads=heads,
+        )  # fmt: skip
+
+    def check(
+        self, req: Req, entries: list[dict[str, Any]], mask: int = 0,
+        heads: list[int] | None = None,
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        """Raw entries say what the reference does; gives their positions and layers."""
+        of_heads = slice(None) if heads is None else heads
+        found = []
+        for entry in entries:
+            number, position = entry["layer_id"], entry["position"] + mask
+            truth = self.truth(req, number, position, mask, heads)
+            seen = int((truth.mean_top_positions >= 0).sum())
+            assert entry["token_positions"] == truth.mean_top_positions[:seen].tolist()
+            masses = truth.mean_top_mass[:seen]
+            np.testing.assert_allclose(entry["attention_scores"], masses / masses.sum(), atol=1e-4)
+            logsumexp = truth.logsumexp[of_heads].mean()
+            assert entry["logsumexp_candidates"] == pytest.approx(logsumexp, abs=1e-4)
+            found.append((position, number))
+        return found
+
+
+def steps_of(entries: list[dict[str, Any]]) -> list[int]:
+    return [entry.get("decode_step", entry.get("step")) for entry in entries]
