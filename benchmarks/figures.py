@@ -250,6 +250,12 @@ def of_sglang_serving(found: dict[str, Any]) -> Iterator[Figure]:
             yield f"batch {batch}, {kind}", f"{case['percent']:.2f}% less than without the plug-in"
 
 
+def of_engines_agree(found: dict[str, Any]) -> Iterator[Figure]:
+    for name in ("needle", "codename"):
+        case = found[name]
+        yield f"{name}, {case['rows']} rows", f"differ by {case['largest']:.5f} at most"
+
+
 def of_gpu_server_steps(found: dict[str, Any]) -> Iterator[Figure]:
     for name, case in found["steps"].items():
         exact, server = case["exact"]["us"], case["server"]["us"]
@@ -300,6 +306,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "kernel_layers": of_kernel_layers,
     "gpu_server_steps": of_gpu_server_steps,
     "sglang_serving": of_sglang_serving,
+    "vllm_serving": of_sglang_serving,
+    "engines_agree": of_engines_agree,
     "gpu_kills": of_gpu_kills,
     "gpu_transports": of_gpu_transports,
     "sidecar_fuzz": of_sidecar_fuzz,
@@ -326,7 +334,8 @@ def figures_table(folder: Path) -> str:
         device = "; ".join(machine.get("gpus", [])) or device
         lines += [
             "",
-            f"## {path.stem}{'' if found['passed'] else ' (failed)'}",
+            # What has no target neither passes nor fails.
+            f"## {path.stem}{'' if found.get('passed', True) else ' (failed)'}",
             "",
             f"`{found['command']}`, {found['date']}, {machine['cpu']}, {machine['cores']} cores, "
             f"{machine['memory_gib']} GiB{', ' + device if device else ''}",

@@ -57,6 +57,7 @@ ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["layers"] = ["kernel_layers"]
 ON_GPU["steps"] = ["gpu_server_steps"]
+# vllm_serving is not among them: an installation has SGLang or vLLM.
 ON_GPU["sglang"] = ["sglang_serving"]
 ON_GPU["kernels"] = ["gpu_kernels"]
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.

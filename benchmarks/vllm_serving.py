@@ -42,6 +42,7 @@ REPO = Path(__file__).resolve().parents[1]
 TOKENIZER = REPO / "examples" / "demo_model"
 # That of the tokenizer: what a larger one costs is the same with and without capture.
 VOCABULARY = 2_048
+LONGEST = 131_072
 MOST_PERCENT = 1.0
 WITHOUT = {"VLLM_PLUGINS": "none"}
 # Of the GPU's memory, which must be free when a server starts.
@@ -66,12 +67,13 @@ def server(
     per_token = (
         2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     )
-    tokens = max(batches) * (CONTEXT + steps + 64)
+    # vLLM wants room for a request of the longest context.
+    tokens = max(max(batches) * (CONTEXT + steps + 64), LONGEST + 256)
     log = folder / f"{name}.log"
     process = VllmProcess(
         model, log, "--load-format", "dummy", "--tokenizer", str(TOKENIZER),
         "--served-model-name", "demo", "--max-num-seqs", str(max(batches)),
-        "--max-model-len", "131072", "--kv-cache-memory-bytes", str(tokens * per_token),
+        "--max-model-len", str(LONGEST), "--kv-cache-memory-bytes", str(tokens * per_token),
         "--gpu-memory-utilization", SHARE,
         "--cudagraph-capture-sizes", *map(str, sorted(batches)), *(options or []),
         environment=WITHOUT if options is None else {},

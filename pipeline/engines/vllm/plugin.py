@@ -369,8 +369,7 @@ def before_serving(app: Any, args: Any) -> None:
         for problem in problems:
             print(f"attn: {problem}", file=sys.stderr)
         print("attn: the server does not start, as it would capture nothing", file=sys.stderr)
-        sys.stderr.flush()
-        raise SystemExit(1)
+        raise SystemExit(2)
     # The gate is the outermost of the two: what it refuses never reaches the writer.
     app.add_middleware(AnswerWriter, secret=options.secret)
     app.add_middleware(CaptureGate, options=options, facts=facts, place="vllm_xargs")
