@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from shared import REPO
 from vllm_server import MODEL, NEW, ON_A_GPU, generate, prompts_of, start
 
 torch = pytest.importorskip("torch")
@@ -231,6 +233,65 @@ def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
         assert [int(np.isfinite(each[0]).sum()) for each in seen[:2]] == [
             min(window, seen.shape[2]), seen.shape[2],
         ]  # fmt: skip
+
+
+def test_chosen_heads_put_back_requests_chats_and_records_at_the_end(tmp_path):
+    """A cache so small that requests are put back; each has every row once. A SIGTERM delivers."""
+    from attention_reference import AttentionReference
+
+    from pipeline.store.open import open_store
+
+    prompts, new, heads = prompts_of(16), 96, [1, 3]
+    template = REPO / "tests" / "sglang" / "chat.jinja"
+    with start(
+        tmp_path, "--num-gpu-blocks-override", "140", "--block-size", "16",
+        "--attention-head-lists", "--attention-store", str(tmp_path / "store"),
+        "--chat-template", str(template), "--attention-mask-system-prompt",
+    ) as running:  # fmt: skip
+        url = running.wait().url
+        answers = asyncio.run(
+            generate(url, prompts, new=new, return_attention_tokens=True, top_k_attention=8,
+                     attention_capture_head_ids=heads)
+        )  # fmt: skip
+        metrics = httpx.get(f"{url}/metrics").text
+        (put_back,) = re.findall(r"^vllm:num_preemptions_total\{.*\} ([0-9.]+)$", metrics, re.M)
+        messages = [{"role": "system", "content": "Be brief.\n"},
+                    {"role": "user", "content": "alpha: 1729"}]  # fmt: skip
+        body = {
+            "model": "demo", "messages": messages, "max_tokens": 5, "temperature": 0,
+            "ignore_eos": True, "return_attention_tokens": True, "return_prompt_tokens": True,
+        }  # fmt: skip
+        chat = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        log = running.end_of_log(40)
+    assert float(put_back) > 0, log
+    for prompt, answer in zip(prompts, answers, strict=True):
+        entries = answer["entries"]
+        assert [(e["layer_id"], e["position"]) for e in entries] == [
+            (layer, position) for position in range(len(prompt), len(prompt) + new - 1)
+            for layer in range(4)
+        ]  # fmt: skip
+    prompt, answer = min(zip(prompts, answers, strict=True), key=lambda pair: len(pair[0]))
+    truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+    for entry in answer["entries"]:
+        p, logsumexp = truth.row(entry["layer_id"], entry["position"], heads)
+        found = np.exp(np.array(entry["topk_logits"]) - entry["logsumexp_candidates"])
+        mean = p.mean(axis=0)
+        np.testing.assert_allclose(found, mean[entry["token_positions"]], atol=SHARE)
+        assert entry["logsumexp_candidates"] == pytest.approx(logsumexp.mean(), abs=LOGIT)
+        assert list(entry["heads"]) == ["1", "3"]
+        for number, head in enumerate(("1", "3")):
+            own = entry["heads"][head]
+            shares = np.exp(np.array(own["topk_logits"]) - own["logsumexp_candidates"])
+            np.testing.assert_allclose(shares, p[number][own["token_positions"]], atol=SHARE)
+    # The chat hides its system prompt, and names only what is visible.
+    choice = chat["choices"][0]
+    assert choice["attention_tokens"] == choice["message"]["attention_tokens"], chat
+    assert len(choice["attention_tokens"]) == 4 * 4
+    said = "".join(token["text"] for token in chat["prompt_tokens"])
+    assert "alpha: 1729" in said and "brief" not in said
+    assert [token["step"] for token in chat["output_tokens"]] == [1, 2, 3, 4, 5]
+    with open_store(tmp_path / "store", read_only=True) as opened:
+        assert opened.counts().rows == 16 * (new - 1) + 4
 
 
 def test_what_cannot_be_captured_does_not_start(tmp_path):

@@ -7,13 +7,17 @@ fails is only logged by vLLM, so everything is looked at again before the server
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import inspect
+import logging
 import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import wraps
+from threading import current_thread, main_thread
 from typing import Any
 
 from capture_kernels.errors import AttnError
@@ -23,9 +27,12 @@ from pipeline.engines.serving.facts_file import LiveFacts
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
+from pipeline.engines.serving.sinks import CLOSE_S
 
 from .answers import heard, noted_chat
 from .scheduling import decide, note_end
+
+LOG = logging.getLogger("attn.capture")
 
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs."
 ENGINE = "vllm.v1.engine.async_llm:AsyncLLM."
@@ -41,6 +48,7 @@ PARAMETERS = {
     ARGUMENTS + "add_cli_args": ("parser",),
     ARGUMENTS + "from_cli_args": ("args",),
     ENGINE + "generate": ("self", "prompt", "sampling_params", "request_id"),
+    ENGINE + "shutdown": ("self",),
     RENDERER + "render_chat": ("self", "request"),
     SERVER + "init_entrypoints_middleware": ("args", "app"),
 }
@@ -55,8 +63,8 @@ PARAMETERS_OF_MODEL = {
     RUNNER + "sample_tokens": ("self", "grammar_output"),
     RUNNER + "shutdown": ("self",),
 }
-# Of a `GPUModelRunner`, its recorder.
-ATTRIBUTE = "_attn_recorder"
+# Of a `GPUModelRunner`, its recorder; of a `Worker`, a method that has its records delivered.
+ATTRIBUTE, DELIVER = "_attn_recorder", "attn_deliver"
 
 
 def register() -> None:
@@ -86,11 +94,14 @@ def hook_model() -> None:
     hook(SCHEDULER + "_free_request", before(note_end))
     hook(WORKER + "load_model", before(hook_runner))
     hook(WORKER + "determine_available_memory", after(without_ours))
+    owner, name = owner_of(WORKER + DELIVER)
+    setattr(owner, name, lambda worker: close_recorder(worker.model_runner))
 
 
 def hook_server() -> None:
     """The hooks of a process that answers."""
     hook(ENGINE + "generate", around_generator(heard))
+    hook(ENGINE + "shutdown", before(have_delivered))
     hook(RENDERER + "render_chat", around_coroutine(noted_chat))
     hook(SERVER + "init_entrypoints_middleware", with_ours_outside)
 
@@ -347,6 +358,20 @@ def with_ours_outside(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return init_entrypoints_middleware
+
+
+def have_delivered(engine: Any, *given: Any) -> None:
+    """Before `AsyncLLM.shutdown`, after which vLLM kills its other processes: have records
+    delivered."""
+    handler = engine.output_handler
+    loop = None if handler is None else handler.get_loop()
+    # After a signal vLLM calls it in a thread, while the loop goes on.
+    if loop is None or not loop.is_running() or current_thread() is main_thread():
+        return
+    asked = asyncio.run_coroutine_threadsafe(engine.collective_rpc(DELIVER), loop)
+    wait([asked], CLOSE_S + 1.0)
+    if not asked.done() or asked.exception() is not None:
+        LOG.warning("records of the last second may be lost: the engine does not answer")
 
 
 def before_serving(app: Any, args: Any) -> None:
