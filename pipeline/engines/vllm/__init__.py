@@ -1,6 +1,8 @@
 """Capture inside vLLM's server, by its own plug-in interface. Nothing of vLLM is changed.
 
-    plugin         the entry point: what of vLLM is hooked in which process, and if it still fits
+    plugin         the entry point, our options, and what is hooked in a process that answers
+    model_hooks    what is hooked in processes that schedule or run the model
+    hooking        how, and whether it still fits
     scheduling     in the engine's process: which tokens of a captured request are kept
     model_process  in each worker: attention backends in the built-in ones' places, steps and rows
     replies        what was captured, from a worker to the process that answers

@@ -43,7 +43,7 @@ async def heard(
     current = CURRENT.get()
     extra = getattr(sampling_params, "extra_args", None)
     wanted = None if current is None else CaptureRequest.from_custom_params(extra, current.secret)
-    reply = None
+    reply, count = None, 0
     if current is not None and wanted is not None:
         wanted = await prepared(current, wanted, prompt, self.get_tokenizer())
         if wanted.stream_entries:  # what only records are made of has nothing to hear
@@ -57,8 +57,12 @@ async def heard(
                 if current is not None and reply is not None:
                     if output.finished:
                         await reply.end()
-                    note(current, reply)
-                    name_output(current, output, sampling_params.output_kind.name == "DELTA")
+                    new = tokens_of(output, sampling_params, count)
+                    count += len(new)
+                    note(current, reply, count)
+                    if current.output is not None:
+                        named_output = current.output.push(new)
+                        current.names.setdefault("output_tokens", []).extend(named_output)
                 yield output
     finally:
         if reply is not None:
@@ -119,18 +123,16 @@ def as_dictionary(message: Any) -> dict[str, Any]:
     return found
 
 
-def note(current: Heard, reply: Reply) -> None:
-    """Add what has come that is new."""
-    entries = reply.take()
+def note(current: Heard, reply: Reply, tokens: int) -> None:
+    """Add what has come that is new, of rows that led to one of so many generated tokens: the
+    engine may go on past what ends an answer, as a stop string does."""
+    entries = reply.take(tokens)
     current.entries += entries
     current.taken += len(entries)
     current.usage = reply.usage
 
 
-def name_output(current: Heard, output: Any, is_delta: bool) -> None:
-    """Name what an output generated that is new: all its tokens, or of all so far the end."""
-    if current.output is None or not output.outputs:
-        return
-    tokens = list(output.outputs[0].token_ids)
-    new = tokens if is_delta else tokens[current.output.steps :]
-    current.names.setdefault("output_tokens", []).extend(current.output.push(new))
+def tokens_of(output: Any, sampling_params: Any, count: int) -> list[int]:
+    """The tokens of an output that are new: all of them, or of all so far those after `count`."""
+    tokens = list(output.outputs[0].token_ids) if output.outputs else []
+    return tokens if sampling_params.output_kind.name == "DELTA" else tokens[count:]

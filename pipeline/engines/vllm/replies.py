@@ -53,9 +53,11 @@ class Reply:
             self.usage = said.usage
             self._ended.set()
 
-    def take(self) -> list[dict[str, Any]]:
-        """Entries that were not taken yet."""
-        taken, self._entries = self._entries, []
+    def take(self, tokens: int) -> list[dict[str, Any]]:
+        """Entries that were not taken yet, of rows that led to one of the first `tokens` generated
+        ones."""
+        taken = [entry for entry in self._entries if step_of(entry) < tokens]
+        self._entries = [entry for entry in self._entries if step_of(entry) >= tokens]
         return taken
 
     async def end(self) -> None:
@@ -69,6 +71,11 @@ class Reply:
     def close(self) -> None:
         """Listen for it no longer."""
         self._replies.waiting.pop(self._key, None)
+
+
+def step_of(entry: dict[str, Any]) -> int:
+    found: int = entry["decode_step"] if "decode_step" in entry else entry["step"]
+    return found
 
 
 class Replies:

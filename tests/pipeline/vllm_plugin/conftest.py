@@ -32,10 +32,11 @@ def steps(vllm, monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Steps]]:
 
     def make(
         store: Path | None = None, ranks: Ranks | None = None, *, layout: str = "NHD",
-        windowed: bool = False, **options: Any,
+        windowed: bool = False, parser: str = "", **options: Any,
     ) -> Steps:  # fmt: skip
         given = {"return_attention_tokens": True, "layers": "all", "store": store} | options
-        made.append(Steps(tmp_path, ServeOptions(**given), ranks, layout=layout, windowed=windowed))
+        model = {"layout": layout, "windowed": windowed, "parser": parser}
+        made.append(Steps(tmp_path, ServeOptions(**given), ranks, **model))
         return made[-1]
 
     yield make

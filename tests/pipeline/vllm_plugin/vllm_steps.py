@@ -37,8 +37,8 @@ CONTEXT = SimpleNamespace(attn_metadata={})
 @dataclass(eq=False)
 class Req:
     """As far as the plug-in looks at vLLM's `Request`, and how far it has come. outputs: that the
-    engine has; computed: tokens that are scheduled; prefill: how many a prompt has, which after it
-    was put back are all; pages: of each group, in order; keys, queries: [layers, positions, ...]."""
+    engine has; computed: tokens that are scheduled; prefill: how many it had when it began, or
+    began again; pages: of each group, in order; keys, queries: [layers, positions, ...]."""
 
     request_id: str
     prompt: list[int]
@@ -75,14 +75,16 @@ def layer_of(number: int, cache: Any, window: int | None = None, **impl: Any) ->
     )  # fmt: skip
 
 
-def runner_of(layers: list[Any], groups: list[list[Any]]) -> SimpleNamespace:
+def runner_of(
+    layers: list[Any], groups: list[list[Any]], parser: str = ""
+) -> SimpleNamespace:  # fmt: skip
     """As far as the plug-in looks at vLLM's `GPUModelRunner`."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             served_model_name="demo", model="/none", hf_config=None, skip_tokenizer_init=True,
             hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS),
         ),
-        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -104,11 +106,12 @@ class Steps:
 
     Args:
         windowed: whether the second layer has a window, and its keys in a group of their own.
+        parser: of --reasoning-parser.
     """
 
     def __init__(
         self, folder: Path, options: ServeOptions, ranks: Ranks | None = None, *,
-        layout: str = "NHD", windowed: bool = False,
+        layout: str = "NHD", windowed: bool = False, parser: str = "",
     ) -> None:  # fmt: skip
         self.options, self.facts = options, list[ModelFacts]()
         self.windows = [0, WINDOW if windowed else 0]
@@ -123,7 +126,7 @@ class Steps:
             for number, (group, window) in enumerate(zip(self.group_of, self.windows, strict=True))
         ]
         groups = [[self.layers[0]], [self.layers[1]]] if windowed else [self.layers]
-        self.runner = runner_of(self.layers, groups)
+        self.runner = runner_of(self.layers, groups, parser)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self.address = f"ipc://{folder / 'answers'}{0 if ranks is None else ranks.number}"
@@ -170,11 +173,13 @@ class Steps:
     # A step --------------------------------------------------------------------------------------
 
     def run(
-        self, *parts: tuple[Req, int], padding: int = 0, leave_out: int | None = None
+        self, *parts: tuple[Req, int], padding: int = 0, leave_out: int | None = None,
+        cached: int = 0,
     ) -> Callable[..., None]:  # fmt: skip
-        """A step over so many next tokens of some requests; gives what has the engine read the
-        sampled tokens, and take them unless they are stale."""
-        new = [self._begun(req) for req, _ in parts if not req.computed]
+        """A step over so many next tokens of some requests, of which the new ones have so many in
+        the prefix cache; gives what has the engine read the sampled tokens, and take them unless
+        they are stale."""
+        new = [self._begun(req, cached) for req, _ in parts if not req.computed]
         scheduled = SimpleNamespace(
             scheduled_new_reqs=new, num_scheduled_tokens={r.request_id: n for r, n in parts}
         )
@@ -238,9 +243,14 @@ class Steps:
         for req in reqs:
             self.end(req)
 
-    def _begun(self, req: Req) -> SimpleNamespace:
+    def _begun(self, req: Req, cached: int) -> SimpleNamespace:
         tokens = req.prompt + req.outputs
         req.prefill, req.pages = len(tokens), [[] for _ in set(self.group_of)]
+        req.computed = cached
+        self._give_pages(req, cached)
+        for position in range(cached):
+            for number in range(LAYERS):
+                self._write(req, number, position)
         return SimpleNamespace(
             req_id=req.request_id, prompt_token_ids=req.prompt, prefill_token_ids=tokens,
             sampling_params=req.sampling_params,

@@ -45,7 +45,7 @@ class CapturedModel(ServedModel):
             revision_of(config.model, config.hf_config),
             options,
             windowed=any(layer.sliding_window for layer in found.values()),
-            parser=runner.vllm_config.structured_outputs_config.reasoning_parser or None,
+            parser=parser_of(runner.vllm_config.structured_outputs_config.reasoning_parser),
         )
         count = config.hf_text_config.num_hidden_layers
         chosen = options.choose_layers(list(found), count)
@@ -62,3 +62,8 @@ class CapturedModel(ServedModel):
             reasons=reasons,
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
+
+
+def parser_of(name: str) -> str | None:
+    """What `PARSERS` calls vLLM's --reasoning-parser; None without one."""
+    return {"minimax_m2": "minimax"}.get(name, name.replace("_", "-")) or None

@@ -13,15 +13,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.serving.step import StepCapture, StepResults
+from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.facts_file import ENDED
@@ -33,7 +32,6 @@ from pipeline.engines.serving.steps.records import RecordMaker, RecordRow, StepR
 from pipeline.engines.serving.steps.states import (
     HostRows,
     NotedRow,
-    RequestState,
     Stage,
     nearest,
     take_row,
@@ -44,66 +42,11 @@ from ..replies import Teller
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
-from .layers import LayerKeys, kinds_of
+from .layers import kinds_of
+from .plans import keys_of, step_capture
+from .states import SampledStep, VllmState, WaitingRow, id_of
 
 LOG = logging.getLogger("attn.capture")
-
-# Of raw entries the most a client may ask for; sketches name 32.
-RAW_TOP_K, SKETCH_TOP_K = 64, 32
-# A CUDA graph may be for a few rows more than there are requests.
-GRAPH_PADDING = 16
-
-
-@dataclass(eq=False)
-class VllmState(RequestState):
-    """One captured request of vLLM's. prompt: its tokens; tokens: that were sampled; noted:
-    position of the last row that a step was prepared with; times: how often it was put back and
-    began again; waiting: rows whose token may yet not be kept, ascending."""
-
-    prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    noted: int = -1
-    times: int = 0
-    waiting: deque[WaitingRow] = field(default_factory=deque)
-
-    def token_at(self, position: int) -> int:
-        before = len(self.prompt)
-        return self.prompt[position] if position < before else self.tokens[position - before]
-
-    def begin_again(self, tokens: Sequence[int]) -> None:
-        """It was put back, and is run again from its beginning with all its tokens."""
-        self.times += 1
-        self.tokens = list(tokens[len(self.prompt) :])
-        self.noted = -1  # of all ranks, though only one of them has rows
-
-    def add(self, row: WaitingRow) -> None:
-        """Have a row wait, unless it was computed before the request was put back."""
-        last = self.waiting[-1].note.position if self.waiting else self.last
-        if row.note.position > last:
-            self.waiting.append(row)
-
-
-class WaitingRow(NamedTuple):
-    """A row, and the results of its step."""
-
-    note: NotedRow
-    found: HostRows
-    at: datetime
-
-
-class SampledStep(NamedTuple):
-    """A step whose results are on their way to the host.
-
-    requests: the captured ones among its batch, by their number in it, and how often each had
-    begun again. found: None where no row was captured.
-    """
-
-    requests: list[tuple[int, VllmState, int]]
-    noted: list[NotedRow]
-    found: StepResults | None
-    copied: Any  # a CUDA event, once `found` is there; None on a CPU
-    at: datetime
-    sampled: list[list[int]]  # by number in the batch, once they are there
 
 
 class Recorder:
@@ -165,9 +108,14 @@ class Recorder:
 
     # The step ------------------------------------------------------------------------------------
 
-    @all_or_none
     def begin(self, scheduled: Any) -> None:
         """Before vLLM takes in a `SchedulerOutput`: settle what is decided of earlier steps."""
+        self._begin(scheduled)
+        if self.failed:
+            self._refuse(scheduled.scheduled_new_reqs)
+
+    @all_or_none
+    def _begin(self, scheduled: Any) -> None:
         began = time.perf_counter()
         self._captured, self._noted, self._extend, self._rows = [], [], None, 0
         self._take_sampled()
@@ -216,6 +164,16 @@ class Recorder:
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
         self._states[new.req_id] = VllmState(collector, layers, prompt=prompt)
 
+    def _refuse(self, requests: Sequence[Any]) -> None:
+        """Say of requests that passed the gate before capture had failed that it has."""
+        for new in requests:
+            extra = None if new.sampling_params is None else new.sampling_params.extra_args
+            request = CaptureRequest.from_custom_params(extra, self.options.secret)
+            if request is not None and request.reply is not None and self.ranks.answers:
+                self._teller.say(
+                    request.reply, [], {"mode": request.mode, "rows": 0, "off": self.off}
+                )
+
     def _settle(
         self, state: VllmState, kept: int, recorded: dict[int, tuple[WaitingRow, list[RecordRow]]]
     ) -> None:
@@ -241,7 +199,10 @@ class Recorder:
     def _say(self, state: VllmState, usage: dict[str, Any] | None) -> None:
         entries, state.entries = state.entries, []
         to = state.collector.request.reply
-        if to is not None and self.ranks.answers and (entries or usage is not None):
+        if to is None or state.ended or not self.ranks.answers:
+            return
+        state.ended = usage is not None
+        if entries or usage is not None:
             self._teller.say(to, entries, usage)
 
     @all_or_none
@@ -411,7 +372,8 @@ class Recorder:
             for index, state, times in step.requests:
                 if state.times == times:
                     state.tokens += step.sampled[index]
-            if step.found is None:
+            # With several ranks requests are captured to their ends, but nothing is said of them.
+            if step.found is None or self._budget.exceeded:
                 continue
             if step.copied is not None:
                 step.copied.synchronize()
@@ -445,9 +407,11 @@ class Recorder:
         self.failed = True
         if self.ranks.alone:
             self._captured, self._noted, self._extend = [], [], None
-        for state in self._states.values():
+            states, self._states = self._states, {}
+        else:  # whose other ranks go on with the steps of these requests
+            states = self._states
+        for state in states.values():
             self._say(state, state.usage(self.off))
-        self._states.clear()
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:
@@ -467,57 +431,3 @@ class Recorder:
             LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
         self._teller.close()
         self._report_off(ENDED)
-
-
-def id_of(request: str) -> str:
-    """The `id` of a request's response: vLLM's own name of it has 8 characters more, and that of a
-    completion the number of the prompt before them."""
-    found = request.rpartition("-")[0] or request
-    return found.rpartition("-")[0] if found.startswith("cmpl-") else found
-
-
-def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
-    """Where the captured layers have their keys, by number."""
-    groups = {
-        name: index
-        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
-        for name in group.layer_names
-    }
-    return {
-        number: LayerKeys.of_layer(
-            layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
-            and layer.impl.supports_quant_query_input,
-        )
-        for number, layer in model.layers.items()
-    }  # fmt: skip
-
-
-def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
-    """What capture takes of the device's memory, known before there is a KV cache."""
-    model = CapturedModel(runner, options)
-    return step_capture(
-        kinds_of(model.layers, {}), options, Ranks(), rows=runner.max_num_reqs,
-        length=runner.max_model_len, device=runner.device,
-    ).bytes  # fmt: skip
-
-
-def step_capture(
-    kinds: Sequence[Any], options: ServeOptions, ranks: Ranks, *, rows: int, length: int,
-    device: torch.device | str,
-) -> StepCapture:  # fmt: skip
-    """The plans of a server for so many rows of so many keys at most."""
-    modes = options.modes
-    has_lists = "raw" in modes and options.head_lists
-    return StepCapture(
-        kinds,
-        max_rows=rows + GRAPH_PADDING,
-        max_length=length,
-        num_requests=rows + GRAPH_PADDING,
-        device=device,
-        visibility=options.visibility,
-        mean_top_k=RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0,
-        top_k=RAW_TOP_K if has_lists else 0,
-        ranks=ranks.heads,
-        scratch_bytes=options.scratch_bytes,
-        first_request=0,
-    )

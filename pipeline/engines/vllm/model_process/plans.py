@@ -1,0 +1,67 @@
+"""The plans of a server that vLLM runs: how large they are, and where keys are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from capture_kernels.serving.step import StepCapture
+from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.steps.ranks import Ranks
+
+from .captured_model import CapturedModel
+from .layers import LayerKeys, kinds_of
+
+# Of raw entries the most a client may ask for; sketches name 32.
+RAW_TOP_K, SKETCH_TOP_K = 64, 32
+# A CUDA graph may be for a few rows more than there are requests.
+GRAPH_PADDING = 16
+
+
+def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
+    """Where the captured layers have their keys, by number."""
+    groups = {
+        name: index
+        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+    }
+    return {
+        number: LayerKeys.of_layer(
+            layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
+            and layer.impl.supports_quant_query_input,
+        )
+        for number, layer in model.layers.items()
+    }  # fmt: skip
+
+
+def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
+    """What capture takes of the device's memory, known before there is a KV cache."""
+    model = CapturedModel(runner, options)
+    return step_capture(
+        kinds_of(model.layers, {}), options, Ranks(), rows=runner.max_num_reqs,
+        length=runner.max_model_len, device=runner.device,
+    ).bytes  # fmt: skip
+
+
+def step_capture(
+    kinds: Sequence[Any], options: ServeOptions, ranks: Ranks, *, rows: int, length: int,
+    device: torch.device | str,
+) -> StepCapture:  # fmt: skip
+    """The plans of a server for so many rows of so many keys at most."""
+    modes = options.modes
+    has_lists = "raw" in modes and options.head_lists
+    return StepCapture(
+        kinds,
+        max_rows=rows + GRAPH_PADDING,
+        max_length=length,
+        num_requests=rows + GRAPH_PADDING,
+        device=device,
+        visibility=options.visibility,
+        mean_top_k=RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0,
+        top_k=RAW_TOP_K if has_lists else 0,
+        ranks=ranks.heads,
+        scratch_bytes=options.scratch_bytes,
+        first_request=0,
+    )
