@@ -1,4 +1,5 @@
-"""What our ASGI middleware shares: its types, and an end that a client reads that still sends."""
+"""What our ASGI middleware shares: its types, paths, and an end that a client reads that still
+sends."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ Headers = list[tuple[bytes, bytes]]
 
 # How long what a refused client still sends is read and thrown away, so that it reads the answer.
 LINGER_S = 2.0
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request below the app's root."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 async def end(send: Send, content: bytes, receive: Receive | None = None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipeline.asgi import App, Message, Receive, Scope, Send
+from pipeline.asgi import App, Message, Receive, Scope, Send, path_of
 
 from .http.asgi import error_content
 from .request import RequestError
@@ -45,7 +45,7 @@ class Heard:
     secret: str = ""
     names: dict[str, list[Named]] = field(default_factory=dict)
     output: NamedOutput | None = None
-    chat: Any = None  # the engine's request of a chat, where only that has the messages
+    roles: list[str | None] | None = None  # of the prompt's tokens, once they are known
 
     @property
     def is_any(self) -> bool:
@@ -81,13 +81,13 @@ class AnswerWriter:
         if scope["type"] == "lifespan" and self._at_end is not None:
             await self._app(scope, receive, partial(self._ending, send, self._at_end))
             return
-        if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
+        if scope["type"] != "http" or path_of(scope) not in (CHAT, COMPLETIONS):
             await self._app(scope, receive, send)
             return
         current = Heard(secret=self._secret)
         token = CURRENT.set(current)
         try:
-            await self._app(scope, receive, Writing(current, scope["path"] == CHAT, send))
+            await self._app(scope, receive, Writing(current, path_of(scope) == CHAT, send))
         finally:
             CURRENT.reset(token)
 

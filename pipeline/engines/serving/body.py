@@ -121,6 +121,8 @@ def check_one_choice(body: dict[str, Any]) -> None:
                 )
     if isinstance(params, list):
         raise RequestError("attention is captured of one prompt in a request", "sampling_params")
+    if body.get("use_beam_search"):
+        raise RequestError("attention is not captured of beams", "use_beam_search")
     for name in ("prompt", "text", "input_ids"):
         given = body.get(name)
         if isinstance(given, list) and len(given) > 1 and isinstance(given[0], str | list):

@@ -18,12 +18,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("attention capture (attn)")
     for option in TABLE:
         given: dict[str, Any] = {"help": option.help, "dest": option.parameter, "default": None}
-        if option.kind is bool:
+        if option.field == "api_key":
+            group.add_argument(*option.names, action=_ToVariable, **given)
+        elif option.kind is bool:
             group.add_argument(*option.names, action="store_true", **given)
         elif option.kind is tuple:
             group.add_argument(*option.names, nargs="+", **given)
         else:
             group.add_argument(*option.names, **given)
+
+
+class _ToVariable(argparse.Action):
+    """Keeps a secret out of the arguments, which engines log."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option: str | None = None,
+    ) -> None:  # fmt: skip
+        os.environ[next(one.variable for one in TABLE if option in one.names)] = values
 
 
 def pass_options_on(arguments: argparse.Namespace) -> ServeOptions:

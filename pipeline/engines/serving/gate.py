@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from starlette.middleware.gzip import GZipMiddleware
 
-from pipeline.asgi import App, Headers, Message, Receive, Scope, Send
+from pipeline.asgi import App, Headers, Message, Receive, Scope, Send, path_of
 
 from .body import RequestError, asked_fields, asks, read_body, without_fields
 from .capabilities import capabilities, refusals
@@ -88,7 +88,7 @@ class CaptureGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        path = path_of(scope)
         methods = ROUTES.get(path, ())
         if path == CAPABILITIES:
             await self._answer_capabilities(scope, send)
@@ -159,15 +159,26 @@ class CaptureGate:
                     "return_prompt_tokens",
                 )
             return Prepared(self._body(path, body, request), is_asked=True)
-        if not sampled or not isinstance(body, dict):
+        if not isinstance(body, dict):
             return None
-        request = sampled_request(body, _texts(scope), self._options, self._facts())
+        request = None
+        if sampled:
+            request = sampled_request(body, _texts(scope), self._options, self._facts())
         if request is None:
-            return None
+            return self._without_signed(path, body)
         try:
             return Prepared(self._body(path, body, request), is_asked=False)
         except RequestError:  # no place for it in this body, which the app may refuse
             return None
+
+    def _without_signed(self, path: str, body: dict[str, Any]) -> Prepared | None:
+        """The body without a signed request that came with it, as one that was read in a log."""
+        place = body.get("sampling_params") if path == GENERATE else body
+        params = place.get(self._place) if isinstance(place, dict) else None
+        if not isinstance(params, dict) or CUSTOM_PARAM not in params:
+            return None
+        del params[CUSTOM_PARAM]
+        return Prepared(json.dumps(body, separators=(",", ":")).encode(), is_asked=False)
 
     def _check_client(self, scope: Scope, param: str) -> None:
         """RequestError if this client may not ask for attention."""

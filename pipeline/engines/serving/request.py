@@ -60,7 +60,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         stream_entries: whether the response has entries; False if only records or scores are
             wanted.
         name_tokens: whether the response names the visible tokens.
-        reply: where the engine's worker says what it captured, if its engine has no way back.
+        reply: where the engine's worker reports what it captured, if its engine has no way back.
+        response_id: the response's `id`, where the engine has another for the request.
     """
 
     mode: Mode = "raw"
@@ -83,10 +84,11 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     stream_entries: bool = True
     name_tokens: bool = False
     reply: str | None = None
+    response_id: str | None = None
 
-    def replying(self, to: str) -> CaptureRequest:
-        """This request once it is known where what is captured of it goes."""
-        return msgspec.structs.replace(self, reply=to)
+    def answered(self, response_id: str, reply: str | None) -> CaptureRequest:
+        """This request once it is known which response it has, and where reports of it go."""
+        return msgspec.structs.replace(self, response_id=response_id, reply=reply)
 
     def with_mask(self, tokens: int) -> CaptureRequest:
         """This request once it is known how many tokens are hidden."""

@@ -26,93 +26,114 @@ def replies() -> Replies:
     return Replies()
 
 
-async def noted_chat(
+async def rendered_chat(
     original: Callable[..., Any], self: Any, request: Any, *given: Any, **named: Any
 ) -> Any:
-    """Around `OnlineRenderer.render_chat`: only its messages say whose a token is."""
-    if (current := CURRENT.get()) is not None:
-        current.chat = request
-    return await original(self, request, *given, **named)
+    """Around `OnlineRenderer.render_chat`: where the system prompt is to be hidden, how many tokens
+    it has, and where tokens are to be named, whose each is: only the chat template says it. The
+    server's own renderer is asked, with the request's tools and arguments.
+
+    Raises:
+        VLLMValidationError: it is not known; vLLM answers 400.
+    """
+    found = await original(self, request, *given, **named)
+    current, extra = CURRENT.get(), request.vllm_xargs
+    wanted = None if current is None else CaptureRequest.from_custom_params(extra, current.secret)
+    if current is None or wanted is None or not (wanted.mask_system or wanted.name_tokens):
+        return found
+    if not isinstance(found, tuple) or "prompt_token_ids" not in found[1][0]:
+        return found  # an error of vLLM's own; or embeddings, of which nothing is captured
+    messages, loop = list(map(as_dictionary, request.messages)), asyncio.get_running_loop()
+
+    def tokenize(some: list[dict[str, Any]]) -> list[int]:
+        alone = request.model_copy(
+            update={
+                "messages": some, "add_generation_prompt": False, "continue_final_message": False,
+            }
+        )  # fmt: skip
+        asked = asyncio.run_coroutine_threadsafe(original(self, alone, skip_mm_cache=True), loop)
+        try:
+            return list(asked.result()[1][0]["prompt_token_ids"])
+        # Templates are programs of their own, and raise what they like.
+        except Exception as error:
+            raise RequestError(f"the chat template refuses messages: {error}", None) from error
+
+    tokens = list(found[1][0]["prompt_token_ids"])
+    if wanted.name_tokens:
+        current.roles = await asyncio.to_thread(roles_of, messages, tokens, tokenize)
+    if not wanted.mask_system:
+        return found
+    try:
+        count = await asyncio.to_thread(count_system_tokens, messages, tokens, tokenize)
+    except RequestError as error:
+        if not wanted.stream_entries:  # nobody asked: it is answered, and not recorded
+            del extra[CUSTOM_PARAM]
+            return found
+        from vllm.exceptions import VLLMValidationError
+
+        current.refused = error
+        raise VLLMValidationError(str(error)) from None
+    hidden = max(wanted.mask_prefix, count)
+    extra[CUSTOM_PARAM] = wanted.with_mask(hidden).signed(current.secret)
+    return found
 
 
 async def heard(
     original: Callable[..., AsyncIterator[Any]], self: Any, prompt: Any, sampling_params: Any,
     request_id: str, *given: Any, **named: Any,
 ) -> AsyncIterator[Any]:  # fmt: skip
-    """Around `AsyncLLM.generate`: say where what is captured goes, and note it."""
+    """Around `AsyncLLM.generate`: say where reports of what is captured go, and note them."""
     current = CURRENT.get()
-    extra = getattr(sampling_params, "extra_args", None)
+    extra = dict(getattr(sampling_params, "extra_args", None) or {})
     wanted = None if current is None else CaptureRequest.from_custom_params(extra, current.secret)
     reply, count = None, 0
     if current is not None and wanted is not None:
-        wanted = await prepared(current, wanted, prompt, self.get_tokenizer())
-        if wanted.stream_entries:  # what only records are made of has nothing to hear
+        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        # What only records are made of is reported to nobody; of embeddings there are none.
+        if wanted.stream_entries and tokens is not None:
             reply = replies().expect()
-            wanted = wanted.replying(reply.to)
-        sampling_params.extra_args = {**(extra or {}), CUSTOM_PARAM: wanted.signed(current.secret)}
+            current.wants_entries = True
+            await name_prompt(current, wanted, list(tokens), self)
+        to = None if reply is None else reply.to
+        wanted = wanted.answered(response_id_of(request_id), to)
+        extra[CUSTOM_PARAM] = wanted.signed(current.secret)
+        sampling_params.extra_args = extra
     try:
         outputs = original(self, prompt, sampling_params, request_id, *given, **named)
         async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 if current is not None and reply is not None:
-                    if output.finished:
+                    if output.finished and not is_aborted(output):
                         await reply.end()
                     new = tokens_of(output, sampling_params, count)
                     count += len(new)
                     note(current, reply, count)
                     if current.output is not None:
-                        named_output = current.output.push(new)
-                        current.names.setdefault("output_tokens", []).extend(named_output)
+                        named_tokens = current.output.push(new)
+                        current.names.setdefault("output_tokens", []).extend(named_tokens)
                 yield output
     finally:
         if reply is not None:
             reply.close()
 
 
-async def prepared(
-    current: Heard, wanted: CaptureRequest, prompt: Any, tokenizer: Any
-) -> CaptureRequest:
-    """What is wanted once it is known which tokens the system prompt has; the tokens of the prompt
-    are named, if the request asks for it.
+async def name_prompt(
+    current: Heard, wanted: CaptureRequest, tokens: list[int], engine: Any
+) -> None:
+    """Name the visible tokens of a request's prompt, if it asked for that."""
+    if not wanted.name_tokens:
+        return
+    tokenizer, hidden = engine.get_tokenizer(), wanted.mask_prefix
+    # Long prompts take a while: not in the event loop.
+    named = await asyncio.to_thread(named_prompt, tokenizer, tokens, hidden, current.roles)
+    current.names = {"prompt_tokens": named, "output_tokens": []}
+    current.output = NamedOutput(tokenizer, len(tokens), hidden)
 
-    Raises:
-        VLLMValidationError: it is not known; vLLM answers 400.
-    """
-    current.wants_entries = wanted.stream_entries
-    if not (wanted.mask_system or wanted.name_tokens):
-        return wanted
-    tokens = list(prompt["prompt_token_ids"])
-    chat = current.chat
-    messages = [] if chat is None else list(map(as_dictionary, chat.messages))
-    arguments = {} if chat is None else chat.chat_template_kwargs or {}
 
-    def tokenize(some: list[dict[str, Any]]) -> list[int]:
-        try:
-            found: list[int] = tokenizer.apply_chat_template(
-                some, tokenize=True, add_generation_prompt=False, return_dict=False, **arguments
-            )
-        # Templates are programs of their own, and raise what they like.
-        except Exception as error:
-            raise RequestError(f"the chat template refuses messages: {error}", None) from error
-        return found
-
-    hidden = wanted.mask_prefix
-    if wanted.mask_system:
-        try:
-            hidden = max(hidden, count_system_tokens(messages, tokens, tokenize))
-        except RequestError as error:
-            from vllm.exceptions import VLLMValidationError
-
-            current.refused = error
-            raise VLLMValidationError(str(error)) from None
-        wanted = wanted.with_mask(hidden)
-    if wanted.name_tokens:
-        roles = roles_of(messages, tokens, tokenize) if messages else None
-        # Long prompts take a while: not in the event loop.
-        named = await asyncio.to_thread(named_prompt, tokenizer, tokens, hidden, roles)
-        current.names = {"prompt_tokens": named, "output_tokens": []}
-        current.output = NamedOutput(tokenizer, len(tokens), hidden)
-    return wanted
+def response_id_of(request: str) -> str:
+    """The `id` of a request's response: the name of a completion's ends with the number of its
+    prompt."""
+    return request.rpartition("-")[0] if request.startswith("cmpl-") else request
 
 
 def as_dictionary(message: Any) -> dict[str, Any]:
@@ -130,6 +151,11 @@ def note(current: Heard, reply: Reply, tokens: int) -> None:
     current.entries += entries
     current.taken += len(entries)
     current.usage = reply.usage
+
+
+def is_aborted(output: Any) -> bool:
+    """Whether the engine dropped the request, which may never have run."""
+    return bool(output.outputs) and output.outputs[0].finish_reason == "abort"
 
 
 def tokens_of(output: Any, sampling_params: Any, count: int) -> list[int]:

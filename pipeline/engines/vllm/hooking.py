@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import wraps
 from typing import Any
 
@@ -38,10 +39,12 @@ def is_hooked(target: str) -> bool:
 
 
 def before(function: Callable[..., None]) -> Wrapper:
+    """A hook that is given what the function is given."""
+
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def wrapped(*given: Any, **named: Any) -> Any:
-            function(*given)
+            function(*given, **named)
             return original(*given, **named)
 
         return wrapped
@@ -67,8 +70,9 @@ def around_generator(function: Callable[..., Any]) -> Wrapper:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         async def wrapped(*given: Any, **named: Any) -> Any:
-            async for output in function(original, *given, **named):
-                yield output
+            async with aclosing(function(original, *given, **named)) as outputs:
+                async for output in outputs:
+                    yield output
 
         return wrapped
 

@@ -13,6 +13,7 @@ from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.options import ServeOptions
 
 from .hooking import after, before, hook, misfits, owner_of
+from .scheduling import RECORDER as ATTRIBUTE
 from .scheduling import decide, note_end
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
@@ -31,8 +32,8 @@ PARAMETERS = {
     RUNNER + "sample_tokens": ("self", "grammar_output"),
     RUNNER + "shutdown": ("self",),
 }
-# Of a `GPUModelRunner`, its recorder; of a `Worker`, a method that has its records delivered.
-ATTRIBUTE, DELIVER = "_attn_recorder", "attn_deliver"
+# Of a `Worker`, a method that has its records delivered.
+DELIVER = "attn_deliver"
 
 
 def hook_model() -> None:
@@ -49,7 +50,7 @@ def hook_model() -> None:
     setattr(owner, name, lambda worker: close_recorder(worker.model_runner))
 
 
-def hook_runner(worker: Any) -> None:
+def hook_runner(worker: Any, **_: Any) -> None:
     """Before `Worker.load_model`: the hooks on the model's runner."""
     if not worker.use_v2_model_runner:
         facts_file.write(
@@ -94,7 +95,6 @@ def with_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def start_recorder(runner: Any) -> None:
     """The model and its KV cache are there, and no CUDA graph yet."""
-    from .model_process.backends import ATTRIBUTE as OF_LAYER
     from .model_process.layers import graph_refusal, ranks_of_this_process, refusal
     from .model_process.recorder import Recorder
 
@@ -115,7 +115,7 @@ def start_recorder(runner: Any) -> None:
             facts_file.write(str(reason))
         return
     for layer in recorder.model.layers.values():
-        setattr(layer, OF_LAYER, recorder)
+        setattr(layer, ATTRIBUTE, recorder)
     setattr(runner, ATTRIBUTE, recorder)
     atexit.register(recorder.close)
     if ranks.answers:
@@ -157,7 +157,7 @@ def with_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_attn
 
 
-def dummy_step(runner: Any, *given: Any) -> None:
+def dummy_step(runner: Any, *given: Any, **named: Any) -> None:
     recorder = getattr(runner, ATTRIBUTE, None)
     if recorder is not None:
         recorder.prepare_dummy()
@@ -180,5 +180,5 @@ def close_recorder(runner: Any, *given: Any) -> None:
     if recorder is not None:
         recorder.close()
         for layer in recorder.model.layers.values():
-            del layer._attn_recorder
+            delattr(layer, ATTRIBUTE)
         delattr(runner, ATTRIBUTE)

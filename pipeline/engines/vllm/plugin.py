@@ -27,9 +27,10 @@ from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.sinks import CLOSE_S
 
-from .answers import heard, noted_chat
+from .answers import heard, rendered_chat
 from .hooking import around_coroutine, around_generator, before, hook, misfits
 from .model_hooks import DELIVER, hook_model
+from .replies import replies_refusal
 
 LOG = logging.getLogger("attn.capture")
 
@@ -63,13 +64,16 @@ def register() -> None:
         raise SystemExit(2) from None
     if options.is_on:
         hook_model()
+    if options.is_on or options.turned_off:
+        # Further processes that answer read no command line.
+        hook_server()
 
 
 def hook_server() -> None:
     """The hooks of a process that answers."""
     hook(ENGINE + "generate", around_generator(heard))
     hook(ENGINE + "shutdown", before(have_delivered))
-    hook(RENDERER + "render_chat", around_coroutine(noted_chat))
+    hook(RENDERER + "render_chat", around_coroutine(rendered_chat))
     hook(SERVER + "init_entrypoints_middleware", with_ours_outside)
 
 
@@ -91,6 +95,7 @@ def read_options(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_cli_args(cls: type, args: Any, *given: Any, **named: Any) -> Any:
         options = engine_options.pass_options_on(args)
         if options.is_on or options.turned_off:
+            refuse_other_servers(args)
             hook_server()
         return original(cls, args, *given, **named)
 
@@ -110,9 +115,24 @@ def with_ours_outside(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_entrypoints_middleware
 
 
-def have_delivered(engine: Any, *given: Any) -> None:
-    """Before `AsyncLLM.shutdown`, after which vLLM kills its other processes: have records
-    delivered."""
+def refuse_other_servers(args: Any) -> None:
+    """End the program with 2 where answers do not pass through Python, or through HTTP."""
+    import vllm.envs as envs
+
+    for name, asked in (
+        ("--grpc", getattr(args, "grpc", False)),
+        ("VLLM_USE_RUST_FRONTEND", envs.VLLM_USE_RUST_FRONTEND),
+    ):
+        if asked:
+            print(f"attn: {name} answers without attention: leave it out", file=sys.stderr)
+            raise SystemExit(2)
+
+
+def have_delivered(engine: Any, timeout: float | None = None) -> None:
+    """Before `AsyncLLM.shutdown`, after which vLLM kills its other processes, unless it gives them
+    time to end: have records delivered."""
+    if timeout:
+        return
     handler = engine.output_handler
     loop = None if handler is None else handler.get_loop()
     # After a signal vLLM calls it in a thread, while the loop goes on.
@@ -140,6 +160,8 @@ def before_serving(app: Any, args: Any) -> None:
             atexit.register(facts_file.remove)
         except AttnError as error:
             problems.append(str(error))
+    if too_long := replies_refusal():
+        problems.append(too_long)
     if problems:
         for problem in problems:
             print(f"attn: {problem}", file=sys.stderr)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +21,26 @@ from pipeline.engines.serving.facts_file import folder
 from pipeline.engines.serving.responses import decoded
 
 LOG = logging.getLogger("attn.capture")
-# Seconds that an answer waits for what is still to be said of its attention.
+# Seconds that an answer waits for what is still to be reported of its attention.
 WAIT_S = 10.0
+# Of a socket's name, on Linux.
+MOST_PATH_BYTES = 107
 
 
-class Said(msgspec.Struct, array_like=True):
+def socket_path() -> Path:
+    """Of this process."""
+    return folder() / f"answers-{os.getpid()}"
+
+
+def replies_refusal() -> str | None:
+    """Why this process cannot listen, in words; None if it can."""
+    path = socket_path()
+    if len(os.fsencode(path)) <= MOST_PATH_BYTES:
+        return None
+    return f"{path} is too long for a socket: set TMPDIR to a folder with a shorter name"
+
+
+class Report(msgspec.Struct, array_like=True):
     """What is new of a request. entries: JSON; usage: at the end."""
 
     key: str
@@ -33,7 +49,7 @@ class Said(msgspec.Struct, array_like=True):
 
 
 class Reply:
-    """What was said of one request.
+    """What was reported of one request.
 
     Attributes:
         to: for `CaptureRequest.reply`.
@@ -47,10 +63,10 @@ class Reply:
         self._ended = asyncio.Event()
         replies.waiting[self._key] = self
 
-    def add(self, said: Said) -> None:
-        self._entries += decoded(said.entries)
-        if said.usage is not None:
-            self.usage = said.usage
+    def add(self, report: Report) -> None:
+        self._entries += decoded(report.entries)
+        if report.usage is not None:
+            self.usage = report.usage
             self._ended.set()
 
     def take(self, tokens: int) -> list[dict[str, Any]]:
@@ -61,7 +77,7 @@ class Reply:
         return taken
 
     async def end(self) -> None:
-        """Wait until all is said. What does not come is logged, and the answer goes without it."""
+        """Wait until all is reported. What does not come is logged, and missing in the answer."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._ended.wait()
@@ -82,9 +98,8 @@ class Replies:
     """Listens for all requests of this process; made in its event loop."""
 
     def __init__(self) -> None:
-        place = folder() / f"answers-{os.getpid()}"
-        place.parent.mkdir(mode=0o700, exist_ok=True)
-        self.address = f"ipc://{place}"
+        folder().mkdir(mode=0o700, exist_ok=True)
+        self.address = f"ipc://{socket_path()}"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(self.address)
@@ -95,15 +110,19 @@ class Replies:
         return Reply(self)
 
     async def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Said)
+        decoder = msgspec.msgpack.Decoder(Report)
         while True:
-            said = decoder.decode(await self._socket.recv())
-            if (reply := self.waiting.get(said.key)) is not None:
-                reply.add(said)
+            message = await self._socket.recv()
+            try:
+                report = decoder.decode(message)
+                if (reply := self.waiting.get(report.key)) is not None:
+                    reply.add(report)
+            except Exception:  # of one message: others are for other requests
+                LOG.exception("a report of attention cannot be read")
 
 
-class Teller:
-    """In a worker: says what is new of requests. It never waits.
+class Reporter:
+    """In a worker: reports what is new of requests. It never waits.
 
     Attributes:
         dropped: what a process that answers did not take.
@@ -115,8 +134,8 @@ class Teller:
         self._encoder = msgspec.msgpack.Encoder()
         self.dropped = 0
 
-    def say(self, to: str, entries: list[bytes], usage: dict[str, Any] | None) -> None:
-        """Say it to the `Reply.to` of a request."""
+    def report(self, to: str, entries: list[bytes], usage: dict[str, Any] | None) -> None:
+        """Send it to the `Reply.to` of a request."""
         address, _, key = to.rpartition(" ")
         socket = self._sockets.get(address)
         if socket is None:
@@ -124,7 +143,7 @@ class Teller:
             socket.set(zmq.SNDHWM, 100_000)
             socket.connect(address)
         try:
-            socket.send(self._encoder.encode(Said(key, entries, usage)), zmq.NOBLOCK)
+            socket.send(self._encoder.encode(Report(key, entries, usage)), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
 

@@ -6,13 +6,20 @@ step past its end. Workers are told of each of their steps what was decided by t
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from pipeline.engines.serving.request import CUSTOM_PARAM
 
+LOG = logging.getLogger("attn.capture")
+
 # Of a `Scheduler`, what has ended since its last step; of a `SchedulerOutput`, its `Decided`.
 ATTRIBUTE = "attn_decided"
+# Of a `GPUModelRunner`, and of a layer that is captured, its recorder.
+RECORDER = "_attn_recorder"
 
 
 @dataclass
@@ -30,12 +37,29 @@ def is_captured(request: Any) -> bool:
     return parameters is not None and CUSTOM_PARAM in (parameters.extra_args or {})
 
 
-def note_end(scheduler: Any, request: Any) -> None:
+def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook whose faults are logged: they are not to end the engine. Capture then has no end of a
+    request, and nothing is reported of it."""
+
+    @wraps(hook)
+    def guarded(*given: Any, **named: Any) -> Any:
+        try:
+            return hook(*given, **named)
+        except Exception:
+            LOG.exception("what is kept of captured requests is not known")
+            return given[0]
+
+    return guarded
+
+
+@harmless
+def note_end(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
     """Before `Scheduler._free_request`."""
     if is_captured(request):
         _decided(scheduler).ended[request.request_id] = request.num_output_tokens
 
 
+@harmless
 def decide(output: Any, scheduler: Any) -> Any:
     """After `Scheduler.schedule`: put it on the `SchedulerOutput`, which is sent as it is."""
     decided = _decided(scheduler)

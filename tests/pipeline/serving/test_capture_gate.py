@@ -82,7 +82,7 @@ def test_a_request_for_attention_reaches_the_app_signed_and_without_our_fields(s
     [
         b"", b"{}", b"[1]", b'{"a" : 1.50, "b":"\\u2603", "a":2}', b"no JSON at all", b"\xff\xfe{",
         b'{"prompt": "about attention",  "n": 1e5}', b'{"return_attention_tokens": false, "n":4}',
-        b'{"custom_params": {"attn": "forged"}, "prompt": "attn"}', b"{" + b" " * 300_000 + b"}",
+        b'{"custom_params": {"other": 1}, "prompt": "attn"}', b"{" + b" " * 300_000 + b"}",
         '{"prompt": "a"}'.encode("utf-16"),
     ],
 )  # fmt: skip
@@ -91,6 +91,17 @@ def test_a_request_without_attention_passes_byte_for_byte(server, raw):
     assert answer.status_code == 200
     assert answer.json()["raw"] == raw.decode("utf-8", "replace")
     assert int(answer.json()["headers"].get("content-length", 0)) == len(raw)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/generate"])
+def test_a_signed_request_of_a_client_does_not_pass(server, path):
+    """It may have been read in an engine's log, and no guardrail has seen it now."""
+    signed = CaptureRequest(layers=[1]).signed(server.options.secret)
+    place = {"custom_params": {"attn": signed, "other": 1}}
+    body = {"sampling_params": place} if path == "/generate" else place
+    reached = json.loads(post(server, path, json.dumps({"a": 1, **body}).encode()).json()["raw"])
+    own = reached["sampling_params"] if path == "/generate" else reached
+    assert (reached["a"], own["custom_params"]) == (1, {"other": 1})
 
 
 @given(body=st.dictionaries(st.text(max_size=10), JSON, max_size=5))

@@ -148,6 +148,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         "distributed.parallel_state": {"get_tp_group": lambda: group},
         "forward_context": {"get_forward_context": lambda: context},
         "exceptions": {"VLLMValidationError": VLLMValidationError},
+        "envs": {"VLLM_USE_RUST_FRONTEND": False},
     }  # fmt: skip
     for name, content in modules.items():
         parts = ["vllm", *name.split(".")]

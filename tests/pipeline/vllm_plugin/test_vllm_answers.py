@@ -22,9 +22,9 @@ from pipeline.engines.serving.answer_writer import CHAT, COMPLETIONS, CURRENT, A
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.vllm import answers, plugin
+from pipeline.engines.vllm import answers, hooking
 from pipeline.engines.vllm import replies as replies_module
-from pipeline.engines.vllm.replies import Teller
+from pipeline.engines.vllm.replies import Reporter
 
 FACTS = ModelFacts("demo", 4, (1, 3), 8, 4096, capture_id="abc")
 ASKING = {"return_attention_tokens": True}
@@ -62,28 +62,41 @@ class Message:
         return self._fields
 
 
+class Chat(SimpleNamespace):
+    """As far as the plug-in looks at vLLM's `ChatCompletionRequest`."""
+
+    add_generation_prompt = True
+
+    def model_copy(self, update: dict[str, Any]) -> Any:
+        assert update["continue_final_message"] is False
+        return Chat(**vars(self) | update)
+
+
 class Engine:
     """As far as the plug-in looks at vLLM's `AsyncLLM` and `OnlineRenderer`, and a worker.
 
     Attributes:
         wanted, extra: of each request, in turn. ends: whether the worker says how they ended.
-        past_end: rows that it captured of tokens that no answer has.
+        past_end: rows that it captured of tokens that no answer has. tag: of its template.
     """
 
     def __init__(self, secret: str) -> None:
-        self._secret, self.tokenizer, self.teller = secret, Tokenizer(), Teller()
+        self._secret, self.tokenizer, self.reporter = secret, Tokenizer(), Reporter()
         self.wanted: list[CaptureRequest | None] = []
         self.extra: list[Any] = []
-        self.closed, self.ends, self.fails, self.past_end = 0, True, False, 0
+        self.closed, self.ends, self.fails, self.past_end, self.tag = 0, True, False, 0, ""
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
-    async def render_chat(self, request: Any, *, skip_mm_cache: bool = False) -> dict[str, Any]:
+    async def render_chat(self, request: Any, *, skip_mm_cache: bool = False) -> Any:
         messages = [m if isinstance(m, dict) else m.model_dump(True) for m in request.messages]
-        arguments = request.chat_template_kwargs or {}
-        tokens = self.tokenizer.apply_chat_template(messages, True, True, False, **arguments)
-        return {"prompt_token_ids": tokens}
+        # The server's own template comes with each call, and the request's tools with it.
+        arguments = {"tag": self.tag, **(request.chat_template_kwargs or {})}
+        tokens = self.tokenizer.apply_chat_template(
+            messages, True, request.add_generation_prompt, False, **arguments
+        )
+        return messages, [{"prompt_token_ids": tokens}]
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
@@ -98,12 +111,12 @@ class Engine:
         length = len(prompt["prompt_token_ids"])
 
         def say(step: int) -> None:
-            self.teller.say(to, [b'{"of":%d,"step":%d}' % (length, step)], None)
+            self.reporter.report(to, [b'{"of":%d,"step":%d}' % (length, step)], None)
 
         def say_end() -> None:
             for step in range(STEPS, STEPS + self.past_end):
                 say(step)
-            self.teller.say(to, [], {"mode": wanted.mode, "rows": STEPS - 1 + self.past_end})
+            self.reporter.report(to, [], {"mode": wanted.mode, "rows": STEPS - 1 + self.past_end})
 
         try:
             for step in range(1, STEPS + 1):
@@ -116,7 +129,11 @@ class Engine:
                 if kind == "FINAL_ONLY" and not finished:
                     continue
                 own = tokens[step - 1 : step] if kind == "DELTA" else tokens[:step]
-                yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=own)])
+                reason = "length" if finished else None
+                yield SimpleNamespace(
+                    finished=finished,
+                    outputs=[SimpleNamespace(token_ids=own, finish_reason=reason)],
+                )
                 if self.fails:
                     raise RuntimeError("a fault for the test")
         finally:
@@ -130,8 +147,8 @@ class Server:
         self.options = ServeOptions(**ASKING | options)
         self.engine = Engine(self.options.secret)
         self.stream_kind, self.whole_kind = "DELTA", "FINAL_ONLY"
-        self.generate = plugin.around_generator(answers.heard)(Engine.generate)
-        self.render = plugin.around_coroutine(answers.noted_chat)(Engine.render_chat)
+        self.generate = hooking.around_generator(answers.heard)(Engine.generate)
+        self.render = hooking.around_coroutine(answers.rendered_chat)(Engine.render_chat)
         paths = (CHAT, COMPLETIONS)
         self.plain = Starlette(
             routes=[Route(path, self.answer, methods=["POST"]) for path in paths],
@@ -154,8 +171,9 @@ class Server:
         if chat:
             messages = [Message(body["messages"][0]), *body["messages"][1:]]
             arguments = body.get("chat_template_kwargs")
-            given = SimpleNamespace(messages=messages, chat_template_kwargs=arguments)
-            prompt = await self.render(self.engine, given)
+            extra = body.get("vllm_xargs")
+            given = Chat(messages=messages, chat_template_kwargs=arguments, vllm_xargs=extra)
+            _, (prompt,) = await self.render(self.engine, given)
         kind = self.stream_kind if stream else self.whole_kind
         params = SimpleNamespace(
             extra_args=body.get("vllm_xargs"), output_kind=SimpleNamespace(name=kind)
@@ -170,13 +188,10 @@ class Server:
         return JSONResponse({"id": "x", "choices": [choice], "usage": {"total_tokens": 9}})
 
     async def events(self, outputs: AsyncIterator[Any], chat: bool) -> AsyncIterator[str]:
-        try:
-            async for _ in outputs:
-                choice = {"delta": {"content": "t"}} if chat else {"text": "t"}
-                yield f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n"
-            yield f"data: {json.dumps({'id': 'x', 'choices': [], 'usage': {}})}\n\n"
-        except VLLMValidationError as error:  # as vLLM does it: the answer has begun
-            yield f"data: {json.dumps({'error': {'message': str(error), 'code': 400}})}\n\n"
+        async for _ in outputs:
+            choice = {"delta": {"content": "t"}} if chat else {"text": "t"}
+            yield f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n"
+        yield f"data: {json.dumps({'id': 'x', 'choices': [], 'usage': {}})}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -192,7 +207,7 @@ def serve(monkeypatch, tmp_path: Path, vllm) -> Iterator[Callable[..., Server]]:
 
     yield make
     for server in made:
-        server.engine.teller.close()
+        server.engine.reporter.close()
 
 
 def served(test: Callable[[httpx.AsyncClient], Awaitable[Any]], app: Any) -> Any:
@@ -371,16 +386,33 @@ def test_named_tokens_of_a_chat_have_roles_and_its_system_prompt_is_not_among_th
     ],
 )
 def test_a_system_prompt_that_cannot_be_hidden_is_refused(serve, messages, reason, stream):
-    """With 400, or in a stream, which vLLM begins before it looks at a prompt, with an event."""
+    """With 400, before a stream begins."""
     server = serve(mask_system_prompt=True)
     server.engine.tokenizer.needs_user = True
     answer = asked(server, CHAT, chat(*messages, stream=stream))
-    assert answer.status_code == (200 if stream else 400)
-    error = (events_of(answer)[0] if stream else answer.json())["error"]
+    assert answer.status_code == 400
+    error = answer.json()["error"]
     assert reason in error["message"]
-    if not stream:
-        assert (error["param"], error["type"]) == ("messages", "invalid_request_error")
+    assert (error["param"], error["type"]) == ("messages", "invalid_request_error")
     assert server.engine.wanted == []
+
+
+def test_who_asked_for_nothing_is_answered_though_nothing_can_be_hidden(serve, tmp_path):
+    server = serve(mask_system_prompt=True, store=tmp_path / "f.db")
+    server.engine.tokenizer.needs_user = True
+    fields = {"messages": [{"role": "system", "content": "be brief"},
+                           {"role": "user", "content": "hi"}]}  # fmt: skip
+    assert asked(server, CHAT, fields).status_code == 200
+    assert server.engine.wanted == [None]
+
+
+def test_the_servers_own_template_says_what_is_hidden(serve):
+    """It may put a system prompt of its own before the first message."""
+    server = serve(mask_system_prompt=True)
+    server.engine.tag = "[secret]"
+    asked(server, CHAT, chat(("user", "hi")))
+    (wanted,) = server.engine.wanted
+    assert wanted.mask_prefix == len("[secret]<user>")
 
 
 def test_rows_past_a_stop_string_are_not_in_the_answer(serve):

@@ -94,6 +94,9 @@ def test_keys_that_do_not_lie_at_equal_distances_are_refused(cache):
 # Kinds of layers ---------------------------------------------------------------------------------
 
 
+ONE = dict.fromkeys(range(9))  # one table
+
+
 def kinds(*layers: Any, tables: tuple[tuple[int, str], ...] = ()) -> list[tuple[int, ...]]:
     """The numbers of the layers of each kind. tables: group and layout of each layer's keys."""
     keys = {
@@ -103,7 +106,8 @@ def kinds(*layers: Any, tables: tuple[tuple[int, str], ...] = ()) -> list[tuple[
         )
         for number, (group, layout) in enumerate(tables)
     }  # fmt: skip
-    return [kind.numbers for kind in kinds_of(dict(enumerate(layers)), keys)]
+    known = {number: own.table for number, own in keys.items()}
+    return [kind.numbers for kind in kinds_of(dict(enumerate(layers)), ONE | known)]
 
 
 def test_a_kind_is_of_layers_that_compute_alike_over_one_table():
@@ -120,14 +124,20 @@ def test_a_kind_is_of_layers_that_compute_alike_over_one_table():
 
 def test_a_kind_says_how_its_layers_compute():
     layer = layer_of(1, None, 9, logits_soft_cap=30.0)
-    (kind,) = kinds_of({4: layer}, {})
+    (kind,) = kinds_of({4: layer}, ONE)
     assert kind.numbers == (4,)
     assert (kind.heads, kind.key_heads, kind.head_dim) == (HEADS, KEY_HEADS, DIM)
     assert (kind.scale, kind.soft_cap, kind.window, kind.mapped) == (SCALE, 30.0, 9, True)
-    (kind,) = kinds_of({0: layer_of(0, None)}, {})
+    (kind,) = kinds_of({0: layer_of(0, None)}, ONE)
     assert (kind.soft_cap, kind.window) == (None, 0)
+    with pytest.raises(OptionError, match="layer 2 has chunks in place of a window"):
+        kinds_of({2: layer_of(2, None, chunk_lookback=4)}, ONE)
+    images = layer_of(1, None)
+    images.use_mm_prefix = True
+    with pytest.raises(OptionError, match="layer 1 attends to images on both sides"):
+        kinds_of({1: images}, ONE)
     with pytest.raises(OptionError, match="layer 3 has ALiBi"):
-        kinds_of({3: layer_of(3, None, alibi_slopes=[0.5])}, {})
+        kinds_of({3: layer_of(3, None, alibi_slopes=[0.5])}, ONE)
 
 
 # What is refused ---------------------------------------------------------------------------------
@@ -148,7 +158,11 @@ def test_a_plain_model_is_not_refused():
         ("vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
         ("vllm_config.parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-        ("vllm_config.parallel_config.enable_dbo", True, "--enable-dbo"),
+        ("vllm_config.parallel_config.use_ubatching", True, "--enable-dbo, --ubatch-size"),
+        ("vllm_config.parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("vllm_config.parallel_config.nnodes", 2, "several nodes"),
+        ("vllm_config.model_config.rswa_window", 64, "R-SWA"),
+        ("vllm_config.diffusion_config", object(), "diffusion"),
         ("vllm_config.cache_config.cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4 was not tried"),
         ("vllm_config.cache_config.cache_dtype", "fp8_e5m2", "use auto, float16"),
         ("is_pooling_model", True, "the model does not generate"),

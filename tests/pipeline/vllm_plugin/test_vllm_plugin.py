@@ -48,6 +48,8 @@ FACTS = ModelFacts("demo", 4, (1, 3), 8, 4096, capture_id="abc")
 def environment(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {"TMPDIR": str(tmp_path)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # Folders of tests have long names.
+    monkeypatch.setattr("pipeline.engines.vllm.replies.MOST_PATH_BYTES", 1_000)
     # What ends with a process ends with no test.
     monkeypatch.setattr("atexit.register", lambda function: function)
 
@@ -110,10 +112,10 @@ def test_what_is_not_there_is_no_target(module):
 
 def test_hooks_before_and_after_see_what_is_given_and_found(module):
     seen: list[Any] = []
-    hook("hooked_by_tests:Owner.method", before(lambda *given: seen.append(given)))
+    hook("hooked_by_tests:Owner.method", before(lambda *given, b: seen.append((*given, b))))
     owner = module.Owner()
     assert owner.method(1, b=3) == ("method", 1, 3)
-    assert seen == [(owner, 1)]
+    assert seen == [(owner, 1, 3)]
     hook("hooked_by_tests:function", after(lambda found, first: (*found, first)))
     assert module.function("x", b=1) == ("function", "x", 1, "x")
 
@@ -210,6 +212,48 @@ def test_what_cannot_be_used_ends_the_program_with_one_line(vllm, words, capsys)
     assert ended.value.code == 2
     says = capsys.readouterr().err
     assert says.count("\n") == 1 and says.startswith("attn: ")
+
+
+def test_a_key_is_not_among_the_arguments_which_vllm_logs(vllm):
+    register()
+    parser = vllm.EngineArgs.add_cli_args(argparse.ArgumentParser())
+    key = "a-key-of-this-test"
+    arguments = parser.parse_args(
+        ["--model", "demo", "--return-attention-tokens", "--attention-api-key", key]
+    )
+    assert key not in str(arguments)
+    vllm.EngineArgs.from_cli_args(arguments)
+    assert ServeOptions.from_environment(os.environ).api_key == key
+
+
+@pytest.mark.parametrize("other", ["--grpc", "VLLM_USE_RUST_FRONTEND"])
+def test_servers_that_answer_in_other_ways_do_not_start(vllm, capsys, monkeypatch, other):
+    register()
+    arguments = argparse.Namespace(model="demo", return_attention_tokens=True)
+    if other == "--grpc":
+        arguments.grpc = True
+    else:
+        monkeypatch.setattr(sys.modules["vllm.envs"], other, True)
+    with pytest.raises(SystemExit) as ended:
+        vllm.EngineArgs.from_cli_args(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"attn: {other} answers without attention: leave it out\n"
+
+
+def test_a_further_process_that_answers_is_hooked_before_it_reads_a_command_line(vllm):
+    os.environ |= ServeOptions(return_attention_tokens=True).environment()
+    register()
+    assert misfits(PARAMETERS) == []
+
+
+def test_a_name_that_is_too_long_for_a_socket_is_said_at_the_start(vllm, capsys, monkeypatch):
+    started(vllm, "--return-attention-tokens")
+    facts_file.write(FACTS)
+    monkeypatch.setitem(os.environ, "ATTN_ENGINE_FACTS", f"/tmp/{'x' * 1_000}/facts.json")
+    monkeypatch.setattr("pipeline.engines.vllm.plugin.LiveFacts", lambda: lambda: FACTS)
+    with pytest.raises(SystemExit):
+        app_of(vllm)
+    assert "set TMPDIR to a folder with a shorter name" in capsys.readouterr().err
 
 
 def test_a_variable_that_cannot_be_used_ends_the_program(vllm, capsys):
@@ -365,7 +409,7 @@ def test_steps_of_the_runner_are_captured_and_its_end_is_the_recorders(running):
     hooked = SimpleNamespace(
         begin=lambda scheduled: runner.execute_model(scheduled), prepare=runner.prepare_attn,
         layer=lambda layer, *given: layer._attn_recorder.layer(layer, *given),
-        results=runner.sample_tokens, _teller=recorder._teller, close=recorder.close,
+        results=runner.sample_tokens, _reporter=recorder._reporter, close=recorder.close,
     )  # fmt: skip
     some.recorder = hooked
     req = some.request("r", 6, prompt_rows=1)

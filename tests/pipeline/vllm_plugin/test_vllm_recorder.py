@@ -15,7 +15,6 @@ from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED  # noqa: E402
 from pipeline.engines.vllm.model_process import captured_model  # noqa: E402
 from pipeline.engines.vllm.model_process.plans import GRAPH_PADDING  # noqa: E402
-from pipeline.engines.vllm.model_process.states import id_of  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 OFF = "capture ended with an error: see the server's log"
@@ -295,10 +294,13 @@ def test_a_dummy_step_between_two_is_not_captured(steps):
 def test_records_are_in_the_store_by_the_ids_of_responses(steps, tmp_path):
     path = tmp_path / "f.db"
     some = steps(path)
-    # Completions have the number of the prompt in their name; vLLM adds eight characters to all.
+    # The engine has other names for them.
     names = {"cmpl-1-0-0a1b2c3d": "cmpl-1", "chatcmpl-2-0a1b2c3d": "chatcmpl-2"}
     asked = {"mode": "fingerprint", "session_id": "s", "prompt_rows": 1}
-    reqs = [some.request(name, 6, stream_entries=False, **asked) for name in names]
+    reqs = [
+        some.request(name, 6, stream_entries=False, response_id=own, **asked)
+        for name, own in names.items()
+    ]
     some.run(*[(req, 6) for req in reqs])()
     some.decode(*reqs, times=2)
     some.put_back(reqs[0])
@@ -323,15 +325,13 @@ def test_records_are_in_the_store_by_the_ids_of_responses(steps, tmp_path):
     assert {(row["session_id"], row["model"]) for row in rows} == {("s", "demo")}
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("cmpl-0f-0-12345678", "cmpl-0f"), ("chatcmpl-0f-12345678", "chatcmpl-0f"),
-        ("cmpl-a-b-1-12345678", "cmpl-a-b"), ("plain", "plain"),
-    ],
-)  # fmt: skip
-def test_the_id_of_a_response(name, found):
-    assert id_of(name) == found
+def test_requests_of_an_adapter_are_not_captured_and_say_why(steps):
+    some = steps()
+    req = some.request("r", 6, layers=[0])
+    req.adapter = object()
+    some.answer(req, tokens=3)
+    entries, usage = some.ended(req)
+    assert entries == [] and usage["off"] == "the attention of an adapter (LoRA) is not captured"
 
 
 def test_closing_says_that_the_server_ends_once(steps):

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from pipeline.engines.vllm import replies as module
-from pipeline.engines.vllm.replies import Replies, Reply, Teller
+from pipeline.engines.vllm.replies import Replies, Reply, Reporter
 
 PATIENCE_S = 10.0
 USAGE = {"mode": "raw", "rows": 2}
@@ -29,8 +29,8 @@ def folder(monkeypatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def teller():
-    made = Teller()
+def reporter():
+    made = Reporter()
     yield made
     made.close()
 
@@ -59,15 +59,15 @@ async def all_of(reply: Reply) -> list[dict[str, Any]]:
     return reply.take(99)
 
 
-def test_each_request_hears_its_own_and_each_entry_once(teller, folder):
+def test_each_request_hears_its_own_and_each_entry_once(reporter, folder):
     async def test(replies: Replies) -> None:
         made = [replies.expect() for _ in range(20)]
         assert len({reply.to for reply in made}) == 20
         for step in range(3):
             for number, reply in enumerate(made):
-                teller.say(reply.to, [b'{"of":%d,"step":%d}' % (number, step)] * 2, None)
+                reporter.report(reply.to, [b'{"of":%d,"step":%d}' % (number, step)] * 2, None)
         for number, reply in enumerate(made):
-            teller.say(reply.to, [], USAGE | {"rows": number})
+            reporter.report(reply.to, [], USAGE | {"rows": number})
         found = await asyncio.gather(*map(all_of, made))
         for number, (entries, reply) in enumerate(zip(found, made, strict=True)):
             assert entries == [{"of": number, "step": step // 2} for step in range(6)]
@@ -79,26 +79,26 @@ def test_each_request_hears_its_own_and_each_entry_once(teller, folder):
     with_replies(test)
 
 
-def test_entries_come_before_the_end(teller):
+def test_entries_come_before_the_end(reporter):
     async def test(replies: Replies) -> None:
         reply = replies.expect()
-        teller.say(reply.to, [b'{"step":1}'], None)
+        reporter.report(reply.to, [b'{"step":1}'], None)
         while not (entries := reply.take(99)):
             await asyncio.sleep(0.001)
         assert entries == [{"step": 1}] and reply.usage is None
-        teller.say(reply.to, [b'{"step":2}'], USAGE)
+        reporter.report(reply.to, [b'{"step":2}'], USAGE)
         assert await all_of(reply) == [{"step": 2}]
 
     with_replies(test)
 
 
-def test_an_end_that_does_not_come_is_logged_and_what_came_is_there(teller, monkeypatch, caplog):
+def test_an_end_that_does_not_come_is_logged_and_what_came_is_there(reporter, monkeypatch, caplog):
     monkeypatch.setattr(module, "WAIT_S", 0.05)
 
     async def test(replies: Replies) -> None:
         reply, other = replies.expect(), replies.expect()
-        teller.say(reply.to, [b'{"step":1}'], None)
-        teller.say(other.to, [], USAGE)
+        reporter.report(reply.to, [b'{"step":1}'], None)
+        reporter.report(other.to, [], USAGE)
         await other.end()
         assert await all_of(reply) == [{"step": 1}]
         assert reply.usage is None
@@ -108,14 +108,14 @@ def test_an_end_that_does_not_come_is_logged_and_what_came_is_there(teller, monk
     with_replies(test)
 
 
-def test_what_is_said_of_nobody_is_ignored(teller):
+def test_what_is_said_of_nobody_is_ignored(reporter):
     async def test(replies: Replies) -> None:
         gone, reply = replies.expect(), replies.expect()
         gone.close()
         gone.close()
-        teller.say(gone.to, [b'{"step":1}'], USAGE)
-        teller.say(f"{replies.address} nobody", [b'{"step":1}'], USAGE)
-        teller.say(reply.to, [b'{"step":2}'], USAGE)
+        reporter.report(gone.to, [b'{"step":1}'], USAGE)
+        reporter.report(f"{replies.address} nobody", [b'{"step":1}'], USAGE)
+        reporter.report(reply.to, [b'{"step":2}'], USAGE)
         assert await all_of(reply) == [{"step": 2}]
         assert (gone.take(99), gone.usage) == ([], None)
         assert len(replies.waiting) == 1
@@ -123,7 +123,7 @@ def test_what_is_said_of_nobody_is_ignored(teller):
     with_replies(test)
 
 
-def test_two_workers_and_several_processes_that_answer(teller, monkeypatch):
+def test_two_workers_and_several_processes_that_answer(reporter, monkeypatch):
     """Each process has a socket of its own, which its name says."""
 
     async def test(replies: Replies) -> None:
@@ -131,10 +131,10 @@ def test_two_workers_and_several_processes_that_answer(teller, monkeypatch):
         async with listening() as others:
             assert others.address != replies.address
             one, other = replies.expect(), others.expect()
-            for name, say in (("a", teller.say), ("b", second.say)):
+            for name, say in (("a", reporter.report), ("b", second.report)):
                 say(one.to, [b'{"to":"one","of":"%s","step":1}' % name.encode()], None)
                 say(other.to, [b'{"to":"other","step":1}'], None)
-            teller.close()
+            reporter.close()
             second.close()
             for reply, to in ((one, "one"), (other, "other")):
                 found: list[dict[str, Any]] = []
@@ -143,12 +143,12 @@ def test_two_workers_and_several_processes_that_answer(teller, monkeypatch):
                     found += reply.take(99)
                 assert [entry["to"] for entry in found] == [to, to]
 
-    second = Teller()
+    second = Reporter()
     with_replies(test)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["room", "no room"])
-def test_a_worker_waits_for_nobody(teller, tmp_path, monkeypatch, full):
+def test_a_worker_waits_for_nobody(reporter, tmp_path, monkeypatch, full):
     if full:
         own = zmq.Socket.set
         monkeypatch.setattr(
@@ -156,16 +156,16 @@ def test_a_worker_waits_for_nobody(teller, tmp_path, monkeypatch, full):
         )
     began = time.perf_counter()
     for _ in range(1_000):
-        teller.say(f"ipc://{tmp_path / 'nobody'} key", [b"{}"], None)
+        reporter.report(f"ipc://{tmp_path / 'nobody'} key", [b"{}"], None)
     assert time.perf_counter() - began < 1
-    assert (teller.dropped > 0) == full
+    assert (reporter.dropped > 0) == full
 
 
-def test_what_was_said_before_anybody_listened_arrives(teller, folder):
+def test_what_was_said_before_anybody_listened_arrives(reporter, folder):
     """As when a worker is faster than the socket of a new process."""
     folder.mkdir(mode=0o700)
     address = f"ipc://{folder / f'answers-{os.getpid()}'}"
-    teller.say(f"{address} key", [b'{"step":1}'], USAGE)
+    reporter.report(f"{address} key", [b'{"step":1}'], USAGE)
 
     async def test(replies: Replies) -> None:
         reply = replies.expect()

@@ -23,7 +23,7 @@ from pipeline.engines.serving.responses import decoded  # noqa: E402
 from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
 from pipeline.engines.vllm import scheduling  # noqa: E402
 from pipeline.engines.vllm.model_process.recorder import Recorder  # noqa: E402
-from pipeline.engines.vllm.replies import Said  # noqa: E402
+from pipeline.engines.vllm.replies import Report  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS, SCALE = 4, 2, 8, 2, 0.3
 MOST_RUNNING, LONGEST, WINDOW = 4, 128, 12
@@ -49,6 +49,7 @@ class Req:
     computed: int = 0
     prefill: int = 0
     pages: list[list[int]] = field(default_factory=list)
+    adapter: Any = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -87,7 +88,7 @@ def runner_of(
         structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
+            prefill_context_parallel_size=1, use_ubatching=False, data_parallel_size=1, nnodes=1,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
@@ -132,7 +133,7 @@ class Steps:
         self.address = f"ipc://{folder / 'answers'}{0 if ranks is None else ranks.number}"
         self._inbox.bind(self.address)
         self._inbox.set(zmq.RCVTIMEO, PATIENCE_MS)
-        self._said: list[Said] = []
+        self._said: list[Report] = []
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
 
     def close(self) -> None:
@@ -253,7 +254,7 @@ class Steps:
                 self._write(req, number, position)
         return SimpleNamespace(
             req_id=req.request_id, prompt_token_ids=req.prompt, prefill_token_ids=tokens,
-            sampling_params=req.sampling_params,
+            sampling_params=req.sampling_params, lora_request=req.adapter,
         )  # fmt: skip
 
     def _give_pages(self, req: Req, length: int) -> None:
@@ -279,8 +280,8 @@ class Steps:
     def said(self, req: Req) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Entries and usage of a request since the last time. An end is said once."""
         # What one socket is sent arrives in order.
-        self.recorder._teller.say(f"{self.address} mark", [], None)
-        decoder = msgspec.msgpack.Decoder(Said)
+        self.recorder._reporter.report(f"{self.address} mark", [], None)
+        decoder = msgspec.msgpack.Decoder(Report)
         while (one := decoder.decode(self._inbox.recv())).key != "mark":
             self._said.append(one)
         own = [one for one in self._said if one.key == req.request_id]

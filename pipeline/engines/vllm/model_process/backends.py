@@ -13,8 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-# Of an `Attention` layer that is captured, its recorder.
-ATTRIBUTE = "_attn_recorder"
+from ..scheduling import RECORDER
 
 
 class _Captured:
@@ -27,7 +26,7 @@ class _Captured:
         found: Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *given, **named
         )
-        recorder = getattr(layer, ATTRIBUTE, None)
+        recorder = getattr(layer, RECORDER, None)
         if recorder is not None and attn_metadata is not None:
             recorder.layer(layer, query, attn_metadata)
         return found

@@ -5,7 +5,7 @@ Source: vLLM 0.33.0, model_executor/layers/attention and v1/worker/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,17 @@ def refusal(runner: Any) -> str | None:
         "context parallelism splits the keys": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
-        "--enable-dbo runs two halves of a step at once": getattr(parallel, "enable_dbo", False),
+        "parts of a step run beside each other (--enable-dbo, --ubatch-size)": (
+            parallel.use_ubatching
+        ),
+        "data parallelism was not tried": parallel.data_parallel_size > 1,
+        "several nodes were not tried": parallel.nnodes > 1,
+        "R-SWA attention keeps its prefix in view": (
+            getattr(config.model_config, "rswa_window", None) is not None
+        ),
+        "diffusion models attend to both sides": (
+            getattr(config, "diffusion_config", None) is not None
+        ),
         "the model does not generate": runner.is_pooling_model,
         "a model with an encoder beside it was not tried": runner.is_encoder_decoder,
         f"--kv-cache-dtype {cache} was not tried: use {', '.join(CACHE_TYPES)}": (
@@ -114,6 +124,11 @@ class LayerKeys:
     group: int
     scale: Tensor | None
 
+    @property
+    def table(self) -> tuple[int, ...]:
+        """What is the same of layers that share a table of pages."""
+        return self.page, self.page_slots, self.group
+
     @classmethod
     def of_layer(cls, layer: Any, group: int, *, query_is_8_bit: bool) -> LayerKeys:
         """OptionError if KV slots do not lie at equal distances."""
@@ -139,8 +154,11 @@ class LayerKeys:
         return cls(keys, page, apart, group, scale)
 
 
-def kinds_of(layers: Mapping[int, Any], keys: Mapping[int, LayerKeys]) -> list[LayerKind]:
+def kinds_of(layers: Mapping[int, Any], tables: Mapping[int, Hashable]) -> list[LayerKind]:
     """Layers by kind, as `StepCapture` takes them.
+
+    Args:
+        tables: of each layer, what tells its table of pages from others.
 
     Raises:
         OptionError: a layer computes its logits in a way that the kernels do not know.
@@ -149,11 +167,14 @@ def kinds_of(layers: Mapping[int, Any], keys: Mapping[int, LayerKeys]) -> list[L
     for number, layer in layers.items():
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             raise OptionError(f"layer {number} has ALiBi")
-        own = keys.get(number)
+        if getattr(layer.impl, "chunk_lookback", -1) > -1:
+            raise OptionError(f"layer {number} has chunks in place of a window")
+        if getattr(layer, "use_mm_prefix", False):
+            raise OptionError(f"layer {number} attends to images on both sides")
         kind = (
             layer.num_heads, layer.num_kv_heads, layer.head_size, float(layer.impl.scale),
             layer.impl.logits_soft_cap or None, layer.sliding_window or 0,
-            None if own is None else (own.page, own.page_slots, own.group),
+            tables[number],
         )  # fmt: skip
         numbers.setdefault(kind, []).append(number)
     return [

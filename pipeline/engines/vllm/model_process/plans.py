@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -22,11 +23,7 @@ GRAPH_PADDING = 16
 
 def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
     """Where the captured layers have their keys, by number."""
-    groups = {
-        name: index
-        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
-        for name in group.layer_names
-    }
+    groups = group_of_layers(runner.kv_cache_config.kv_cache_groups)
     return {
         number: LayerKeys.of_layer(
             layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
@@ -38,11 +35,22 @@ def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
 
 def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
     """What capture takes of the device's memory, known before there is a KV cache."""
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+
     model = CapturedModel(runner, options)
+    # As vLLM will group them, of whose groups each has a table of pages.
+    groups = get_kv_cache_groups(runner.vllm_config, deepcopy(runner.get_kv_cache_spec()))
+    of_layers = group_of_layers(groups)
+    tables = {number: of_layers[layer.layer_name] for number, layer in model.layers.items()}
     return step_capture(
-        kinds_of(model.layers, {}), options, Ranks(), rows=runner.max_num_reqs,
+        kinds_of(model.layers, tables), options, Ranks(), rows=runner.max_num_reqs,
         length=runner.max_model_len, device=runner.device,
     ).bytes  # fmt: skip
+
+
+def group_of_layers(groups: Sequence[Any]) -> dict[str, int]:
+    """The number of the group of each layer, by its name."""
+    return {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
 
 def step_capture(

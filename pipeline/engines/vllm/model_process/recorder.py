@@ -38,15 +38,16 @@ from pipeline.engines.serving.steps.states import (
     wants_lists,
 )
 
-from ..replies import Teller
+from ..replies import Reporter
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
 from .layers import kinds_of
 from .plans import keys_of, step_capture
-from .states import SampledStep, VllmState, WaitingRow, id_of
+from .states import SampledStep, VllmState, WaitingRow
 
 LOG = logging.getLogger("attn.capture")
+ADAPTER = "the attention of an adapter (LoRA) is not captured"
 
 
 class Recorder:
@@ -75,7 +76,7 @@ class Recorder:
         self._device = runner.device
         self.on_gpu = torch.device(self._device).type == "cuda"
         self._keys = keys_of(runner, model)
-        kinds = kinds_of(model.layers, self._keys)
+        kinds = kinds_of(model.layers, {number: keys.table for number, keys in self._keys.items()})
         self._first_of = [min(kind.numbers) for kind in kinds]
         self.capture = step_capture(
             kinds, options, ranks, rows=runner.max_num_reqs, length=runner.max_model_len,
@@ -93,7 +94,7 @@ class Recorder:
                 sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
             )
         self._records = None if sink is None else RecordMaker(sink, options.layout)
-        self._teller = Teller()
+        self._reporter = Reporter()
         self._states: dict[str, VllmState] = {}
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
@@ -110,34 +111,43 @@ class Recorder:
 
     def begin(self, scheduled: Any) -> None:
         """Before vLLM takes in a `SchedulerOutput`: settle what is decided of earlier steps."""
-        self._begin(scheduled)
+        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        began = time.perf_counter()
+        self._take_sampled()
+        decided: Decided = getattr(scheduled, DECIDED, None) or Decided()
+        ended: list[tuple[VllmState, int]] = []
+        self._take_in(scheduled.scheduled_new_reqs, decided, ended)
+        self._settle_all(decided, ended)
         if self.failed:
             self._refuse(scheduled.scheduled_new_reqs)
+        self._spent_s += time.perf_counter() - began
 
     @all_or_none
-    def _begin(self, scheduled: Any) -> None:
-        began = time.perf_counter()
-        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
-        self._take_sampled()
-        for new in scheduled.scheduled_new_reqs:
+    def _take_in(
+        self, requests: Sequence[Any], decided: Decided, ended: list[tuple[VllmState, int]]
+    ) -> None:
+        """Requests that begin, and those that are over, which are added to `ended`."""
+        for new in requests:
             self._begin_request(new)
-        decided: Decided | None = getattr(scheduled, DECIDED, None)
-        if decided is None:
-            return
+        for name, kept in decided.ended.items():
+            if (state := self._states.pop(name, None)) is not None:
+                ended.append((state, kept))
+
+    @ends_capture_not_serving
+    def _settle_all(self, decided: Decided, ended: list[tuple[VllmState, int]]) -> None:
+        """Take the rows whose tokens are kept by now, and report them."""
         recorded: dict[int, tuple[WaitingRow, list[RecordRow]]] = {}
         for name, kept in decided.kept.items():
             if (state := self._states.get(name)) is not None:
                 self._settle(state, kept, recorded)
-                self._say(state, None)
-        for name, kept in decided.ended.items():
-            if (state := self._states.pop(name, None)) is not None:
-                self._settle(state, kept, recorded)
-                state.waiting.clear()
-                self._say(state, state.usage(self.off))
+                self._report(state, None)
+        for state, kept in ended:
+            self._settle(state, kept, recorded)
+            state.waiting.clear()
+            self._report(state, state.usage(self.off))
         if self._records is not None:
             for row, rows in recorded.values():
                 self._records.put(StepRows(rows, row.found.mean, row.at))
-        self._spent_s += time.perf_counter() - began
 
     def _begin_request(self, new: Any) -> None:
         known = self._states.get(new.req_id)
@@ -148,7 +158,11 @@ class Recorder:
         request = CaptureRequest.from_custom_params(extra, self.options.secret)
         if request is None or new.prompt_token_ids is None:
             return
-        prompt, model, response_id = list(new.prompt_token_ids), self.model, id_of(new.req_id)
+        if new.lora_request is not None:
+            self._refuse([new], ADAPTER)
+            return
+        prompt, model = list(new.prompt_token_ids), self.model
+        response_id = request.response_id or new.req_id
         collector = RequestCollector(
             request,
             request_id=response_id,
@@ -164,15 +178,15 @@ class Recorder:
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
         self._states[new.req_id] = VllmState(collector, layers, prompt=prompt)
 
-    def _refuse(self, requests: Sequence[Any]) -> None:
-        """Say of requests that passed the gate before capture had failed that it has."""
+    def _refuse(self, requests: Sequence[Any], reason: str | None = None) -> None:
+        """Report why nothing is captured of requests that passed the gate: that capture has failed
+        since, or a reason of their own."""
         for new in requests:
             extra = None if new.sampling_params is None else new.sampling_params.extra_args
             request = CaptureRequest.from_custom_params(extra, self.options.secret)
             if request is not None and request.reply is not None and self.ranks.answers:
-                self._teller.say(
-                    request.reply, [], {"mode": request.mode, "rows": 0, "off": self.off}
-                )
+                usage = {"mode": request.mode, "rows": 0, "off": reason or self.off}
+                self._reporter.report(request.reply, [], usage)
 
     def _settle(
         self, state: VllmState, kept: int, recorded: dict[int, tuple[WaitingRow, list[RecordRow]]]
@@ -196,14 +210,14 @@ class Recorder:
             if made is not None:
                 recorded.setdefault(id(row.found), (row, []))[1].append(made)
 
-    def _say(self, state: VllmState, usage: dict[str, Any] | None) -> None:
+    def _report(self, state: VllmState, usage: dict[str, Any] | None) -> None:
         entries, state.entries = state.entries, []
         to = state.collector.request.reply
         if to is None or state.ended or not self.ranks.answers:
             return
         state.ended = usage is not None
         if entries or usage is not None:
-            self._teller.say(to, entries, usage)
+            self._reporter.report(to, entries, usage)
 
     @all_or_none
     def prepare(self, batch: Any) -> None:
@@ -282,6 +296,8 @@ class Recorder:
         Args:
             layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
         """
+        if getattr(metadata, "causal", True) is not True:
+            return  # such a step attends to both sides: none of its rows is captured
         number = self._numbers[layer.layer_name]
         # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
         is_decode = metadata.max_query_len == 1
@@ -364,6 +380,7 @@ class Recorder:
             copied.record(self._copy_stream)
         return host, copied
 
+    @ends_capture_not_serving
     def _take_sampled(self) -> None:
         """Have the rows of steps that are over wait, and their tokens known."""
         for _ in range(len(self._sampled)):
@@ -411,7 +428,7 @@ class Recorder:
         else:  # whose other ranks go on with the steps of these requests
             states = self._states
         for state in states.values():
-            self._say(state, state.usage(self.off))
+            self._report(state, state.usage(self.off))
         self._report_off(self.off)
 
     def _report_off(self, reason: str | None) -> None:
@@ -429,5 +446,5 @@ class Recorder:
         if self._records is not None:
             counts = self._records.close()
             LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
-        self._teller.close()
+        self._reporter.close()
         self._report_off(ENDED)

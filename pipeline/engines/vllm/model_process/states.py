@@ -62,10 +62,3 @@ class SampledStep(NamedTuple):
     copied: Any  # a CUDA event, once `found` is there; None on a CPU
     at: datetime
     sampled: list[list[int]]  # by number in the batch, once they are there
-
-
-def id_of(request: str) -> str:
-    """The `id` of a request's response: vLLM's own name of it has 8 characters more, and that of a
-    completion the number of the prompt before them."""
-    found = request.rpartition("-")[0] or request
-    return found.rpartition("-")[0] if found.startswith("cmpl-") else found
