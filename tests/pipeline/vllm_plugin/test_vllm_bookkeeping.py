@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from vllm_steps import FIRST_TOKEN, LAYERS, Steps, runner_of, steps_of  # noqa: E402
 
 from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
+from pipeline.engines.serving.steps.states import Stage  # noqa: E402
 from pipeline.engines.vllm.model_process.plans import keys_of  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
@@ -167,23 +168,20 @@ def test_a_graph_holds_the_capture_though_nobody_asks(steps, monkeypatch, on_gpu
     assert len(began) == (3 if on_gpu else 0)
 
 
-def test_a_graph_that_is_replayed_runs_no_layer_that_the_host_sees(steps):
+def test_the_results_of_a_replayed_graph_are_taken(steps):
+    """The host sees none of its layers run."""
     some = steps()
     req = some.request("r", 6, layers=[0])
     some.run((req, 6))()
     some.recorder.on_gpu = True
-    own, recorder = some.run_layer, some.recorder
+    own = some.run_layer
 
-    def replayed(layer: Any, query: Any, metadata: Any) -> None:
-        stage = recorder._stage
-        own(layer, query, metadata)
-        if layer is some.layers[-1]:
-            recorder._stage = stage_before.pop()
-        elif layer is some.layers[0]:
-            stage_before.append(stage)
+    def run_layer(*given: Any) -> None:
+        own(*given)
+        if some.recorder._stage is Stage.ENDED:
+            some.recorder._stage = Stage.REPLAYED
 
-    stage_before: list[Any] = []
-    some.run_layer = replayed
+    some.run_layer = run_layer
     some.decode(req, times=3)
     some.end(req)
     entries, _ = some.ended(req)
@@ -208,16 +206,12 @@ def test_a_step_that_is_no_graph_and_lacks_a_layer_says_nothing(steps, layer):
 # What it is made of ------------------------------------------------------------------------------
 
 
-def test_keys_are_found_by_the_table_of_their_layers_group(steps):
-    some = steps(windowed=True)
-    first, second = some.layers
-    groups = {
-        ((first,), (second,)): [0, 1], ((second,), (first,)): [1, 0], ((second, first),): [0, 0],
-    }  # fmt: skip
-    for layers, found in groups.items():
-        runner = runner_of(some.layers, list(map(list, layers)))
-        keys = keys_of(runner, some.recorder.model)
-        assert [keys[number].group for number in range(LAYERS)] == found
+@pytest.mark.parametrize("groups", [[[0], [1]], [[1], [0]], [[1, 0]]])
+def test_keys_are_found_by_the_table_of_their_layers_group(steps, groups):
+    some = steps()
+    runner = runner_of(some.layers, [[some.layers[number] for number in own] for own in groups])
+    for number, keys in keys_of(runner, some.recorder.model).items():
+        assert number in groups[keys.group]
 
 
 def test_keys_of_queries_of_8_bits_are_scaled_for_both(steps):

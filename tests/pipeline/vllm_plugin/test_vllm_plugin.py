@@ -24,9 +24,10 @@ torch = pytest.importorskip("torch")
 from vllm_steps import CONTEXT, Steps  # noqa: E402
 
 from pipeline.engines.serving import facts_file  # noqa: E402
+from pipeline.engines.serving.answer_writer import CURRENT  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED, LiveFacts  # noqa: E402
 from pipeline.engines.serving.options import TABLE, ServeOptions  # noqa: E402
-from pipeline.engines.serving.request import ModelFacts  # noqa: E402
+from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
 from pipeline.engines.vllm import plugin  # noqa: E402
 from pipeline.engines.vllm.hooking import (  # noqa: E402
     after,
@@ -279,6 +280,7 @@ def app_of(vllm: SimpleNamespace) -> Starlette:
     from vllm.entrypoints.launchers import app as launcher
 
     async def answer(request: Any) -> Any:
+        made.state.reached = CURRENT.get(), await request.json()
         return PlainTextResponse("vllm")
 
     made = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
@@ -304,6 +306,11 @@ def test_a_server_that_captures_says_so_and_has_our_gate(vllm, capsys):
     answer = asked(app, return_attention_tokens="yes")
     assert answer.status_code == 400
     assert "return_attention_tokens must be true or false" in answer.json()["error"]["message"]
+    # A request is signed where vLLM takes its arguments from, and the answer is written to.
+    asked(app, return_attention_tokens=True)
+    current, body = app.state.reached
+    wanted = CaptureRequest.from_custom_params(body["vllm_xargs"], current.secret)
+    assert wanted.layers == [1, 3] and body.keys() == {"prompt", "vllm_xargs"}
     # What a worker says later is known to the gate.
     facts_file.write(ModelFacts("demo", 4, (1, 3), 8, 4096, {"capture": "it failed"}))
     assert "it failed" in asked(app, return_attention_tokens=True).json()["error"]["message"]
@@ -414,6 +421,8 @@ def test_steps_of_the_runner_are_captured_and_its_end_is_the_recorders(running):
     some.recorder = hooked
     req = some.request("r", 6, prompt_rows=1)
     some.run((req, 6))()
+    # As where the step has failed.
+    assert runner.sample_tokens(None) is None
     for dummy in ({"dummy_run": True}, {"intermediate_tensors": None, "dummy_run": True}):
         runner.execute_model(None, **dummy)
         runner.prepare_dummy_attn(None, True)
