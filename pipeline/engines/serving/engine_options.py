@@ -35,7 +35,7 @@ class _ToVariable(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
         option: str | None = None,
     ) -> None:  # fmt: skip
-        os.environ[next(one.variable for one in TABLE if option in one.names)] = values
+        os.environ |= {one.variable: values for one in TABLE if option in one.names}
 
 
 def pass_options_on(arguments: argparse.Namespace) -> ServeOptions:
