@@ -27,7 +27,8 @@ from benchmarks import common
 from benchmarks.common import WrongAnswerError
 from capture_kernels.serving.step import LayerKind, StepCapture
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.sglang.model_process.recorder import GRAPH_PADDING, RAW_TOP_K, SKETCH_TOP_K
+from pipeline.engines.serving.request import SKETCH_TOP_K
+from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING, RAW_TOP_K
 
 LENGTH, HEADS, KEY_HEADS, HEAD_DIM = 1_048_576, 32, 8, 128
 MODES = {"fingerprint": 0, "sketch": SKETCH_TOP_K, "raw": RAW_TOP_K}

@@ -12,8 +12,8 @@ from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.responses import decoded  # noqa: E402
+from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.engines.sglang.model_process import outputs  # noqa: E402
-from pipeline.engines.sglang.model_process.recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 TOKEN = SimpleNamespace(output_index=0, token_ids=(5,))

@@ -466,3 +466,52 @@ def test_a_client_that_goes_away_ends_what_the_engine_does_for_it(serve):
         assert answers.replies().waiting == {} and server.engine.closed == 1
 
     served(test, server.app)
+
+
+async def heard_of(
+    server: Server, request_id: str, *outputs: tuple[bool, str | None]
+) -> list[CaptureRequest]:
+    """What the engine is given of a request that asks, whose outputs are (finished, reason)."""
+    given: list[CaptureRequest] = []
+
+    async def generate(engine: Any, prompt: Any, params: Any, request_id: str) -> Any:
+        wanted = CaptureRequest.from_custom_params(params.extra_args, server.options.secret)
+        given.append(wanted)
+        for finished, reason in outputs:
+            choice = SimpleNamespace(token_ids=[65], finish_reason=reason)
+            yield SimpleNamespace(finished=finished, outputs=[choice])
+
+    token = CURRENT.set(answers.Heard(secret=server.options.secret))
+    extra = {"attn": CaptureRequest(layers=[1]).signed(server.options.secret)}
+    kind = SimpleNamespace(name="DELTA")
+    params = SimpleNamespace(extra_args=extra, output_kind=kind)
+    prompt = {"prompt_token_ids": [1]}
+    async for _ in answers.heard(generate, server.engine, prompt, params, request_id):
+        pass
+    CURRENT.reset(token)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("request_id", "response_id"),
+    [
+        ("cmpl-0f-0", "cmpl-0f"), ("cmpl-a-b-0", "cmpl-a-b"), ("chatcmpl-0f", "chatcmpl-0f"),
+        ("chatcmpl-a-b", "chatcmpl-a-b"),
+    ],
+)  # fmt: skip
+def test_the_worker_is_told_the_id_of_the_response(serve, request_id, response_id):
+    server = serve()
+    (wanted,) = served(lambda _: heard_of(server, request_id, (False, None)), server.app)
+    assert wanted.response_id == response_id
+
+
+def test_a_request_that_the_engine_dropped_is_not_waited_for(serve, caplog):
+    """Its worker may never have seen it."""
+    server = serve()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(replies_module.WAIT_S / 2):
+            await heard_of(server, "cmpl-0f-0", (False, None), (True, "abort"))
+
+    served(test, server.app)
+    assert caplog.text == ""

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_steps import FIRST_TOKEN, LAYERS, Steps, runner_of, steps_of  # noqa: E402
 
+from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
 from pipeline.engines.serving.steps.states import Stage  # noqa: E402
 from pipeline.engines.vllm.model_process.plans import keys_of  # noqa: E402
@@ -147,6 +148,37 @@ def test_queries_past_the_last_request_are_not_read(steps, spare):
         assert some.check(one, some.said(one)[0]) == [
             (position, number) for position in range(4, 8) for number in range(LAYERS)
         ]
+
+
+def test_nothing_is_computed_once_the_budget_is_passed(steps):
+    some = steps(overhead_budget=0.01)
+    req = some.request("r", 6, layers=[0])
+    some.run((req, 6))()
+    some.decode(req, times=FEWEST)
+    assert some.recorder.capture.requests.enabled.any()
+    some.decode(req, times=FEWEST)
+    assert some.recorder.off is not None
+    assert not some.recorder.capture.requests.enabled.any()
+
+
+def test_a_step_that_attends_to_both_sides_is_not_captured(steps):
+    some = steps()
+    req = some.request("r", 6, layers=[0])
+    some.run((req, 6))()
+    some.decode(req)
+    own = some.run_layer
+
+    def run_layer(layer: Any, query: Any, metadata: Any) -> None:
+        metadata.causal = False
+        own(layer, query, metadata)
+
+    some.run_layer = run_layer
+    some.decode(req)
+    some.run_layer = own
+    some.decode(req, times=2)
+    some.end(req)
+    entries, _ = some.ended(req)
+    assert some.check(req, entries) == [(6, 0), (8, 0), (9, 0)]
 
 
 # In CUDA graphs, as far as a CPU shows it --------------------------------------------------------

@@ -13,8 +13,8 @@ from vllm_steps import FIRST_TOKEN, LAYERS, MOST_RUNNING, steps_of  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED  # noqa: E402
+from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.engines.vllm.model_process import captured_model  # noqa: E402
-from pipeline.engines.vllm.model_process.plans import GRAPH_PADDING  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 OFF = "capture ended with an error: see the server's log"

@@ -167,6 +167,26 @@ def test_a_fault_in_what_one_rank_answers_does_not_end_the_sums(steps, monkeypat
     assert both.run((asks, 3 if prompt else 1))
 
 
+@pytest.mark.parametrize("name", ["results", "_settle"])
+def test_an_end_after_such_a_fault_is_said_once_and_the_other_rank_goes_on(
+    steps, monkeypatch, name
+):
+    both = Both(steps)
+    asks = both.request("asks", 6, layers=[0])
+    both.run((asks, 6))
+    both.run((asks, 1))
+    first = both.ranks[0].recorder
+    owner = first.capture if name == "results" else first
+    monkeypatch.setattr(owner, name, broken)
+    assert both.run((asks, 1))
+    assert both.run((asks, 1))
+    both.each("end", asks)
+    both.run()
+    _, usage = both.said(asks)
+    assert usage["off"] == first.off
+    assert not any(rank.recorder._states for rank in both.ranks)
+
+
 def test_a_fault_in_a_step_is_raised_as_the_other_rank_would_wait(steps, monkeypatch, caplog):
     both = Both(steps)
     asks = both.request("asks", 6, prompt_rows=1)

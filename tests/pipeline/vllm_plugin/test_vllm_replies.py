@@ -173,3 +173,21 @@ def test_what_was_said_before_anybody_listened_arrives(reporter, folder):
         assert await all_of(reply) == [{"step": 1}]
 
     with_replies(test)
+
+
+def test_a_message_that_is_no_report_is_logged_and_others_are_read(reporter, caplog):
+    async def test(replies: Replies) -> None:
+        reply, other = replies.expect(), replies.expect()
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(replies.address)
+            stranger.send(b"\xff")
+            reporter.report(other.to, [b"{no json"], None)
+            reporter.report(reply.to, [b'{"step":1}'], USAGE)
+            assert await all_of(reply) == [{"step": 1}]
+            while len(caplog.records) < 2:
+                await asyncio.sleep(0.001)
+        assert {record.message for record in caplog.records} == {
+            "a report of attention cannot be read"
+        }
+
+    with_replies(test)

@@ -76,3 +76,14 @@ def test_schedulers_of_one_process_keep_their_ends_apart(vllm):
     one._free_request(one.requests["a"])
     assert decided(other) == Decided({"b": 2}, {})
     assert decided(one) == Decided({}, {"a": 2})
+
+
+def test_a_fault_is_logged_and_does_not_end_the_engine(vllm, caplog):
+    strange = SimpleNamespace(request_id="a")  # of another vLLM
+    scheduler = scheduler_of(vllm, strange)
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 1}
+    scheduler._free_request(strange)
+    assert scheduler.requests == {}
+    assert len(caplog.records) == 2
+    assert "what is kept of captured requests is not known" in caplog.text

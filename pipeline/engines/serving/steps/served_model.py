@@ -15,6 +15,7 @@ from pipeline.engines.serving.phases import (
     starts_inside,
     think_tags,
 )
+from pipeline.engines.serving.request import ModelFacts
 from pipeline.record import capture_id
 
 LOG = logging.getLogger("attn.capture")
@@ -30,7 +31,12 @@ class ServedModel:
         revision: of its weights (`revision_of`).
         windowed: whether a layer has a sliding window.
         parser: of --reasoning-parser.
+
+    Attributes:
+        facts: for the gate.
     """
+
+    facts: ModelFacts
 
     def __init__(
         self, name: str, revision: str, options: ServeOptions, *, windowed: bool,

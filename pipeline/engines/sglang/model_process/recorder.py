@@ -8,7 +8,6 @@ tokens of the one before are known.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +20,14 @@ from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepCapture
-from pipeline.engines.serving.budget import OverheadBudget
-from pipeline.engines.serving.collect import RequestCollector
-from pipeline.engines.serving.facts_file import ENDED
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.sinks import open_sink
+from pipeline.engines.serving.steps.base_recorder import (
+    GRAPH_PADDING,
+    BaseRecorder,
+    top_k_of_heads,
+    top_k_of_mean,
+)
 from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, take_hubs
 from pipeline.engines.serving.steps.ranks import (
     FAULT,
@@ -34,7 +35,7 @@ from pipeline.engines.serving.steps.ranks import (
     all_or_none,
     ends_capture_not_serving,
 )
-from pipeline.engines.serving.steps.records import RecordMaker, RecordRow, StepRows
+from pipeline.engines.serving.steps.records import RecordRow, StepRows
 from pipeline.engines.serving.steps.states import (
     ExtendRows,
     HostRows,
@@ -54,13 +55,8 @@ from .routing import RoutingRows
 
 LOG = logging.getLogger("attn.capture")
 
-# Of raw entries the most a client may ask for; sketches name 32.
-RAW_TOP_K, SKETCH_TOP_K = 64, 32
-# A CUDA graph may be for a few rows more than there are requests.
-GRAPH_PADDING = 16
 
-
-class Recorder:
+class Recorder(BaseRecorder):
     """Captures for one model.
 
     Args:
@@ -80,13 +76,9 @@ class Recorder:
         switched_off: Callable[[ModelFacts], None],
         ranks: Ranks | None = None,
     ) -> None:
-        self.options, self._switched_off = options, switched_off
-        self.ranks = ranks = ranks or Ranks()
+        ranks = ranks or Ranks()
         self.model = model = CapturedModel(runner, options, ranks.count)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-        modes = options.modes
-        top_k = RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0
-        self._has_lists = "raw" in modes and options.head_lists
         self.capture = StepCapture(
             model.kinds,
             max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
@@ -94,8 +86,8 @@ class Recorder:
             num_requests=len(self._tokens),
             device=self._tokens.device,
             visibility=options.visibility,
-            mean_top_k=top_k,
-            top_k=RAW_TOP_K if self._has_lists else 0,
+            mean_top_k=top_k_of_mean(options),
+            top_k=top_k_of_heads(options),
             hub_slots=options.hub_slots,
             ranks=ranks.heads,
             scratch_bytes=options.scratch_bytes,
@@ -115,12 +107,7 @@ class Recorder:
             self._routers.observed_by(self.routed)
         self._lens = model.lens(self.capture.max_rows, self._tokens.device, switched_off)
         self._lens.observed_by(self.passed)
-        sink = None
-        if ranks.answers:
-            sink = open_sink(
-                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
-            )
-        self._records = None if sink is None else RecordMaker(sink, options.layout)
+        super().__init__(options, model, switched_off, ranks)
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
         self._rows, self._is_decode = 0, False
@@ -128,9 +115,7 @@ class Recorder:
         self._stage = Stage.REPLAYED
         # Where its rows are among its tokens; None: they are the first; False: no step is captured.
         self._queries: Tensor | Literal[False] | None = False
-        self._budget = OverheadBudget(options.overhead_budget)
         self._prepare_s, self._consumed_at = 0.0, time.perf_counter()
-        self.failed = self._closed = False
 
     # The step ------------------------------------------------------------------------------------
 
@@ -211,18 +196,8 @@ class Recorder:
         return found
 
     def _new_state(self, req: Any, request: CaptureRequest) -> RequestState:
-        prompt = list(req.origin_input_ids)
-        collector = RequestCollector(
-            request,
-            request_id=req.rid,
-            model=self.model.name,
-            capture_id=self.model.capture_id(request.layers, request.heads, request.mask_prefix),
-            layout=self.options.layout,
-            prompt_len=len(prompt),
-            phases=self.model.phases(prompt, is_thinking=req.require_reasoning),
-            response_id=req.rid,
-            keep_records=False,
-            records_elsewhere=self.options.records,
+        collector = self.new_collector(
+            request, list(req.origin_input_ids), req.rid, is_thinking=req.require_reasoning
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
         state = RequestState(collector, layers, scores=self._scores.new(request, req))
@@ -351,9 +326,7 @@ class Recorder:
         for note in noted:
             note.state.collector.add_seconds((now - began) / len(noted))
         spent = now - began + self._prepare_s + (0.0 if lens is None else lens.seconds)
-        if self._budget.add(now - self._consumed_at, spent):
-            LOG.warning("capture is switched off: %s", self._budget.exceeded)
-            self._report_off(self.off)
+        self.add_seconds(now - self._consumed_at, spent)
         self._consumed_at = now
 
     def outputs(self, reqs: Sequence[Any]) -> dict[str, list[list[Any]]]:
@@ -365,34 +338,10 @@ class Recorder:
             self.fail()
             return {}
 
-    @property
-    def off(self) -> str | None:
-        """Why capture is off since some time, in words for clients."""
-        if self.failed:
-            return "capture ended with an error: see the server's log"
-        return self._budget.exceeded
-
     def fail(self) -> None:
         """Switch capture off for good."""
         self.failed = True
         if self.ranks.alone:
             self._noted, self._extend = [], None
         self._scores.begin(is_decode=False)
-        self._report_off(self.off)
-
-    def _report_off(self, reason: str | None) -> None:
-        if not self.ranks.answers:
-            return
-        facts = self.model.facts
-        off = {**facts.reasons, "capture": str(reason)}
-        self._switched_off(dataclasses.replace(facts, reasons=off))
-
-    def close(self) -> None:
-        """Deliver what waits, log what became of all records, and report the end; once."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._records is not None:
-            counts = self._records.close()
-            LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
-        self._report_off(ENDED)
+        self.report_off(self.off)

@@ -10,15 +10,15 @@ import torch
 
 from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.options import ServeOptions
+from pipeline.engines.serving.steps.base_recorder import (
+    GRAPH_PADDING,
+    top_k_of_heads,
+    top_k_of_mean,
+)
 from pipeline.engines.serving.steps.ranks import Ranks
 
 from .captured_model import CapturedModel
 from .layers import LayerKeys, kinds_of
-
-# Of raw entries the most a client may ask for; sketches name 32.
-RAW_TOP_K, SKETCH_TOP_K = 64, 32
-# A CUDA graph may be for a few rows more than there are requests.
-GRAPH_PADDING = 16
 
 
 def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
@@ -58,8 +58,6 @@ def step_capture(
     device: torch.device | str,
 ) -> StepCapture:  # fmt: skip
     """The plans of a server for so many rows of so many keys at most."""
-    modes = options.modes
-    has_lists = "raw" in modes and options.head_lists
     return StepCapture(
         kinds,
         max_rows=rows + GRAPH_PADDING,
@@ -67,8 +65,8 @@ def step_capture(
         num_requests=rows + GRAPH_PADDING,
         device=device,
         visibility=options.visibility,
-        mean_top_k=RAW_TOP_K if "raw" in modes else SKETCH_TOP_K if "sketch" in modes else 0,
-        top_k=RAW_TOP_K if has_lists else 0,
+        mean_top_k=top_k_of_mean(options),
+        top_k=top_k_of_heads(options),
         ranks=ranks.heads,
         scratch_bytes=options.scratch_bytes,
         first_request=0,

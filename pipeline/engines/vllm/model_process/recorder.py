@@ -8,7 +8,6 @@ here until the engine says that the token they led to is kept.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -21,14 +20,11 @@ from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepResults
-from pipeline.engines.serving.budget import OverheadBudget
-from pipeline.engines.serving.collect import RequestCollector
-from pipeline.engines.serving.facts_file import ENDED
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.sinks import open_sink
+from pipeline.engines.serving.steps.base_recorder import BaseRecorder
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
-from pipeline.engines.serving.steps.records import RecordMaker, RecordRow, StepRows
+from pipeline.engines.serving.steps.records import RecordRow, StepRows
 from pipeline.engines.serving.steps.states import (
     HostRows,
     NotedRow,
@@ -50,7 +46,7 @@ LOG = logging.getLogger("attn.capture")
 ADAPTER = "the attention of an adapter (LoRA) is not captured"
 
 
-class Recorder:
+class Recorder(BaseRecorder):
     """Captures for one model.
 
     Args:
@@ -70,8 +66,7 @@ class Recorder:
         switched_off: Callable[[ModelFacts], None],
         ranks: Ranks | None = None,
     ) -> None:
-        self.options, self._switched_off = options, switched_off
-        self.ranks = ranks = ranks or Ranks()
+        ranks = ranks or Ranks()
         self.model = model = CapturedModel(runner, options, ranks.count)
         self._device = runner.device
         self.on_gpu = torch.device(self._device).type == "cuda"
@@ -82,18 +77,12 @@ class Recorder:
             kinds, options, ranks, rows=runner.max_num_reqs, length=runner.max_model_len,
             device=self._device,
         )  # fmt: skip
-        self._has_lists = "raw" in options.modes and options.head_lists
         # A row of a decode step is the request of its number in the batch.
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
         self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
         self._names = {number: name for name, number in self._numbers.items()}
         self._copy_stream = torch.cuda.Stream(self._device) if self.on_gpu else None
-        sink = None
-        if ranks.answers:
-            sink = open_sink(
-                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
-            )
-        self._records = None if sink is None else RecordMaker(sink, options.layout)
+        super().__init__(options, model, switched_off, ranks)
         self._reporter = Reporter()
         self._states: dict[str, VllmState] = {}
         # Of the step that is being run.
@@ -103,9 +92,7 @@ class Recorder:
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
-        self._budget = OverheadBudget(options.overhead_budget)
         self._spent_s, self._began = 0.0, time.perf_counter()
-        self.failed = self._closed = False
 
     # The step ------------------------------------------------------------------------------------
 
@@ -161,19 +148,9 @@ class Recorder:
         if new.lora_request is not None:
             self._refuse([new], ADAPTER)
             return
-        prompt, model = list(new.prompt_token_ids), self.model
-        response_id = request.response_id or new.req_id
-        collector = RequestCollector(
-            request,
-            request_id=response_id,
-            model=model.name,
-            capture_id=model.capture_id(request.layers, request.heads, request.mask_prefix),
-            layout=self.options.layout,
-            prompt_len=len(prompt),
-            phases=model.phases(prompt, is_thinking=False),
-            response_id=response_id,
-            keep_records=False,
-            records_elsewhere=self.options.records,
+        prompt = list(new.prompt_token_ids)
+        collector = self.new_collector(
+            request, prompt, request.response_id or new.req_id, is_thinking=False
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
         self._states[new.req_id] = VllmState(collector, layers, prompt=prompt)
@@ -405,19 +382,10 @@ class Recorder:
             for note in step.noted:
                 note.state.collector.add_seconds((now - began) / len(step.noted))
             spent, self._spent_s = self._spent_s + now - began, 0.0
-            if self._budget.add(now - self._began, spent):
-                LOG.warning("capture is switched off: %s", self._budget.exceeded)
-                self._report_off(self.off)
+            self.add_seconds(now - self._began, spent)
             self._began = now
 
     # What became of it ---------------------------------------------------------------------------
-
-    @property
-    def off(self) -> str | None:
-        """Why capture is off since some time, in words for clients."""
-        if self.failed:
-            return "capture ended with an error: see the server's log"
-        return self._budget.exceeded
 
     def fail(self) -> None:
         """Switch capture off for good."""
@@ -429,22 +397,9 @@ class Recorder:
             states = self._states
         for state in states.values():
             self._report(state, state.usage(self.off))
-        self._report_off(self.off)
-
-    def _report_off(self, reason: str | None) -> None:
-        if not self.ranks.answers:
-            return
-        facts = self.model.facts
-        off = {**facts.reasons, "capture": str(reason)}
-        self._switched_off(dataclasses.replace(facts, reasons=off))
+        self.report_off(self.off)
 
     def close(self) -> None:
-        """Deliver what waits, log what became of all records, and report the end; once."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._records is not None:
-            counts = self._records.close()
-            LOG.info("records: %s", " ".join(f"{k} {v}" for k, v in counts._asdict().items()))
+        """As `BaseRecorder.close`."""
+        super().close()
         self._reporter.close()
-        self._report_off(ENDED)
