@@ -126,6 +126,8 @@ class Engine:
                 if to is not None and finished and self.ends:
                     # The engine knows that it ended before the worker does.
                     asyncio.get_running_loop().call_later(0.005, say_end)
+                while to is not None and not self.ends and not self.has_come(step):
+                    await asyncio.sleep(0.001)
                 if kind == "FINAL_ONLY" and not finished:
                     continue
                 own = tokens[step - 1 : step] if kind == "DELTA" else tokens[:step]
@@ -138,6 +140,12 @@ class Engine:
                     raise RuntimeError("a fault for the test")
         finally:
             self.closed += 1
+
+    @staticmethod
+    def has_come(step: int) -> bool:
+        """Whether what the worker said of the tokens before is in the process that answers."""
+        (reply,) = answers.replies().waiting.values()
+        return len(reply._entries) >= min(step, STEPS - 1)
 
 
 class Server:

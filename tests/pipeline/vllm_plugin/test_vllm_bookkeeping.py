@@ -181,6 +181,43 @@ def test_a_step_that_attends_to_both_sides_is_not_captured(steps):
     assert some.check(req, entries) == [(6, 0), (8, 0), (9, 0)]
 
 
+# After a fault -----------------------------------------------------------------------------------
+
+
+def broken(*given: Any, **named: Any) -> None:
+    raise RuntimeError("a fault for the test")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="BUG: who ends in the step of the fault is not told, and waits for WAIT_S"
+)
+def test_who_ends_in_the_step_of_a_fault_is_told_too(steps, monkeypatch):
+    some = steps()
+    reqs = [some.request(name, 6, layers=[0]) for name in "ab"]
+    some.answer(*reqs, tokens=3)
+    monkeypatch.setattr(some.recorder, "_settle", broken)
+    some.run()
+    usages = [some.said(req)[1] or {} for req in reqs]
+    assert [usage.get("off") for usage in usages] == [some.recorder.off] * 2
+
+
+@pytest.mark.xfail(
+    strict=True, reason="BUG: who is put back after a fault is told a second end, of no rows"
+)
+def test_who_is_put_back_after_a_fault_is_told_its_end_once(steps, monkeypatch):
+    some = steps()
+    req = some.request("r", 6, layers=[0])
+    some.run((req, 6))()
+    some.decode(req, times=2)
+    monkeypatch.setattr(some.recorder.capture, "results", broken)
+    some.decode(req)
+    entries, usage = some.said(req)
+    assert (len(entries), usage["rows"], usage["off"]) == (2, 2, some.recorder.off)
+    some.put_back(req)
+    some.run((req, 6 + len(req.outputs)))()
+    assert some.said(req) == ([], None)
+
+
 # In CUDA graphs, as far as a CPU shows it --------------------------------------------------------
 
 

@@ -93,13 +93,13 @@ def test_entries_come_before_the_end(reporter):
 
 
 def test_an_end_that_does_not_come_is_logged_and_what_came_is_there(reporter, monkeypatch, caplog):
-    monkeypatch.setattr(module, "WAIT_S", 0.05)
-
     async def test(replies: Replies) -> None:
         reply, other = replies.expect(), replies.expect()
         reporter.report(reply.to, [b'{"step":1}'], None)
         reporter.report(other.to, [], USAGE)
         await other.end()
+        # What came over one socket before is there.
+        monkeypatch.setattr(module, "WAIT_S", 0.05)
         assert await all_of(reply) == [{"step": 1}]
         assert reply.usage is None
         assert [record.levelname for record in caplog.records] == ["WARNING"]
