@@ -188,9 +188,6 @@ def broken(*given: Any, **named: Any) -> None:
     raise RuntimeError("a fault for the test")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: who ends in the step of the fault is not told, and waits for WAIT_S"
-)
 def test_who_ends_in_the_step_of_a_fault_is_told_too(steps, monkeypatch):
     some = steps()
     reqs = [some.request(name, 6, layers=[0]) for name in "ab"]
@@ -201,9 +198,6 @@ def test_who_ends_in_the_step_of_a_fault_is_told_too(steps, monkeypatch):
     assert [usage.get("off") for usage in usages] == [some.recorder.off] * 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: who is put back after a fault is told a second end, of no rows"
-)
 def test_who_is_put_back_after_a_fault_is_told_its_end_once(steps, monkeypatch):
     some = steps()
     req = some.request("r", 6, layers=[0])

@@ -85,6 +85,10 @@ class Recorder(BaseRecorder):
         super().__init__(options, model, switched_off, ranks)
         self._reporter = Reporter()
         self._states: dict[str, VllmState] = {}
+        # Those that are over, of the step that is being run, with how many tokens were kept.
+        self._ended: list[tuple[VllmState, int]] = []
+        # Which vLLM may put back, though they were reported to have ended.
+        self._captured_at_fault: set[str] = set()
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
         self._noted: list[NotedRow] = []
@@ -102,33 +106,32 @@ class Recorder(BaseRecorder):
         began = time.perf_counter()
         self._take_sampled()
         decided: Decided = getattr(scheduled, DECIDED, None) or Decided()
-        ended: list[tuple[VllmState, int]] = []
-        self._take_in(scheduled.scheduled_new_reqs, decided, ended)
-        self._settle_all(decided, ended)
+        self._ended = []
+        self._take_in(scheduled.scheduled_new_reqs, decided)
+        self._settle_all(decided)
         if self.failed:
-            self._refuse(scheduled.scheduled_new_reqs)
+            begun = scheduled.scheduled_new_reqs
+            self._refuse([new for new in begun if new.req_id not in self._captured_at_fault])
         self._spent_s += time.perf_counter() - began
 
     @all_or_none
-    def _take_in(
-        self, requests: Sequence[Any], decided: Decided, ended: list[tuple[VllmState, int]]
-    ) -> None:
-        """Requests that begin, and those that are over, which are added to `ended`."""
+    def _take_in(self, requests: Sequence[Any], decided: Decided) -> None:
+        """Requests that begin, and those that are over."""
         for new in requests:
             self._begin_request(new)
         for name, kept in decided.ended.items():
             if (state := self._states.pop(name, None)) is not None:
-                ended.append((state, kept))
+                self._ended.append((state, kept))
 
     @ends_capture_not_serving
-    def _settle_all(self, decided: Decided, ended: list[tuple[VllmState, int]]) -> None:
+    def _settle_all(self, decided: Decided) -> None:
         """Take the rows whose tokens are kept by now, and report them."""
         recorded: dict[int, tuple[WaitingRow, list[RecordRow]]] = {}
         for name, kept in decided.kept.items():
             if (state := self._states.get(name)) is not None:
                 self._settle(state, kept, recorded)
                 self._report(state, None)
-        for state, kept in ended:
+        for state, kept in self._ended:
             self._settle(state, kept, recorded)
             state.waiting.clear()
             self._report(state, state.usage(self.off))
@@ -390,12 +393,13 @@ class Recorder(BaseRecorder):
     def fail(self) -> None:
         """Switch capture off for good."""
         self.failed = True
+        self._captured_at_fault |= self._states.keys()
         if self.ranks.alone:
             self._captured, self._noted, self._extend = [], [], None
             states, self._states = self._states, {}
         else:  # whose other ranks go on with the steps of these requests
             states = self._states
-        for state in states.values():
+        for state in [*states.values(), *(state for state, _ in self._ended)]:
             self._report(state, state.usage(self.off))
         self.report_off(self.off)
 
