@@ -40,6 +40,7 @@ PARSERS: dict[str, ParserRule] = {
     "deepseek-r1": ParserRule(starts_inside=True),
     "deepseek-v3": ParserRule(interrupting="<tool_call>"),
     "kimi": ParserRule("◁think▷", "◁/think▷"),
+    "kimi_k2": ParserRule(interrupting="<|tool_calls_section_begin|>"),
     "glm45": ParserRule(interrupting="<tool_call>"),
     "step3": ParserRule(starts_inside=True),
     "minimax": ParserRule(starts_inside=True, interrupting="<tool_call>"),

@@ -59,7 +59,7 @@ INSIDE = {"qwen3-thinking", "deepseek-r1", "step3", "minimax"}
 
 def test_every_parser_of_the_guide_is_there():
     assert set(PARSERS) == {"qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "kimi",
-                            "glm45", "step3", "minimax"}  # fmt: skip
+                            "kimi_k2", "glm45", "step3", "minimax"}  # fmt: skip
     assert {name for name, rule in PARSERS.items() if rule.starts_inside} == INSIDE
     with pytest.raises(OptionError, match="use one of qwen3, "):
         think_tags("gpt", WHOLE.encode, WHOLE.decode)

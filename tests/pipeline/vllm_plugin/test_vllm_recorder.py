@@ -13,6 +13,7 @@ from vllm_steps import FIRST_TOKEN, LAYERS, MOST_RUNNING, steps_of  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED  # noqa: E402
+from pipeline.engines.serving.phases import PARSERS  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
 from pipeline.engines.vllm.model_process import captured_model  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
@@ -438,6 +439,9 @@ class Tags:
         ("unknown", ["output"] * 5),
         ("", ["output"] * 5),
         ("deepseek_r1", ["think"] * 4 + ["output"]),
+        ("minimax_m2", ["think"] * 4 + ["output"]),
+        ("kimi_k2", ["output", "think", "think", "think", "output"]),
+        ("glm47", ["output", "think", "think", "think", "output"]),
     ],
 )  # fmt: skip
 def test_thinking_is_found_by_the_tags_of_the_reasoning_parser(steps, parser, phases):
@@ -447,6 +451,10 @@ def test_thinking_is_found_by_the_tags_of_the_reasoning_parser(steps, parser, ph
     some.answer(req, tokens=6)
     entries, _ = some.ended(req)
     assert [entry["think_phase"] for entry in entries] == phases
+
+
+def test_every_other_name_of_a_parser_stands_for_one_that_is_known():
+    assert set(captured_model.SAME_TAGS.values()) <= set(PARSERS)
 
 
 def test_what_requests_may_know_of_the_model(steps):

@@ -16,6 +16,15 @@ NOT_YET = "not with vLLM yet"
 # What SGLang's plug-in and `attn serve` have besides.
 MISSING = ("attention_hubs", "attn_capture", "logit_lens", "moe_routing")
 
+# vLLM's other names of what `PARSERS` has: the same parser, or one derived from it with its tags
+# (vLLM 0.33.0, vllm/reasoning/__init__.py, vllm/parser).
+SAME_TAGS = {
+    "deepseek_r1": "deepseek-r1", "deepseek_v3": "deepseek-v3", "holo2": "deepseek-v3",
+    "glm47": "glm45", "ling3": "glm45", "step3p5": "step3",
+    "minimax_m2": "minimax", "minimax_m2_append_think": "minimax",
+    "mimo": "qwen3", "nemotron_v3": "qwen3", "granite_thinking_parser": "qwen3",
+}  # fmt: skip
+
 
 class CapturedModel(ServedModel):
     """The model of a `GPUModelRunner`, and which of its layers are captured.
@@ -66,4 +75,4 @@ class CapturedModel(ServedModel):
 
 def parser_of(name: str) -> str | None:
     """What `PARSERS` calls vLLM's --reasoning-parser; None without one."""
-    return {"minimax_m2": "minimax"}.get(name, name.replace("_", "-")) or None
+    return SAME_TAGS.get(name, name) or None
