@@ -24,7 +24,7 @@ from benchmarks import common
 from benchmarks.figures import figures_table
 from benchmarks.sglang_process import python_on_cpu
 from discovery.engines.rapids import why_not
-from pipeline.serve_command import has_sglang
+from pipeline.serve_command import is_installed
 
 HERE = Path(__file__).resolve().parent
 # By name: the script and its options.
@@ -118,7 +118,7 @@ def cannot_run(name: str, on_gpu: bool) -> str | None:
     free = gpu_memory_gib()
     if not free:
         return "torch sees no GPU"
-    if name == "sglang" and not has_sglang():
+    if name == "sglang" and not is_installed("sglang"):
         return "SGLang is not installed"
     if name == "capture-8b" and free < MEMORY_8B_GIB:
         return f"{free:.0f} GiB are free and it takes {MEMORY_8B_GIB}"

@@ -210,15 +210,10 @@ def _become(
     os.execve(sys.executable, command, {**os.environ, **options.environment()})
 
 
-def is_installed(engine: ServingEngine) -> bool:
+def is_installed(engine: str) -> bool:
     """Whether an engine is installed. A folder of its name is not it."""
     found = importlib.util.find_spec(engine)
     return found is not None and found.origin is not None
-
-
-def has_sglang() -> bool:
-    """Whether SGLang is installed."""
-    return is_installed(ServingEngine.SGLANG)
 
 
 def say(line: str) -> None:

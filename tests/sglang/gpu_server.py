@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from shared import REPO
 
-from pipeline.serve_command import has_sglang
+from pipeline.serve_command import is_installed
 
 torch = pytest.importorskip("torch")
 
 ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers"),
-    pytest.mark.skipif(not has_sglang(), reason="SGLang is not installed"),
+    pytest.mark.skipif(not is_installed("sglang"), reason="SGLang is not installed"),
 ]
 MODEL = REPO / "examples" / "demo_model"
 NEW = 24

@@ -1,4 +1,4 @@
-"""vLLM on a GPU, CUDA graphs on, with the demo model unless told otherwise, and what is asked of
+"""vLLM on a GPU, CUDA graphs on, with the demo model by default, and what is asked of
 it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How functions of vLLM are hooked, which has no way of its own for that."""
+"""How functions of vLLM are hooked: it offers no hooks on them."""
 
 from __future__ import annotations
 

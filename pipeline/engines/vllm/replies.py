@@ -145,6 +145,8 @@ class Reporter:
         try:
             socket.send(self._encoder.encode(Report(key, entries, usage)), zmq.NOBLOCK)
         except zmq.Again:
+            if not self.dropped:
+                LOG.warning("reports of attention are dropped: a process that answers takes none")
             self.dropped += 1
 
     def close(self) -> None:

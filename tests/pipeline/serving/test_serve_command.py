@@ -12,7 +12,7 @@ import pytest
 from shared import REPO
 
 from pipeline.engines.serving.options import SECRET_VARIABLE, ServeOptions
-from pipeline.serve_command import has_sglang
+from pipeline.serve_command import is_installed
 
 KEY = "0123456789abcdef"
 HERE = ("m", "--engine", "transformers")
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(attn, arguments, said):
     assert line.startswith("error: ") and said in line
 
 
-@pytest.mark.skipif(has_sglang(), reason="SGLang is installed")
+@pytest.mark.skipif(is_installed("sglang"), reason="SGLang is installed")
 def test_what_is_missing_is_said_with_the_line_that_installs_it():
     process, _, error = run("m", "--return-attention-tokens")
     assert process.returncode == 2

@@ -148,7 +148,7 @@ def test_two_workers_and_several_processes_that_answer(reporter, monkeypatch):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["room", "no room"])
-def test_a_worker_waits_for_nobody(reporter, tmp_path, monkeypatch, full):
+def test_a_worker_waits_for_nobody(reporter, tmp_path, monkeypatch, caplog, full):
     if full:
         own = zmq.Socket.set
         monkeypatch.setattr(
@@ -159,6 +159,7 @@ def test_a_worker_waits_for_nobody(reporter, tmp_path, monkeypatch, full):
         reporter.report(f"ipc://{tmp_path / 'nobody'} key", [b"{}"], None)
     assert time.perf_counter() - began < 1
     assert (reporter.dropped > 0) == full
+    assert caplog.text.count("reports of attention are dropped") == full
 
 
 def test_what_was_said_before_anybody_listened_arrives(reporter, folder):

@@ -51,7 +51,7 @@ class Ranks:
         return None if self.alone else HeadRanks(self.count, self._all_reduce)
 
     def _all_reduce(self, part: Tensor) -> Tensor:
-        # As the engine adds up the parts of its own layers.
+        # As the engine sums the parts of a layer.
         total: Tensor = self.group.all_reduce(part)
         return total
 

@@ -91,7 +91,7 @@ class ServedModel:
 
         Args:
             is_thinking: whether the engine takes the answer's start for thinking, tag or not, as in
-                a chat with a model that thinks unless told otherwise.
+                a chat with a model that thinks by default.
         """
         if self._tags is None or self._decode is None:
             return PhaseTracker(None)
