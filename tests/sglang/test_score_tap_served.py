@@ -24,14 +24,12 @@ from typer.testing import CliRunner
 
 import cli
 from pipeline.analysis import extract_attention_from_response
-from pipeline.engines.serving.request import CaptureRequest
 from pipeline.examples.prompts import CODENAME, NEEDLE, Example
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 5e-4
 CHUNK, TOKENS = 64, 12
 LAYERS, HEADS = [0, 1, 2, 3], 4
-SECRET = "a-secret-that-this-test-knows"
 NUMBERS = itertools.count(311)
 
 
@@ -46,10 +44,9 @@ def server(tmp_path_factory) -> Iterator[SGLangServer]:
     options = (
         "--return-attention-tokens", "--enable-attention-instrumentation",
         "--attention-instrumentation-layers", "all", "--attention-capture-layers", "3",
-        "--chunked-prefill-size", str(CHUNK),
+        "--attention-head-lists", "--chunked-prefill-size", str(CHUNK),
     )  # fmt: skip
-    environment = {"ATTN_CAPTURE_SECRET": SECRET, "SGLANG_TEST_RETRACT": "1",
-                   "SGLANG_TEST_RETRACT_INTERVAL": "5"}  # fmt: skip
+    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     folder = tmp_path_factory.mktemp("scores")
     with SGLangServer(folder, *options, environment=environment) as running:
         yield running
@@ -141,8 +138,10 @@ def test_a_prompt_in_chunks_with_hidden_tokens_and_entries_as_well(server, check
 
 def test_chosen_heads(server, check):
     prompt = fresh_prompt(20)
-    wanted = CaptureRequest(layers=[3], scores=[1, 2], heads=[0, 3], stream_entries=False)
-    found = complete(server, prompt, custom_params={"attn": wanted.signed(SECRET)})
+    found = complete(
+        server, prompt, attn_capture=1, attn_capture_layers=[1, 2],
+        attention_capture_head_ids=[0, 3],
+    )  # fmt: skip
     check(found, prompt, layers=[1, 2], heads=[0, 3])
 
 
