@@ -40,8 +40,10 @@ from benchmarks.common import SAMPLE, WrongAnswerError
 from capture_kernels.fingerprint.vector import Layout
 from discovery.artifacts.classifier import Classified, Classifier
 from discovery.artifacts.projection import Projection
+from discovery.artifacts.prototypes import Borders
 from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.artifacts.schema import NOISE
+from discovery.artifacts.tables import borders_of
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 
@@ -65,6 +67,7 @@ class Tables(NamedTuple):
     place: NDArray[np.float32]
     reach: float
     noise_factor: float
+    borders: Borders | None
 
 
 def read_tables(artifacts: Artifacts) -> Tables:
@@ -83,6 +86,7 @@ def read_tables(artifacts: Artifacts) -> Tables:
         np.column_stack([landmarks.column(c).to_numpy() for c in ("x", "y")]),
         saved["reach"],
         saved["noise_factor"],
+        borders_of(saved),
     )
 
 
@@ -108,17 +112,22 @@ def check_answers(
         raised = vector.astype(np.float64) ** float(tables.projection.power)
         point = ((raised - mean) / scale) @ tables.projection.components.astype(np.float64)
         apart = np.sqrt(((tables.landmarks - point) ** 2).sum(axis=1))
-        member = apart[~is_noise].min(initial=np.inf)
+        members = ~is_noise
+        if tables.borders:
+            values = point @ tables.borders.weights + tables.borders.bias
+            members = tables.cluster == tables.borders.labels[values.argmax()]
+        member = apart[members].min(initial=np.inf)
         stray = apart[is_noise].min(initial=np.inf)
         answers_noise = is_noise.all() or stray < tables.noise_factor * member
-        row = int(np.where(is_noise == answers_noise, apart, np.inf).argmin())
+        allowed = is_noise if answers_noise else members
+        row = int(np.where(allowed, apart, np.inf).argmin())
         noise += answers_noise
         beyond += bool(apart[row] > tables.reach and not answers_noise)
         # The landmark that was answered with: it must be the right one, or as near as it.
         theirs = np.flatnonzero((tables.place == found.coordinates[i]).all(axis=1))
         answered = int(theirs[apart[theirs].argmin()]) if len(theirs) else -1
         near_noise_rule = abs(stray - tables.noise_factor * member) < ROUNDING
-        as_near = is_noise[answered] == answers_noise and apart[answered] - apart[row] < ROUNDING
+        as_near = allowed[answered] and apart[answered] - apart[row] < ROUNDING
         clusters = {int(tables.cluster[answered])} if apart[answered] <= tables.reach else {NOISE}
         if abs(apart[answered] - tables.reach) < ROUNDING:
             clusters = {int(tables.cluster[answered]), NOISE}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capture_kernels.arrays import Floats, Int32s, array_module, block_rows, dots, on_host
-from discovery.artifacts.prototypes import nearest_prototype
+from discovery.artifacts.prototypes import Borders, nearest_prototype
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 
@@ -35,6 +35,8 @@ RATE = 0.1
 STEEPNESS = 10.0
 # Share of the clusters' rows that may be lost to noise prototypes.
 LOST_TO_NOISE = 0.005
+# Rows that borders are trained on, and their penalty: hardly any, for they are few numbers.
+BORDER_ROWS, BORDER_PENALTY = 25_000, 1e-3
 
 
 class Prototypes(NamedTuple):
@@ -87,6 +89,35 @@ def train_prototypes(engine: Engine, projected: Floats, labels: Int32s, seed: in
     return Prototypes(
         np.concatenate([moved, noise_points]), np.concatenate([start_labels, noise_labels]), factor
     )
+
+
+@one_thread()
+def train_borders(projected: Floats, labels: Int32s, seed: int) -> Borders | None:
+    """Linear borders between the clusters, by multinomial logistic regression: where many rows lie
+    on both sides of a border, prototypes learn those rows, and of others one in ten is put to the
+    wrong side (0.87 of rows of other requests are right by prototypes of 14 regions of real
+    attention, 0.97 by borders). None for fewer than two clusters.
+
+    Args:
+        projected: float32[n, d]; labels: int32[n], -1 for noise.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    inside = np.flatnonzero(labels != NOISE)
+    rng = np.random.default_rng(seed)
+    rows = np.sort(rng.choice(inside, min(len(inside), BORDER_ROWS), replace=False))
+    points, own = projected[rows].astype(np.float64), labels[rows]
+    found, group = np.unique(own, return_inverse=True)
+    if len(found) < 2:
+        return None
+    spread = np.maximum(points.std(axis=0), np.finfo(np.float32).tiny)
+    # Neither rows nor labels are in doubt: the loss need not be at its last digit.
+    model = LogisticRegression(C=1.0 / BORDER_PENALTY, tol=1e-3, max_iter=1_000)
+    model.fit(points / spread, group)
+    weights, bias = model.coef_, model.intercept_
+    if len(found) == 2:  # One column says how far a row is of the second.
+        weights, bias = np.stack([-weights[0], weights[0]]), np.array([-bias[0], bias[0]])
+    return Borders(found.astype(np.int32), np.ascontiguousarray((weights / spread).T), bias)
 
 
 def centres(points: Floats, count: int, rng: np.random.Generator) -> Floats:

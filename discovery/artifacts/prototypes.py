@@ -1,16 +1,28 @@
 """Nearest-prototype classification of projected fingerprints, on the host or on a device.
 
 Prototypes are trained by learning vector quantisation (`discovery.algorithms`) and published as
-landmarks.parquet.
+landmarks.parquet. Where clusters border on each other amid many rows, linear borders tell them
+apart better; then these decide the cluster, and its nearest prototype the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Floats, Int32s, Ints, Mask, array_module, block_rows, dots
+from capture_kernels.arrays import (
+    Doubles,
+    Floats,
+    Int32s,
+    Ints,
+    Mask,
+    array_module,
+    block_rows,
+    dots,
+    on_host,
+)
 from capture_kernels.fingerprint.vector import Layout
 
 from .projection import Projection
@@ -73,11 +85,58 @@ def nearest_prototype(projected: Floats, prototypes: Floats) -> Nearest:
     return Nearest(index, distance)
 
 
-def nearest_with_noise(
-    projected: Floats, prototypes: Floats, labels: Int32s, noise_factor: float
+class Borders(NamedTuple):
+    """A linear rule for c clusters: the one whose column of projected @ weights + bias is largest.
+
+    On the host: labels int32[c]; weights float64[d, c]; bias float64[c].
+    """
+
+    labels: Int32s
+    weights: Doubles
+    bias: Doubles
+
+    def cluster(self, projected: Floats) -> Int32s:
+        """The cluster of each row float32[m, d], on any device: int32[m], there."""
+        xp = array_module(projected)
+        weights, bias, labels = map(xp.asarray, (self.weights, self.bias, self.labels))
+        found = xp.empty(len(projected), np.int32)
+        step = block_rows(projected, max(1, CALLING_THREAD_PRODUCT // max(weights.size, 1)))
+        for start in range(0, len(projected), step):
+            rows = projected[start : start + step].astype(np.float64)
+            found[start : start + step] = labels[(rows @ weights + bias).argmax(axis=1)]
+        return found
+
+
+def nearest_member(
+    projected: Floats, prototypes: Floats, labels: Int32s, borders: Borders | None
 ) -> Nearest:
-    """The nearest prototype of each row; one of noise only if it is closer than `noise_factor`
-    times the nearest one of a cluster.
+    """The nearest prototype of each row, or with borders the nearest of its cluster.
+
+    Args:
+        projected: float32[m, d], on any device.
+        prototypes: float32[p, d], of clusters; labels: int32[p], on the host.
+    """
+    if borders is None:
+        return nearest_prototype(projected, prototypes)
+    xp = array_module(projected)
+    cluster = borders.cluster(projected)
+    row, distance = xp.empty(len(projected), np.int64), xp.empty(len(projected), np.float32)
+    for label in np.unique(on_host(cluster)).tolist():
+        own, rows = np.flatnonzero(labels == label), xp.flatnonzero(cluster == label)
+        found = nearest_prototype(projected[rows], prototypes[own])
+        row[rows], distance[rows] = xp.asarray(own)[found.row], found.distance
+    return Nearest(row, distance)
+
+
+def nearest_with_noise(
+    projected: Floats,
+    prototypes: Floats,
+    labels: Int32s,
+    noise_factor: float,
+    borders: Borders | None = None,
+) -> Nearest:
+    """The nearest prototype of each row, or with borders the nearest of its cluster; one of noise
+    only if it is closer than `noise_factor` times that.
 
     Args:
         projected: float32[m, d], on any device.
@@ -86,9 +145,11 @@ def nearest_with_noise(
     """
     xp = array_module(projected)
     clusters = int(np.count_nonzero(labels != NOISE))
-    if clusters in (0, len(labels)):
+    if not clusters:
         return nearest_prototype(projected, prototypes)
-    member = nearest_prototype(projected, prototypes[:clusters])
+    member = nearest_member(projected, prototypes[:clusters], labels[:clusters], borders)
+    if clusters == len(labels):
+        return member
     noise = nearest_prototype(projected, prototypes[clusters:])
     is_noise = noise.distance < noise_factor * member.distance
     return Nearest(
@@ -103,7 +164,8 @@ class Codebook(NamedTuple):
     Its arrays are on the host; its answers are on the vectors' device.
 
     prototypes float32[p, d]; labels int32[p], noise (-1) last; noise_factor as in
-    `nearest_with_noise`; reach, the distance beyond which a row is rejected as noise.
+    `nearest_with_noise`; reach, the distance beyond which a row is rejected as noise; borders, of
+    clusters that linear borders tell apart better than prototypes.
     """
 
     projection: Projection
@@ -112,11 +174,19 @@ class Codebook(NamedTuple):
     labels: Int32s
     noise_factor: float
     reach: float
+    borders: Borders | None = None
+
+    def renamed(self, name: Callable[[Int32s], Int32s]) -> Codebook:
+        """The same with other names of clusters: a function of int32[k], -1 for noise."""
+        borders = self.borders and self.borders._replace(labels=name(self.borders.labels))
+        return self._replace(labels=name(self.labels), borders=borders)
 
     def nearest(self, vectors: Floats) -> tuple[Nearest, Mask]:
         """The prototype of each vector float32[m, 20], and whether it is beyond reach: bool[m]."""
         projected = self.projection(vectors, self.layout)
-        found = nearest_with_noise(projected, self.prototypes, self.labels, self.noise_factor)
+        found = nearest_with_noise(
+            projected, self.prototypes, self.labels, self.noise_factor, self.borders
+        )
         return found, found.distance > self.reach
 
     def nearest_member(self, vectors: Floats) -> Int32s:
@@ -128,9 +198,16 @@ class Codebook(NamedTuple):
         members = self.labels != NOISE
         if not members.any():
             return self.label(vectors)
-        prototypes = self.prototypes[members]
-        found = nearest_prototype(self.projection(vectors, self.layout), prototypes)
+        found = self.member(vectors)
         return labels_within(self.labels[members], found.row, found.distance > self.reach)
+
+    def member(self, vectors: Floats) -> Nearest:
+        """The nearest of each vector among the prototypes of clusters, of which there are some."""
+        members = self.labels != NOISE
+        projected = self.projection(vectors, self.layout)
+        return nearest_member(
+            projected, self.prototypes[members], self.labels[members], self.borders
+        )
 
     def label(self, vectors: Floats) -> Int32s:
         """Each vector's label, -1 for noise and beyond reach: int32[m]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 
@@ -11,7 +13,7 @@ from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 
 from .memberships import MEMBERSHIP_COLUMNS, Memberships
 from .projection import Projection
-from .prototypes import Codebook
+from .prototypes import Borders, Codebook
 from .read import Artifacts
 from .schema import landmark_columns
 
@@ -32,7 +34,9 @@ def projection_table(codebook: Codebook, quantiles: Doubles) -> pa.Table:
     Args:
         quantiles: float64[q], of the distances to the nearest prototype.
     """
-    projection = codebook.projection
+    projection, borders = codebook.projection, codebook.borders
+    empty = np.empty(0)
+    rule = borders or Borders(empty.astype(np.int32), empty, empty)
     floats, doubles = pa.list_(pa.float32()), pa.list_(pa.float64())
     return pa.table(
         {
@@ -45,6 +49,9 @@ def projection_table(codebook: Codebook, quantiles: Doubles) -> pa.Table:
             "distance_quantiles": pa.array([quantiles], doubles),
             "reach": pa.array([codebook.reach]),
             "noise_factor": pa.array([codebook.noise_factor]),
+            "border_clusters": pa.array([rule.labels], pa.list_(pa.int32())),
+            "border_weights": pa.array([rule.weights.reshape(-1)], doubles),
+            "border_bias": pa.array([rule.bias], doubles),
         }
     )
 
@@ -76,10 +83,20 @@ def read_prototypes(artifacts: Artifacts) -> tuple[Codebook, Floats, Memberships
         landmarks.column("cluster_id").to_numpy(),
         float(saved["noise_factor"]),
         float(saved["reach"]),
+        borders_of(saved),
     )
     coordinates = np.column_stack([landmarks.column(axis).to_numpy() for axis in ("x", "y")])
     columns = (landmarks.column(name).to_numpy() for name in MEMBERSHIP_COLUMNS)
     return codebook, coordinates, Memberships(*columns)
+
+
+def borders_of(saved: dict[str, Any]) -> Borders | None:
+    """The borders in a row of projection.parquet; earlier runs have no columns for them."""
+    labels = np.array(saved.get("border_clusters", []), np.int32)
+    if not len(labels):
+        return None
+    weights = np.array(saved["border_weights"], np.float64).reshape(-1, len(labels))
+    return Borders(labels, weights, np.array(saved["border_bias"], np.float64))
 
 
 def with_second_clusters(table: pa.Table) -> pa.Table:

@@ -166,7 +166,10 @@ def open_parent(output: Path, run_id: str) -> Parent:
             f"the parent run {run_id} cannot be read ({error}): bring it back, or start a new run"
         ) from None
     ids = clusters.column("cluster_id").to_numpy()
-    labels = index_of(ids, codebook.labels).astype(np.int32)
+
+    def index(of: Int32s) -> Int32s:
+        return index_of(ids, of).astype(np.int32)
+
     vectors = [batch_vectors(batch) for batch in references.to_batches()]
     return Parent(
         run_id,
@@ -178,7 +181,7 @@ def open_parent(output: Path, run_id: str) -> Parent:
         clusters.column("born_in").to_pylist(),
         np.concatenate([np.empty((0, DIMENSIONS), np.float32), *vectors]),
         index_of(ids, references.column("cluster_id").to_numpy()),
-        codebook._replace(labels=labels),
+        codebook.renamed(index),
         coordinates,
         *saved_shares(shares.to_pylist()),
         history(artifacts.manifest),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from capture_kernels.arrays import Floats, Int32s, Ints
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.algorithms.consensus.clusters import settings
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.map_clusters import (
@@ -25,11 +25,16 @@ from discovery.algorithms.map_clusters import (
     clusters_of_rows,
 )
 from discovery.algorithms.metrics import effective_rows
-from discovery.algorithms.prototypes import train_prototypes
+from discovery.algorithms.prototypes import (
+    BORDER_PENALTY,
+    BORDER_ROWS,
+    train_borders,
+    train_prototypes,
+)
 from discovery.algorithms.sampling import held_out
 from discovery.algorithms.voting import Votes, vote
 from discovery.artifacts.memberships import Memberships
-from discovery.artifacts.prototypes import Codebook, nearest_with_noise
+from discovery.artifacts.prototypes import Borders, Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
@@ -48,6 +53,8 @@ DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
 # Share of the fit rows that prototypes are not trained on, to measure the classifier on: whole
 # requests, because a row's nearest neighbours are often rows of the same request.
 HELD_OUT = 0.2
+# Borders are tried where prototypes have fewer of the held-out rows right.
+BORDERS_BELOW = 0.95
 # Quantiles of the distance to the nearest prototype; the last is the rejection distance.
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
@@ -57,7 +64,7 @@ def parameters(context: RunContext) -> dict[str, Any]:
     limits = {
         "largest": LARGEST_CLUSTER, "sparse": (SPARSE, SPARSE_NEIGHBOR), "voters": VOTERS,
         "sample": (SAMPLE_ROWS, SAMPLED_LEAST), "neighbors": NEIGHBORS,
-        "consensus": settings(),
+        "consensus": settings(), "borders": (BORDERS_BELOW, BORDER_ROWS, BORDER_PENALTY),
     }  # fmt: skip
     return {**given, **limits}
 
@@ -240,15 +247,24 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
     labels = members.label
     held = held_out(requests, HELD_OUT, seed)
     found = train_prototypes(engine, projected[~held], labels[~held], seed)
-    near = nearest_with_noise(
-        engine.array(projected), found.points, found.labels, found.noise_factor
-    )
-    distance = engine.host(near.distance)
-    quantiles = np.quantile(distance[~held], QUANTILES)
-    nearest_of = engine.host(near.row)
-    answer = np.where(distance > quantiles[-1], NOISE, found.labels[nearest_of])
     inside, noise = held & (labels != NOISE), held & (labels == NOISE)
-    right = answer == labels
+
+    def answered(borders: Borders | None) -> Answered:
+        near = nearest_with_noise(
+            engine.array(projected), found.points, found.labels, found.noise_factor, borders
+        )
+        distance, row = engine.host(near.distance), engine.host(near.row)
+        quantiles = np.quantile(distance[~held], QUANTILES)
+        answer = np.where(distance > quantiles[-1], NOISE, found.labels[row])
+        return Answered(row, quantiles, answer == labels)
+
+    nearest_of, quantiles, right = answered(None)
+    borders = None
+    if inside.any() and right[inside].mean() < BORDERS_BELOW:
+        linear = train_borders(projected[~held], labels[~held], seed)
+        by_borders = answered(linear)
+        if by_borders.right[inside].mean() > right[inside].mean():
+            borders, (nearest_of, quantiles, right) = linear, by_borders
     context.checkpoint.write_arrays(
         "agreement.npz",
         agreement=np.array(right[inside].mean() if inside.any() else np.nan),
@@ -270,8 +286,24 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
         **memberships_of(found.labels, nearest_of[~held], members.at(~held))._asdict(),
         quantiles=quantiles,
         noise_factor=np.array(found.noise_factor),
+        **saved_borders(borders),
     )
     return len(found.labels)
+
+
+class Answered(NamedTuple):
+    """row: int64[n], the prototype that each row is answered by; quantiles: of their distances;
+    right: bool[n], whether the answer is the row's label."""
+
+    row: Ints
+    quantiles: Doubles
+    right: Mask
+
+
+def saved_borders(borders: Borders | None) -> Arrays:
+    """The borders as arrays of a checkpoint; none without them."""
+    fields = {} if borders is None else borders._asdict()
+    return {f"border_{name}": array for name, array in fields.items()}
 
 
 def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Memberships:
@@ -312,6 +344,9 @@ def requests_of(context: RunContext, rows: Ints) -> Hashes:
 def run_codebook(context: RunContext) -> Codebook:
     """This run's prototypes; their labels are the numbers of the cluster stage."""
     saved = context.saved("cluster", "landmarks.npz")
+    borders = None
+    if "border_labels" in saved:
+        borders = Borders(*(saved[f"border_{name}"] for name in Borders._fields))
     return Codebook(
         saved_projection(context),
         context.layout,
@@ -319,4 +354,5 @@ def run_codebook(context: RunContext) -> Codebook:
         saved["label"],
         float(saved["noise_factor"]),
         float(saved["quantiles"][-1]),
+        borders,
     )

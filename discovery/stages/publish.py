@@ -124,8 +124,7 @@ def serve(context: RunContext, manifest: Manifest) -> str:
 
 def other_tables(context: RunContext, ids: Int32s, lookup: Int32s) -> dict[str, pa.Table]:
     """The classifier, and what the next run of this lineage is compared with, by file name."""
-    codebook = run_codebook(context)
-    codebook = codebook._replace(labels=lookup[codebook.labels])
+    codebook = run_codebook(context).renamed(lambda of: lookup[of])
     saved = context.saved("cluster", "landmarks.npz")
     numbers = saved_members(saved)
     members = numbers._replace(label=codebook.labels, second=lookup[numbers.second])

@@ -11,7 +11,6 @@ import numpy as np
 from capture_kernels.arrays import Floats, Int32s, Mask
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
 from discovery.artifacts.classifier import Classifier
-from discovery.artifacts.prototypes import nearest_prototype
 from discovery.artifacts.schema import NOISE, identity_of
 from sidecar.serving import ServedRun
 from sidecar.times import iso_time
@@ -144,8 +143,7 @@ def nearest_clusters(centroids: Floats, classifier: Classifier) -> list[NearestC
     members = codebook.labels != NOISE
     if not members.any():
         return None
-    projected = codebook.projection(centroids, codebook.layout)
-    found = nearest_prototype(projected, codebook.prototypes[members])
+    found = codebook.member(centroids)
     ids = codebook.labels[members][found.row].tolist()
     return [
         NearestCluster(cluster, classifier.labels.get(cluster, ""), round(distance, 6))

@@ -3,6 +3,7 @@
 A tree of cells is made of one half of the requests, and of the other, many times. Of each tree
 those groups are taken that the other trees have too (`found_again`), and the clusters are what most
 of these agree on (`partition`). What half of the requests shows by chance, the others do not show.
+Where trees hardly find one group again, rows are a continuum, and clusters are its `regions`.
 After a parent run, its clusters go on where nothing has changed (`continued`).
 """
 
@@ -34,10 +35,23 @@ from .partition import (
     RELATED,
     STARTS,
     TOGETHER,
+    adjusted_rand,
     families_of,
     median_partition,
     rows_inside,
     without_small,
+)
+from .regions import (
+    COARSE,
+    FAMILIES,
+    FINE,
+    MOST_OF_FAMILY,
+    POLISH,
+    REGIONS,
+    REGIONS_OF_HALVES,
+    STARTS_OF_ALL,
+    STARTS_OF_HALF,
+    regions_of,
 )
 
 # Trees, two of each division of the requests into halves.
@@ -54,6 +68,11 @@ LARGEST = 0.5
 DETAIL = 1.15
 # A group of fewer rows than this share of the smallest cluster merges before all others.
 LEAST_GROUP = 0.3
+# Rows are a continuum where trees of two halves of the requests agree by less than this, as the
+# mean adjusted Rand index. Of planted behaviours they agree by 0.53 to 0.96, least with 3,000 rows
+# and 30% noise; of real attention by 0.21 to 0.48 (the half to develop on,
+# benchmarks/behaviours.py).
+CONTINUUM = 0.5
 # A cluster is of at least so many requests, or of this share of all where they are few: what one
 # request does is no behaviour of the traffic.
 LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
@@ -89,6 +108,18 @@ def settings() -> dict[str, Any]:
         "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
         "requests": (LEAST_REQUESTS, SHARE_OF_REQUESTS),
         "continued": (OTHERWISE, SURE, NEW),
+        "regions": (
+            CONTINUUM,
+            REGIONS_OF_HALVES,
+            FAMILIES,
+            REGIONS,
+            MOST_OF_FAMILY,
+            COARSE,
+            FINE,
+            STARTS_OF_ALL,
+            STARTS_OF_HALF,
+            POLISH,
+        ),
     }
 
 
@@ -112,34 +143,43 @@ def stable_clusters(
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
-    with one_thread():
+    threads = min(MOST_THREADS, usable_cpus())
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
         centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
         used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
-        with ThreadPoolExecutor(min(MOST_THREADS, usable_cpus())) as pool:
-            halvings = list(
-                pool.map(
-                    lambda half, own: halving(rows, near, half, own, atom, atoms, size),
-                    divided,
-                    rng.spawn(len(divided)),
-                )
+        halvings = list(
+            pool.map(
+                lambda half, own: halving(rows, near, half, own, atom, atoms, size),
+                divided,
+                rng.spawn(len(divided)),
             )
-            again = found_again(halvings, atoms, size, pool)
+        )
+        again = found_again(halvings, atoms, size, pool)
         taken = [
             one.share[chosen_groups(one, own, size, LARGEST * len(rows), DETAIL)]
             for one, own in zip(halvings, again, strict=True)
         ]
         together, starts = agreement(taken)
         labels = median_partition(together, atoms, starts)
+        groups = [large_groups(one, size) for one in halvings]
+
+        def rows_of(of: Ints) -> Doubles:
+            return rows_inside(of, atoms).sum(axis=1)
 
         def stability_of_atoms(of: Ints) -> Doubles:
-            return stability_of(rows_inside(of, atoms), halvings, atoms, size)
+            return stability_of(rows_inside(of, atoms), groups, atoms)
 
-        labels = without_small(
-            labels, together, atoms, size, lambda of: rows_inside(of, atoms).sum(axis=1)
-        )
+        labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
+        regions = None
+        pairs = zip(starts[0::2], starts[1::2], strict=True)
+        if np.mean([adjusted_rand(*pair, atoms) for pair in pairs]) < CONTINUUM:
+            regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
+            taken = groups = regions.of_halves
+            together, _ = agreement(taken)
+            labels = without_small(regions.of_atoms, together, atoms, size, rows_of)
         for least, size_of in (
             (least_requests(requests), lambda of: effective_requests(of[atom], requests)),
             (CHANCE, stability_of_atoms),
@@ -153,9 +193,13 @@ def stable_clusters(
             stability = stability_of_atoms(labels)
             found = continued(parent, labels, stability, atom, reference_atom, divided, size)
         inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
-        stability = stability_of(inside, halvings, atoms, size)
-        family = families_of(inside, together)
-        label, order = named(row_shares(inside, found, together, atom, near), found)
+        stability = stability_of(inside, groups, atoms)
+        if regions is None:
+            shares = row_shares(inside, found, together, atom, near)
+            family = families_of(inside, together)
+        else:
+            shares, family = regions.as_clusters(found)
+        label, order = named(shares, found)
         return Clusters(
             memberships(label, taken, atom, near),
             stability[order],
@@ -255,12 +299,15 @@ def row_shares(
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
-def stability_of(inside: Doubles, halvings: list[Halving], atoms: Ints, size: int) -> Doubles:
-    """How far each cluster is found again in a tree, as the mean over all: float64[c] of the rows
-    float64[c, a] of each cluster in each atom."""
+def stability_of(inside: Doubles, groups: list[Floats], atoms: Ints) -> Doubles:
+    """How far each cluster is found again, as the mean over what halves of the requests have:
+    float64[c] of the rows float64[c, a] of each cluster in each atom.
+
+    Args:
+        groups: float32[g, a] each, the shares of the atoms' rows in each group of a half.
+    """
     own = (inside / atoms).astype(np.float32)
-    found = [likest(own, large_groups(one, size), atoms) for one in halvings]
-    return np.asarray(np.mean(found, axis=0))
+    return np.asarray(np.mean([likest(own, one, atoms) for one in groups], axis=0))
 
 
 def named(shares: Doubles, found: Continued) -> tuple[Int32s, Ints]:

@@ -157,5 +157,83 @@ def merge(shared, size, least, power, merged):  # type: ignore[no-untyped-def]
     return done
 
 
-for loop in (nearest, means, count_shared, merge):
+@njit(nogil=True)
+def squares_to(points, centre, least):  # type: ignore[no-untyped-def]
+    """Lower each of float64[n] to the squared distance of its point float64[n, d] to a centre,
+    where that is less."""
+    for row in range(len(points)):
+        apart = 0.0
+        for k in range(points.shape[1]):
+            apart += (points[row, k] - centre[k]) ** 2
+        least[row] = apart if apart < least[row] else least[row]
+
+
+@njit(nogil=True)
+def drawn(weights, least, draw):  # type: ignore[no-untyped-def]
+    """The point at the share `draw` in [0, 1) of all weights float64[n] times float64[n]."""
+    left = 0.0
+    for row in range(len(weights)):
+        left += weights[row] * least[row]
+    left *= draw
+    for row in range(len(weights) - 1):
+        left -= weights[row] * least[row]
+        if left < 0.0:
+            return row
+    return len(weights) - 1
+
+
+@njit(nogil=True)
+def moved(points, weights, centres):  # type: ignore[no-untyped-def]
+    """Move each centre float64[c, d] to the mean of the points nearest to it; returns the weighted
+    sum of squares about the centres as they were."""
+    count, width = centres.shape
+    sums, sizes, squares = np.zeros((count, width)), np.zeros(count), 0.0
+    for row in range(len(points)):
+        own, least = 0, np.inf
+        for centre in range(count):
+            apart = 0.0
+            for k in range(width):
+                apart += (points[row, k] - centres[centre, k]) ** 2
+            if apart < least:
+                own, least = centre, apart
+        squares += weights[row] * least
+        sizes[own] += weights[row]
+        for k in range(width):
+            sums[own, k] += weights[row] * points[row, k]
+    for centre in range(count):
+        if sizes[centre] > 0.0:
+            for k in range(width):
+                centres[centre, k] = sums[centre, k] / sizes[centre]
+    return squares
+
+
+@njit(nogil=True)
+def best_of_starts(points, weights, draws, rounds, best):  # type: ignore[no-untyped-def]
+    """k-means from several starts by k-means++ (Arthur & Vassilvitskii 2007). Fills `best`,
+    float64[c, d], with the centres of the least squares, and returns these.
+
+    Args:
+        points: float64[n, d]; weights: float64[n]; draws: float64[starts, c], in [0, 1).
+        rounds: most of them for each start; one ends when a round gains a millionth or less.
+    """
+    least_squares, ones = np.inf, np.ones(len(points))
+    for start in range(len(draws)):
+        centres, least = np.empty_like(best), np.full(len(points), np.inf)
+        for centre in range(len(centres)):
+            at = drawn(weights, least if centre else ones, draws[start, centre])
+            centres[centre] = points[at]
+            squares_to(points, centres[centre], least)
+        before = np.inf
+        for _ in range(rounds):
+            squares = moved(points, weights, centres)
+            if squares >= before * (1.0 - 1e-6):
+                break
+            before = squares
+        if squares < least_squares:
+            least_squares = squares
+            best[:] = centres
+    return least_squares
+
+
+for loop in (nearest, means, count_shared, merge, moved, best_of_starts):
     keep_compiled(loop)

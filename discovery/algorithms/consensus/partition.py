@@ -118,6 +118,22 @@ def families_of(inside: Doubles, together: Doubles) -> Ints:
     return numbered(family)
 
 
+def adjusted_rand(first: Ints, second: Ints, atoms: Ints) -> float:
+    """The adjusted Rand index of two partitions int64[a] of atoms with so many rows, int64[a]: 1
+    for the same one, 0 for chance. Source: Hubert & Arabie 1985."""
+    shared = np.zeros((first.max() + 1, second.max() + 1))
+    np.add.at(shared, (first, second), atoms)
+
+    def pairs(rows: Doubles) -> float:
+        return float((rows * (rows - 1.0)).sum() / 2.0)
+
+    each = pairs(shared.sum(axis=1)), pairs(shared.sum(axis=0))
+    by_chance = each[0] * each[1] / max(pairs(shared.sum(keepdims=True)), 1.0)
+    most = sum(each) / 2.0
+    # Two partitions into one cluster, or into single rows, are the same one.
+    return 1.0 if most == by_chance else (pairs(shared) - by_chance) / (most - by_chance)
+
+
 def rows_inside(labels: Ints, atoms: Ints) -> Doubles:
     """Rows of each cluster in each atom: float64[c, a] of the cluster int64[a] of each atom."""
     return np.asarray((np.eye(labels.max() + 1)[labels] * atoms[:, None]).T)
