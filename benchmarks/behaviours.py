@@ -19,9 +19,10 @@ Figures: ARI is the adjusted Rand index, 1 for the same clusters, 0 for chance; 
 of its own in it, and planted noise is left out. `ceiling` is the ARI of a vote of the nearest
 of other rows, whose truth is known. AMI is adjusted mutual information. Of real rows: the ARI of
 pairs of seeds; that of the clusters of two halves of the requests, each given to the other half's
-rows; AMI with the task; and the share of log2(position) that the clusters explain, beside the share
-that the tasks do. Below these stands what the sample's clusters say (`judge/words.py`): those of
-the half to develop on, or, held out, of all of it.
+rows; AMI with the task, beside that of a classifier which was shown the tasks of other requests;
+and the share of log2(position) that the clusters explain, beside the share that the tasks do. Below
+these stands what the sample's clusters say (`judge/words.py`): those of the half to develop on, or,
+held out, of all of it.
 
 Exits 1 where a row cannot be attention, a method leaves rows without a label, or a run's own tables
 do not agree.

@@ -15,6 +15,7 @@ from .measures import (
     mean_of,
     of_all,
     of_planted,
+    task_ceiling,
 )
 from .real import fresh_captures, sample_half, tied_lengths, whole_sample
 from .rows import Rows
@@ -77,7 +78,8 @@ def judge_real(task: Task) -> Figures:
     rows, seeds = real_rows(task), range(FIRST_SEED, FIRST_SEED + task.seeds)
     done = {seed: found_by(task.methods, rows, seed) for seed in seeds}
     halves = [between_halves(task.methods, rows, seed) for seed in seeds]
-    figures: Figures = {"facts": facts_of(rows), "methods": {}}
+    facts = {**facts_of(rows), "task_ceiling": task_ceiling(rows)}
+    figures: Figures = {"facts": facts, "methods": {}}
     for name in task.methods:
         one = mean_of([of_all(done[seed][name], rows) for seed in seeds])
         one["seeds"] = between_seeds([done[seed][name].found.labels for seed in seeds])

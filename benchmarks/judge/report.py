@@ -93,6 +93,7 @@ def print_real(name: str, one: Figures, methods: list[str]) -> None:
         _row("  of families", one, methods, "halves.families.ari", ".3f")
     _row("AMI with the task", one, methods, "ami_task", ".3f")
     _row("  of rows in clusters", one, methods, "ami_task_in_clusters", ".3f")
+    print(f"    (a classifier that is shown other requests' tasks: {facts['task_ceiling']:.3f})")
     _row("of log2(position)", one, methods, "log2_position", ".1%")
     print(f"    (the tasks explain {facts['tasks_log2_position']:.1%} of it)")
     _row("clusters", one, methods, "clusters", ".0f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from benchmarks.judge.measures import (
     found_by,
     mean_of,
     of_planted,
+    task_ceiling,
 )
 from benchmarks.judge.methods import METHODS, Found, method_named, placed
 from benchmarks.judge.rows import Rows
@@ -141,6 +143,17 @@ def test_without_a_classifier_the_nearest_rows_vote(rows):
 def test_what_can_be_reached_stands_beside_the_figures(rows):
     facts = facts_of(rows)
     assert facts["behaviours"] == 3 and facts["rows"] == ROWS and facts["ceiling"] > 0.95
+
+
+def test_what_tasks_can_be_told_by_is_learned_from_other_requests(rows):
+    # By the behaviour a task is known, by its request's number it is not.
+    rows = rows[rows.truth >= 0]
+    told = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in rows.truth]))
+    assert task_ceiling(told) > 0.8
+    dice = np.random.default_rng(0).integers(0, 3, len(np.unique(rows.requests)))
+    _, number = np.unique(rows.requests, return_inverse=True)
+    chance = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in dice[number]]))
+    assert abs(task_ceiling(chance)) < 0.1
 
 
 @pytest.mark.parametrize(
