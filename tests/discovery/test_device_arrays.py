@@ -28,7 +28,7 @@ from discovery.algorithms.sampling import drawn_rows, stratified_rows
 from discovery.algorithms.voting import vote
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.projection import Projection, context_octave, square_roots
-from discovery.artifacts.prototypes import Codebook, nearest_prototype, nearest_with_noise
+from discovery.artifacts.prototypes import Borders, Codebook, nearest_prototype, nearest_with_noise
 from discovery.describe.exemplars import candidates
 from discovery.describe.profiles import Profiles
 from discovery.engines.cpu import CpuEngine
@@ -127,8 +127,9 @@ def test_the_formulas_of_a_row_are_the_same_on_a_device(layout):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("noise", [0, 5, 30])
-def test_prototypes_answer_the_same_on_a_device(noise):
+def test_prototypes_answer_the_same_on_a_device(noise, linear):
     layout = Layout.LOG16
     vectors = vectors_of(layout)
     projection = fitted(vectors, layout)
@@ -136,13 +137,16 @@ def test_prototypes_answer_the_same_on_a_device(noise):
     points = projected[:30]
     labels = np.arange(30, dtype=np.int32) % 7
     labels[30 - noise :] = -1
+    clusters = np.unique(labels[labels >= 0])
+    weights = np.random.default_rng(0).normal(size=(projected.shape[1], len(clusters)))
+    borders = Borders(clusters, weights, np.zeros(len(clusters))) if linear and noise < 30 else None
     there = moved(projected)
     assert_same(nearest_prototype(there, points), nearest_prototype(projected, points))
     assert_same(
-        nearest_with_noise(there, points, labels, 0.8),
-        nearest_with_noise(projected, points, labels, 0.8),
+        nearest_with_noise(there, points, labels, 0.8, borders),
+        nearest_with_noise(projected, points, labels, 0.8, borders),
     )
-    codebook = Codebook(projection, layout, points, labels, 0.8, 0.2)
+    codebook = Codebook(projection, layout, points, labels, 0.8, 0.2, borders)
     there = moved(vectors)
     assert_same(codebook.nearest(there), tuple(codebook.nearest(vectors)))
     assert_same(codebook.label(there), codebook.label(vectors))

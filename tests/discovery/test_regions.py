@@ -13,6 +13,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
+from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consensus.clusters import halves, stable_clusters
 from discovery.algorithms.consensus.loops import best_of_starts
 from discovery.algorithms.consensus.partition import adjusted_rand
@@ -25,8 +26,15 @@ from discovery.algorithms.consensus.regions import (
     spaces_of,
 )
 from discovery.algorithms.prototypes import train_borders, train_prototypes
-from discovery.artifacts.prototypes import Borders, nearest_prototype, nearest_with_noise
+from discovery.artifacts.projection import Projection
+from discovery.artifacts.prototypes import (
+    Borders,
+    Codebook,
+    nearest_prototype,
+    nearest_with_noise,
+)
 from discovery.artifacts.schema import NOISE
+from discovery.artifacts.tables import borders_of, projection_table
 from discovery.engines.cpu import CpuEngine
 
 RNG = np.random.default_rng
@@ -177,9 +185,22 @@ def test_noise_is_as_near_beside_borders_and_two_clusters_have_them_too():
     assert train_borders(rows, np.zeros(len(rows), np.int32), 0) is None
 
 
-def test_borders_of_other_names_say_the_same():
-    borders = Borders(np.array([0, 2], np.int32), np.eye(2), np.zeros(2))
+def test_a_codebook_of_other_names_and_from_its_table_has_the_same_borders():
     rows = np.array([[1.0, 0], [0, 1]], np.float32)
-    assert borders.cluster(rows).tolist() == [0, 2]
-    assert borders._replace(labels=np.array([7, 9], np.int32)).cluster(rows).tolist() == [7, 9]
-    assert borders.cluster(rows[:0]).shape == (0,)
+    borders = Borders(np.array([0, 2], np.int32), np.array([[0.1, 0], [0, 1 / 3]]), np.zeros(2))
+    projection = Projection(
+        np.zeros((16, 20), np.float32), np.ones(20, np.float32), np.eye(20, 2, dtype=np.float32),
+        np.ones(2), np.array(0.75),
+    )  # fmt: skip
+    codebook = Codebook(projection, Layout.LOG16, rows, borders.labels, 0.5, 2.0, borders)
+    named = codebook.renamed(lambda of: np.array([7, 8, 9], np.int32)[of])
+    assert named.borders is not None and named.labels.tolist() == [7, 9]
+    assert named.borders.cluster(rows).tolist() == [7, 9]
+    assert named.borders.cluster(rows[:0]).shape == (0,)
+    read = borders_of(projection_table(named, np.ones(4)).to_pylist()[0])
+    assert read is not None
+    for ours, theirs in zip(read, named.borders, strict=True):
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    without = codebook._replace(borders=None)
+    assert borders_of(projection_table(without, np.ones(4)).to_pylist()[0]) is None
+    assert without.renamed(lambda of: of).borders is None
