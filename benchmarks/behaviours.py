@@ -135,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no fresh captures: {error}", file=sys.stderr)
         return 2
     if options.json:
-        common.write_figures(options.json, figures)
+        command = common.command_of("behaviours.py", arguments)
+        common.write_figures(options.json, {"command": command, **figures})
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def cpu_model() -> str:
 def chromium_path() -> str | None:
     """Path of a Chromium; None if there is none."""
     return next(filter(None, map(shutil.which, CHROMIUM)), None)
+
+
+def command_of(script: str, arguments: Sequence[str] | None) -> str:
+    """The command of a benchmark's figures: its arguments, or this process's, without --json."""
+    left = list(sys.argv[1:] if arguments is None else arguments)
+    if "--json" in left:
+        at = left.index("--json")
+        del left[at : at + 2]
+    return shlex.join(["python", f"benchmarks/{script}", *left])
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:

@@ -211,7 +211,9 @@ def main() -> int:
     nights = nights_of(records, options.nights, options.each)
     found = {name: run_all(name, nights) for name in options.clusterings.split(",")}
     if options.json:
-        common.write_figures(options.json, {"each": options.each, "seed": options.seed, **found})
+        command = common.command_of("real_nights.py", None)
+        about = {"command": command, "each": options.each, "seed": options.seed}
+        common.write_figures(options.json, {**about, **found})
     served = found[options.clusterings.split(",")[0]]
     wrong = ("other", "of_tasks_by_chance", "missing", "same_rows_again")
     return int(any(served[name] for name in wrong))
