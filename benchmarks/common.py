@@ -110,6 +110,7 @@ def command_of(script: str, arguments: Sequence[str] | None) -> str:
     if "--json" in left:
         at = left.index("--json")
         del left[at : at + 2]
+    left = [word for word in left if not word.startswith("--json=")]
     return shlex.join(["python", f"benchmarks/{script}", *left])
 
 

@@ -37,8 +37,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "batch_size": (256, 2**20),
     "seed": (0, 2**32 - 1),
 }
-# How clusters are found: by what trees of many halves of the requests agree on, or by HDBSCAN of
-# the map.
+# How clusters are found: by what many halves of the requests agree on, or by HDBSCAN of the map.
 CLUSTERINGS = ("consensus", "hdbscan")
 # Tables of limits, each with its own entry in the manifest.
 RULES = {"gate_rules": GateRules, "zone_rules": ZoneRules}

@@ -33,10 +33,13 @@ BATCH_ROWS, DEVICE_BATCH_ROWS = 256, 4_096
 RATE = 0.1
 # Steepness of the sigmoid that weighs a row by its relative margin.
 STEEPNESS = 10.0
-# Share of the clusters' rows that may be lost to noise prototypes.
+# Share of the clusters' rows that may be lost to noise prototypes. With borders it is some more, as
+# the nearest prototype of a row's cluster need not be the nearest of all.
 LOST_TO_NOISE = 0.005
 # Rows that borders are trained on, and their penalty: hardly any, for they are few numbers.
 BORDER_ROWS, BORDER_PENALTY = 25_000, 1e-3
+# Directions are scaled by their deviation, or by this share of the largest.
+LEAST_SPREAD = 1e-3
 
 
 class Prototypes(NamedTuple):
@@ -92,26 +95,28 @@ def train_prototypes(engine: Engine, projected: Floats, labels: Int32s, seed: in
 
 
 @one_thread()
-def train_borders(projected: Floats, labels: Int32s, seed: int) -> Borders | None:
-    """Linear borders between the clusters, by multinomial logistic regression: where many rows lie
-    on both sides of a border, prototypes learn those rows, and of others one in ten is put to the
-    wrong side (0.87 of rows of other requests are right by prototypes of 14 regions of real
-    attention, 0.97 by borders). None for fewer than two clusters.
+def train_borders(projected: Floats, labels: Int32s, known: Int32s, seed: int) -> Borders | None:
+    """Linear borders between the clusters, by multinomial logistic regression. Where many rows lie
+    on both sides of a border, prototypes learn those rows and are wrong of others. None for fewer
+    than two clusters, or where the rows that are drawn miss one.
 
     Args:
-        projected: float32[n, d]; labels: int32[n], -1 for noise.
+        projected: float32[n, d]; labels: int32[n], -1 for noise; known: int32[p], the labels of the
+            prototypes, which answer for the clusters.
     """
     from sklearn.linear_model import LogisticRegression
 
-    inside = np.flatnonzero(labels != NOISE)
+    inside = np.flatnonzero((labels != NOISE) & np.isin(labels, known))
     rng = np.random.default_rng(seed)
     rows = np.sort(rng.choice(inside, min(len(inside), BORDER_ROWS), replace=False))
     points, own = projected[rows].astype(np.float64), labels[rows]
     found, group = np.unique(own, return_inverse=True)
-    if len(found) < 2:
+    if len(found) < 2 or not np.array_equal(found, np.unique(known[known != NOISE])):
         return None
-    spread = np.maximum(points.std(axis=0), np.finfo(np.float32).tiny)
-    # Neither rows nor labels are in doubt: the loss need not be at its last digit.
+    # A direction in which rows differ by rounding alone stays one that says nothing.
+    spread = points.std(axis=0)
+    spread = np.maximum(spread, LEAST_SPREAD * spread.max())
+    # The labels follow from the rows, so that the loss need not converge further.
     model = LogisticRegression(C=1.0 / BORDER_PENALTY, tol=1e-3, max_iter=1_000)
     model.fit(points / spread, group)
     weights, bias = model.coef_, model.intercept_

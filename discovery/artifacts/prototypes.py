@@ -1,8 +1,8 @@
 """Nearest-prototype classification of projected fingerprints, on the host or on a device.
 
 Prototypes are trained by learning vector quantisation (`discovery.algorithms`) and published as
-landmarks.parquet. Where clusters border on each other amid many rows, linear borders tell them
-apart better; then these decide the cluster, and its nearest prototype the rest.
+landmarks.parquet. Where clusters border on each other amid many rows, linear borders
+separate them better; then these decide the cluster, and its nearest prototype the rest.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Borders(NamedTuple):
         return found
 
 
-def nearest_member(
+def nearest_of_clusters(
     projected: Floats, prototypes: Floats, labels: Int32s, borders: Borders | None
 ) -> Nearest:
     """The nearest prototype of each row, or with borders the nearest of its cluster.
@@ -147,7 +147,7 @@ def nearest_with_noise(
     clusters = int(np.count_nonzero(labels != NOISE))
     if not clusters:
         return nearest_prototype(projected, prototypes)
-    member = nearest_member(projected, prototypes[:clusters], labels[:clusters], borders)
+    member = nearest_of_clusters(projected, prototypes[:clusters], labels[:clusters], borders)
     if clusters == len(labels):
         return member
     noise = nearest_prototype(projected, prototypes[clusters:])
@@ -165,7 +165,7 @@ class Codebook(NamedTuple):
 
     prototypes float32[p, d]; labels int32[p], noise (-1) last; noise_factor as in
     `nearest_with_noise`; reach, the distance beyond which a row is rejected as noise; borders, of
-    clusters that linear borders tell apart better than prototypes.
+    clusters that linear borders separate better than prototypes.
     """
 
     projection: Projection
@@ -205,7 +205,7 @@ class Codebook(NamedTuple):
         """The nearest of each vector among the prototypes of clusters, of which there are some."""
         members = self.labels != NOISE
         projected = self.projection(vectors, self.layout)
-        return nearest_member(
+        return nearest_of_clusters(
             projected, self.prototypes[members], self.labels[members], self.borders
         )
 

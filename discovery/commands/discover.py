@@ -45,9 +45,7 @@ def discover(
     min_rows: Annotated[int, typer.Option(help="Fewest rows that a run needs.")] = 100,
     clustering: Annotated[
         str,
-        typer.Option(
-            help="consensus, what trees of many halves of the requests agree on; or hdbscan."
-        ),
+        typer.Option(help="consensus, what many halves of the requests agree on; or hdbscan."),
     ] = "consensus",
     min_samples: Annotated[
         int | None,

@@ -261,9 +261,9 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
     nearest_of, quantiles, right = answered(None)
     borders = None
     if inside.any() and right[inside].mean() < BORDERS_BELOW:
-        linear = train_borders(projected[~held], labels[~held], seed)
-        by_borders = answered(linear)
-        if by_borders.right[inside].mean() > right[inside].mean():
+        linear = train_borders(projected[~held], labels[~held], found.labels, seed)
+        by_borders = answered(linear) if linear else None
+        if by_borders and by_borders.right[inside].mean() > right[inside].mean():
             borders, (nearest_of, quantiles, right) = linear, by_borders
     context.checkpoint.write_arrays(
         "agreement.npz",

@@ -23,8 +23,8 @@ GetServed = Callable[[], ServedRun | None]
 
 
 class NearestCluster(msgspec.Struct, frozen=True):
-    """The cluster of the served run whose prototype is nearest to a live centroid; distance in PCA
-    space."""
+    """The cluster of the served run that a live centroid is put to; distance to its nearest
+    prototype in PCA space."""
 
     cluster_id: int
     label: str
@@ -137,8 +137,8 @@ def in_words(
 
 
 def nearest_clusters(centroids: Floats, classifier: Classifier) -> list[NearestCluster] | None:
-    """The cluster of a run whose prototype is nearest to each centroid float32[c, 20]; None for a
-    run without clusters."""
+    """The cluster of a run that each centroid float32[c, 20] is put to; None for a run without
+    clusters."""
     codebook = classifier.codebook
     members = codebook.labels != NOISE
     if not members.any():

@@ -145,7 +145,7 @@ def test_what_can_be_reached_stands_beside_the_figures(rows):
     assert facts["behaviours"] == 3 and facts["rows"] == ROWS and facts["ceiling"] > 0.95
 
 
-def test_what_tasks_can_be_told_by_is_learned_from_other_requests(rows):
+def test_tasks_are_classified_by_what_other_requests_show(rows):
     # By the behaviour a task is known, by its request's number it is not.
     rows = rows[rows.truth >= 0]
     told = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in rows.truth]))

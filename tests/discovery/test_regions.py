@@ -14,7 +14,7 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from capture_kernels.fingerprint.vector import Layout
-from discovery.algorithms.consensus.clusters import halves, stable_clusters
+from discovery.algorithms.consensus.clusters import agreement_of_halves, halves, stable_clusters
 from discovery.algorithms.consensus.loops import best_of_starts
 from discovery.algorithms.consensus.partition import adjusted_rand
 from discovery.algorithms.consensus.regions import (
@@ -154,7 +154,7 @@ def test_borders_are_right_of_other_rows_where_prototypes_learn_those_they_saw()
 
     rows, labels = drawn(6_000)
     others, wanted = drawn(4_000)
-    borders = train_borders(rows, labels, 0)
+    borders = train_borders(rows, labels, labels, 0)
     assert borders is not None and borders.weights.shape == (8, 9)
     right = (borders.cluster(others) == wanted).mean()
     found = train_prototypes(CpuEngine(), rows, labels, 0)
@@ -175,14 +175,14 @@ def test_noise_is_as_near_beside_borders_and_two_clusters_have_them_too():
     vectors, truth = planted(3_000, 7)
     rows = np.sqrt(vectors)
     labels = np.where(truth > 0, 1, truth).astype(np.int32)
-    borders = train_borders(rows, labels, 0)
+    borders = train_borders(rows, labels, labels, 0)
     assert borders is not None and borders.labels.tolist() == [0, 1]
     found = train_prototypes(CpuEngine(), rows, labels, 0)
     near = nearest_with_noise(rows, found.points, found.labels, found.noise_factor, borders)
     inside = found.labels[near.row] != NOISE
     assert (labels[~inside] == NOISE).mean() > 0.5
     assert (found.labels[near.row] == labels)[inside & (labels != NOISE)].mean() > 0.98
-    assert train_borders(rows, np.zeros(len(rows), np.int32), 0) is None
+    assert train_borders(rows, np.zeros(len(rows), np.int32), np.zeros(3, np.int32), 0) is None
 
 
 def test_a_codebook_of_other_names_and_from_its_table_has_the_same_borders():
@@ -204,3 +204,31 @@ def test_a_codebook_of_other_names_and_from_its_table_has_the_same_borders():
     without = codebook._replace(borders=None)
     assert borders_of(projection_table(without, np.ones(4)).to_pylist()[0]) is None
     assert without.renamed(lambda of: of).borders is None
+
+
+def test_rows_without_any_structure_are_a_continuum_of_which_nothing_is_found_again():
+    """Trees find one group or none in them, which is no agreement on it."""
+    rng = RNG(0)
+    rows = rng.normal(size=(3_000, 8)).astype(np.float32)
+    found = stable_clusters(rows, neighbors_of(rows), rng.integers(0, 75, len(rows)), 30, 0)
+    assert len(found.stability) == 1 and found.stability[0] < 0.3
+    trivial, two = np.zeros(4, np.int64), np.array([0, 0, 1, 1])
+    atoms = np.ones(4, np.int64)
+    assert agreement_of_halves([trivial, trivial], atoms) == 0.0
+    assert agreement_of_halves([two, two, trivial, two], atoms) == 0.5
+
+
+def test_borders_are_of_the_clusters_that_have_prototypes():
+    rng = RNG(1)
+    rows = rng.normal(size=(900, 3)).astype(np.float32)
+    labels = (rows[:, 0] > 0).astype(np.int32)
+    labels[:3] = 2
+    # The third has no prototype: its rows say nothing.
+    borders = train_borders(rows, labels, np.array([0, 0, 1, -1], np.int32), 0)
+    assert borders is not None and borders.labels.tolist() == [0, 1]
+    # One of the prototypes has no rows, and would never answer.
+    assert train_borders(rows, labels, np.array([0, 1, 5], np.int32), 0) is None
+    # A direction of rounding alone decides nothing.
+    flat = np.column_stack([rows, np.full(len(rows), 0.1, np.float32)])
+    level = train_borders(flat, labels, np.array([0, 1], np.int32), 0)
+    assert level is not None and (level.cluster(flat[3:]) == labels[3:]).mean() > 0.99

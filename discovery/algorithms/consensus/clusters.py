@@ -47,6 +47,7 @@ from .regions import (
     FINE,
     MOST_OF_FAMILY,
     POLISH,
+    REGION_ROUNDS,
     REGIONS,
     REGIONS_OF_HALVES,
     STARTS_OF_ALL,
@@ -81,11 +82,12 @@ LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
 class Clusters(NamedTuple):
     """Clusters of n rows, numbered by falling size.
 
-    members: of the rows, none of which is noise. stability: float64[c], how far the trees of half
-    of the requests have each one. family: int32[c], numbered by falling size. heir_of: int32[c],
-    the number of the parent's cluster that each is, -1 for those of this run alone; new: bool[c],
-    whether the parent had hardly any rows there. raw_stability: float64[k], of the clusters of
-    these rows before any is merged for not being found again: noise has many such.
+    members: of the rows, none of which is noise. stability: float64[c], how far the trees (or the
+    regions) of half of the requests have each one. family: int32[c], numbered by falling size.
+    heir_of: int32[c], the number of the parent's cluster that each is, -1 for those of this run
+    alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
+    the clusters of trees before any is merged for not being found again, also where regions take
+    their place: noise has many such.
     """
 
     members: Memberships
@@ -118,6 +120,7 @@ def settings() -> dict[str, Any]:
             FINE,
             STARTS_OF_ALL,
             STARTS_OF_HALF,
+            REGION_ROUNDS,
             POLISH,
         ),
     }
@@ -174,8 +177,7 @@ def stable_clusters(
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
-        pairs = zip(starts[0::2], starts[1::2], strict=True)
-        if np.mean([adjusted_rand(*pair, atoms) for pair in pairs]) < CONTINUUM:
+        if agreement_of_halves(starts, atoms) < CONTINUUM:
             regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
             taken = groups = regions.of_halves
             together, _ = agreement(taken)
@@ -273,6 +275,17 @@ def least_requests(requests: Ints) -> float:
     return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(everything[0]))
 
 
+def agreement_of_halves(partitions: list[Ints], atoms: Ints) -> float:
+    """The mean adjusted Rand index of the trees of one half of the requests and of the other, whose
+    partitions int64[a] follow each other. Trees that find fewer than two groups agree on nothing.
+    """
+    found = []
+    for one, other in zip(partitions[0::2], partitions[1::2], strict=True):
+        nothing = one.max() == 0 or other.max() == 0
+        found.append(0.0 if nothing else adjusted_rand(one, other, atoms))
+    return float(np.mean(found))
+
+
 def row_shares(
     inside: Doubles, found: Continued, together: Doubles, atom: Ints, near: Int32s
 ) -> Doubles:
@@ -330,7 +343,8 @@ def memberships(label: Int32s, taken: list[Floats], atom: Ints, near: Int32s) ->
     """How far each row belongs to its cluster, and to the likeliest other: the mean of two shares,
     that of the trees that put it and its neighbours there, and that of its neighbours in there.
 
-    A group of a tree counts for the cluster that most of its rows are in. How well this foretells
+    A group of a tree, or a region of a half of the requests in the place of trees, counts for the
+    cluster that most of its rows are in. How well this foretells
     the clusters of other requests is what `benchmarks/memberships.py` measures.
 
     Args:

@@ -17,19 +17,19 @@ from capture_kernels.arrays import Doubles, Floats, Ints, Mask
 from .continued import Continued, counted
 from .partition import numbered
 
-# Families, and regions in all, of which a family has at most so many.
+# Families, regions in all, and the most regions of one family.
 FAMILIES, REGIONS, MOST_OF_FAMILY = 6, 14, 5
-# Families are found where each direction of PCA space is divided by the root of its variance and of
-# this many times the mean: by variance alone the first two directions decide.
+# Families: each direction of PCA space is divided by the root of its variance plus this many times
+# the mean variance, or the first two directions would dominate the distances.
 COARSE = 3.0
-# Regions are found in what is not of a row alone: the same with the covariance within requests
-# (Hatch et al. 2006, within-class covariance normalization).
+# Regions: the same with the covariance within requests, so that a direction counts less the more it
+# varies there (Hatch et al. 2006, within-class covariance normalization).
 FINE = 0.1
 # Starts of k-means for the regions, and for each of the partitions of half of the requests.
 STARTS_OF_ALL, STARTS_OF_HALF = 100, 20
 # Halves of the requests that regions are found of as well.
 REGIONS_OF_HALVES = 40
-ROUNDS = 60
+REGION_ROUNDS = 60
 # Rounds on the rows, after those on the atoms.
 POLISH = 10
 
@@ -54,7 +54,7 @@ class RowRegions(NamedTuple):
 
 
 class Spaces(NamedTuple):
-    """n rows, or atoms, as families and as regions are told apart: float64[n, d] each."""
+    """n rows, or atoms, in the spaces of families and of regions: float64[n, d] each."""
 
     coarse: Doubles
     fine: Doubles
@@ -131,7 +131,7 @@ def spaces_of(rows: Floats, requests: Ints) -> Spaces:
 
 
 def inverse_root(covariance: Doubles) -> Doubles:
-    """float64[d, d]; directions without variance stay without."""
+    """float64[d, d], of a covariance without a variance of 0, but where all rows are alike."""
     variances, axes = np.linalg.eigh(covariance)
     return np.asarray((axes / np.sqrt(np.maximum(variances, np.finfo(np.float32).tiny))) @ axes.T)
 
@@ -215,7 +215,7 @@ def best_means(
 
     best = np.empty((count, points.shape[1]))
     draws = rng.random((starts if count > 1 else 1, count))
-    squares = best_of_starts(np.ascontiguousarray(points), weights, draws, ROUNDS, best)
+    squares = best_of_starts(np.ascontiguousarray(points), weights, draws, REGION_ROUNDS, best)
     return best, float(squares)
 
 
