@@ -70,8 +70,8 @@ DETAIL = 1.15
 # A group of fewer rows than this share of the smallest cluster merges before all others.
 LEAST_GROUP = 0.3
 # Rows are a continuum where trees of two halves of the requests agree by less than this, as the
-# mean adjusted Rand index. Of planted behaviours they agree by 0.53 to 0.96, least with 3,000 rows
-# and 30% noise; of real attention by 0.21 to 0.48 (the half to develop on,
+# mean adjusted Rand index. Of 12,000 planted rows they agree by 0.57 to 0.96 (of 3,000 with 30%
+# noise by 0.50); of real attention by 0.21 to 0.48 (the half to develop on,
 # benchmarks/behaviours.py).
 CONTINUUM = 0.5
 # A cluster is of at least so many requests, or of this share of all where they are few: what one
