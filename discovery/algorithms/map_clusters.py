@@ -44,8 +44,8 @@ class FoundClusters(NamedTuple):
     members: of the rows, by HDBSCAN without a second cluster but where neighbours voted; of each
     cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
     HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
-    had, or has by default; heir_of int32[c], new bool[c] and raw_stability float64[k] as of
-    `Clusters`: -1, False and none by HDBSCAN.
+    had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k] and halves_agree
+    as of `Clusters`: -1, False, none and NaN by HDBSCAN.
     """
 
     members: Memberships
@@ -56,6 +56,7 @@ class FoundClusters(NamedTuple):
     heir_of: Int32s
     new: Mask
     raw_stability: Doubles
+    halves_agree: float
 
     @property
     def labels(self) -> Int32s:
@@ -100,6 +101,7 @@ def clusters_of_rows(
             none,
             np.empty(0, bool),
             nothing,
+            np.nan,
         )
     near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
     _, numbers = np.unique(requests[seen], return_inverse=True)
@@ -111,7 +113,7 @@ def clusters_of_rows(
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         members, found.stability, unknown, found.family, least, found.heir_of, found.new,
-        found.raw_stability,
+        found.raw_stability, found.halves_agree,
     )  # fmt: skip
 
 
@@ -147,7 +149,7 @@ def clusters_of_map(
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
         members, np.full(clusters, np.nan), found.persistence, none, min_samples,
-        none, np.zeros(clusters, bool), np.empty(0),
+        none, np.zeros(clusters, bool), np.empty(0), np.nan,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
-from discovery.algorithms.consensus.clusters import settings
+from discovery.algorithms.consensus.clusters import CONTINUUM, settings
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
@@ -89,7 +89,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     requests = requests_of(context, fit["rows"])
     if not context.checkpoint.has("fit.npz"):
         found = clusters_of_fit(context, fit["rows"], requests, fit["projected"], points, size)
-        arrays = found._asdict() | {"min_samples": np.array(found.min_samples)}
+        single = {name: np.array(getattr(found, name)) for name in ("min_samples", "halves_agree")}
+        arrays = found._asdict() | single
         context.checkpoint.write_arrays("fit.npz", **arrays.pop("members")._asdict(), **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
     members = saved_members(saved)
@@ -107,15 +108,20 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     counted = [noise_and_between(context.checkpoint.read_arrays(file)) for file in files]
     noise, between = (sum(column) / context.rows.count for column in zip(*counted, strict=True))
     prototypes = save_prototypes(context, fitted, requests)
+    landmarks = context.checkpoint.read_arrays("landmarks.npz")
     summary = {"clusters": clusters, "noise_share": noise, "between_share": between,
                "min_cluster_size_fitted": size, "min_samples": int(saved["min_samples"]),
-               "landmarks": prototypes}  # fmt: skip
+               "landmarks": prototypes, "borders": "border_labels" in landmarks}  # fmt: skip
     says = f"{clusters} clusters, {noise:.1%} noise, {between:.1%} between two clusters"
     if clusters and context.options.clustering == "consensus":
         stability, went_on = saved["stability"].mean(), int((saved["heir_of"] >= 0).sum())
+        agree = float(saved["halves_agree"])
         summary |= {"families": int(saved["family"].max()) + 1, "stability": float(stability),
-                    "went_on": went_on}  # fmt: skip
+                    "went_on": went_on, "halves_agree": agree,
+                    "regions": agree < CONTINUUM}  # fmt: skip
         says += f", {summary['families']} families; "
+        if summary["regions"]:
+            says += f"regions of a continuum, as trees of halves agree by {agree:.2f} only; "
         if context.parent:
             says += f"{went_on} go on from the run before; "
         says += f"half of the requests find them again by {stability:.0%}"

@@ -87,7 +87,8 @@ class Clusters(NamedTuple):
     heir_of: int32[c], the number of the parent's cluster that each is, -1 for those of this run
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
-    their place: noise has many such.
+    their place: noise has many such. halves_agree: how far trees of two halves of the requests
+    agree, below `CONTINUUM` where clusters are regions.
     """
 
     members: Memberships
@@ -96,6 +97,7 @@ class Clusters(NamedTuple):
     heir_of: Int32s
     new: Mask
     raw_stability: Doubles
+    halves_agree: float
 
     @property
     def labels(self) -> Int32s:
@@ -177,7 +179,8 @@ def stable_clusters(
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
-        if agreement_of_halves(starts, atoms) < CONTINUUM:
+        halves_agree = agreement_of_halves(starts, atoms)
+        if halves_agree < CONTINUUM:
             regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
             taken = groups = regions.of_halves
             together, _ = agreement(taken)
@@ -209,6 +212,7 @@ def stable_clusters(
             found.heir_of[order].astype(np.int32),
             found.new[order],
             raw_stability,
+            halves_agree,
         )
 
 
