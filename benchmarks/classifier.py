@@ -117,7 +117,9 @@ def check_answers(
             values = point @ tables.borders.weights + tables.borders.bias
             # On a border a rounding decides.
             close = values >= values.max() - ROUNDING * np.abs(tables.borders.weights).max()
-            members = np.isin(tables.cluster, tables.borders.labels[close])
+            said = tables.borders.labels == found.cluster_id[i]
+            at = said if (said & close).any() else values == values.max()
+            members = tables.cluster == tables.borders.labels[at.argmax()]
         member = apart[members].min(initial=np.inf)
         stray = apart[is_noise].min(initial=np.inf)
         answers_noise = is_noise.all() or stray < tables.noise_factor * member
