@@ -107,11 +107,10 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     )
     counted = [noise_and_between(context.checkpoint.read_arrays(file)) for file in files]
     noise, between = (sum(column) / context.rows.count for column in zip(*counted, strict=True))
-    prototypes = save_prototypes(context, fitted, requests)
-    landmarks = context.checkpoint.read_arrays("landmarks.npz")
+    prototypes, has_borders = save_prototypes(context, fitted, requests)
     summary = {"clusters": clusters, "noise_share": noise, "between_share": between,
                "min_cluster_size_fitted": size, "min_samples": int(saved["min_samples"]),
-               "landmarks": prototypes, "borders": "border_labels" in landmarks}  # fmt: skip
+               "landmarks": prototypes, "borders": has_borders}  # fmt: skip
     says = f"{clusters} clusters, {noise:.1%} noise, {between:.1%} between two clusters"
     if clusters and context.options.clustering == "consensus":
         stability, went_on = saved["stability"].mean(), int((saved["heir_of"] >= 0).sum())
@@ -242,8 +241,9 @@ def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
     return max(LEAST_CLUSTER, round(asked * fraction))
 
 
-def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> int:
-    """Train the prototypes, measure the classifier on held-out rows; returns how many there are.
+def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> tuple[int, bool]:
+    """Train the prototypes, measure the classifier on held-out rows; returns how many there are,
+    and whether borders decide the cluster.
 
     Args:
         requests: uint64[n], hashes of the rows' requests.
@@ -294,7 +294,7 @@ def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> in
         noise_factor=np.array(found.noise_factor),
         **saved_borders(borders),
     )
-    return len(found.labels)
+    return len(found.labels), borders is not None
 
 
 class Answered(NamedTuple):

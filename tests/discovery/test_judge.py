@@ -148,8 +148,8 @@ def test_what_can_be_reached_stands_beside_the_figures(rows):
 def test_tasks_are_classified_by_what_other_requests_show(rows):
     # By the behaviour a task is known, by its request's number it is not.
     rows = rows[rows.truth >= 0]
-    told = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in rows.truth]))
-    assert task_ceiling(told) > 0.8
+    shown = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in rows.truth]))
+    assert task_ceiling(shown) > 0.8
     dice = np.random.default_rng(0).integers(0, 3, len(np.unique(rows.requests)))
     _, number = np.unique(rows.requests, return_inverse=True)
     chance = dataclasses.replace(rows, tasks=np.array([f"task{t}" for t in dice[number]]))

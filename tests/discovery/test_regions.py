@@ -1,4 +1,4 @@
-"""Regions of a continuum, and the borders that a classifier tells them apart by."""
+"""Regions of a continuum, and the borders that a classifier separates them by."""
 
 from __future__ import annotations
 
