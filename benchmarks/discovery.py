@@ -49,7 +49,7 @@ from discovery.options import DiscoverOptions
 from discovery.stages import neighbors as neighbors_stage
 from discovery.stages import quality as quality_stage
 from discovery.stages import umap as umap_stage
-from discovery.stages.cluster import smallest_cluster
+from discovery.stages.fit_clusters import smallest_cluster
 from pipeline.record import vectors as record_vectors
 from tests.planted import planted, planted_batch
 

@@ -49,7 +49,7 @@ from discovery.algorithms.pca import Moments
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import ENGINES, Engine
 from discovery.engines.rapids import why_not
-from discovery.stages.cluster import smallest_cluster
+from discovery.stages.fit_clusters import smallest_cluster
 from discovery.stages.neighbors import self_first
 from discovery.stages.umap import INIT_SPREAD
 from tests.planted import planted

@@ -40,7 +40,7 @@ from discovery.algorithms.pca import Moments
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 from discovery.engines.cpu import CpuEngine
-from discovery.stages.cluster import smallest_cluster
+from discovery.stages.fit_clusters import smallest_cluster
 
 ENGINE = CpuEngine()
 TENTHS = 10
@@ -58,7 +58,7 @@ class Half(NamedTuple):
 def clustered(rows: NDArray[np.float32], requests: NDArray[np.int64], seed: int) -> Half:
     near, distances = ENGINE.neighbors(rows, rows, NEIGHBORS + 1)
     found = clusters_of_rows(
-        ENGINE, rows, rows[:, :2], distances[:, SPARSE_NEIGHBOR], requests,
+        ENGINE, rows, distances[:, SPARSE_NEIGHBOR], requests,
         smallest_cluster(None, len(rows), 1.0), seed,
     )  # fmt: skip
     return Half(rows, near, found.members)

@@ -229,6 +229,8 @@ class _Job:
                 with suppress(WriteError):
                     log.emit(RunFailed, reason=str(error) or type(error).__name__)
                 raise
+            finally:
+                context.close()
             manifest = read_manifest(folder)
             log.emit(
                 RunFinished, clusters=manifest["counts"]["clusters"],

@@ -8,6 +8,7 @@ probability; so do rows that HDBSCAN leaves out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from pipeline.hashing import Hashes
 
-from .consensus.clusters import stable_clusters
+from .consensus.clusters import Clusters, stable_clusters
 from .consensus.continued import ParentClusters
-from .voting import vote
+from .voting import memberships_by_vote
 
 # At most so many rows are clustered, or as give the smallest cluster `SAMPLED_LEAST`. For HDBSCAN
 # their neighbours are then few enough to search for, and a large map has the clusters of a small
@@ -64,20 +65,65 @@ class FoundClusters(NamedTuple):
         return self.members.label
 
 
+class ClusteredRows(NamedTuple):
+    """Those of n rows that trees are made of.
+
+    dense: int64[m], the rows that are not sparse; seen: int64[s], those of them that are clustered.
+    rows: float32[s, d], in PCA space; near: int32[s, k], their neighbours among them, none where
+    there are too few to have clusters or all are alike; requests: int64[s], a number for each
+    one's; least: fewest rows of a cluster among them; seed: of trees; parent: labels of `seen`.
+    """
+
+    dense: Ints
+    seen: Ints
+    rows: Floats
+    near: Int32s
+    requests: Ints
+    least: int
+    seed: int
+    parent: ParentClusters | None
+
+    def clusters(self, check: Callable[[], None] = lambda: None) -> Clusters | None:
+        """Their clusters, on the host alone; None where there can be none.
+
+        Args:
+            check: called often, in any thread; what it raises ends the search.
+        """
+        if not self.near.shape[1]:
+            return None
+        return stable_clusters(
+            self.rows, self.near, self.requests, self.least, self.seed, self.parent, check
+        )
+
+
 def clusters_of_rows(
     engine: Engine,
     projected: Floats,
-    points: Floats,
     apart: Floats,
     requests: Ints | Hashes,
     size: int,
     seed: int,
     parent: ParentClusters | None = None,
 ) -> FoundClusters:
-    """Clusters of n rows in PCA space that are found again in other requests.
+    """Clusters of n rows in PCA space that are found again in other requests. Arguments are those
+    of `rows_to_cluster`."""
+    chosen = rows_to_cluster(engine, projected, apart, requests, size, seed, parent)
+    return with_others(engine, projected, chosen, chosen.clusters())
+
+
+def rows_to_cluster(
+    engine: Engine,
+    projected: Floats,
+    apart: Floats,
+    requests: Ints | Hashes,
+    size: int,
+    seed: int,
+    parent: ParentClusters | None = None,
+) -> ClusteredRows:
+    """The rows that clusters are found of, and their neighbours.
 
     Args:
-        projected: float32[n, d], the rows; points: float32[n, 2], on the map.
+        projected: float32[n, d], the rows in PCA space.
         apart: float32[n], distance of each row to its `SPARSE_NEIGHBOR`th neighbour.
         requests: int64[n] or uint64[n], a number for the request of each.
         size: fewest rows of a cluster.
@@ -86,33 +132,33 @@ def clusters_of_rows(
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
-    members = Memberships.none(len(projected))
-    least = sampled_size(size, len(seen), len(dense))
-    rows = projected[seen]
+    rows, least = projected[seen], sampled_size(size, len(seen), len(dense))
+    near = np.empty((len(seen), 0), np.int32)
     # Rows that are all alike have nothing to be told from.
-    if len(seen) <= max(least, 1) or not (rows != rows[0]).any():
+    if len(seen) > max(least, 1) and (rows != rows[0]).any():
+        found, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
+        # A row's nearest is itself, or one like it.
+        near = found[:, 1:]
+    _, numbers = np.unique(requests[seen], return_inverse=True)
+    known = parent and parent._replace(labels=parent.labels[seen])
+    return ClusteredRows(dense, seen, rows, near, numbers, least, seed, known)
+
+
+def with_others(
+    engine: Engine, projected: Floats, chosen: ClusteredRows, found: Clusters | None
+) -> FoundClusters:
+    """The clusters `found` of the chosen rows, with all others of the rows float32[n, d]."""
+    members = Memberships.none(len(projected))
+    if found is None:
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
-            members,
-            nothing,
-            nothing,
-            none,
-            least,
-            none,
-            np.empty(0, bool),
-            nothing,
-            np.nan,
+            members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan
         )
-    near, _ = engine.neighbors(rows, rows, min(NEIGHBORS + 1, len(rows)))
-    _, numbers = np.unique(requests[seen], return_inverse=True)
-    # A row's nearest is itself, or one like it.
-    seen_by_parent = parent and parent._replace(labels=parent.labels[seen])
-    found = stable_clusters(rows, near[:, 1:], numbers, least, seed, seen_by_parent)
-    members.put(seen, found.members)
-    join(engine, projected, points, dense, members)
+    members.put(chosen.seen, found.members)
+    join(engine, projected, chosen.dense, members)
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
-        members, found.stability, unknown, found.family, least, found.heir_of, found.new,
+        members, found.stability, unknown, found.family, chosen.least, found.heir_of, found.new,
         found.raw_stability, found.halves_agree,
     )  # fmt: skip
 
@@ -144,7 +190,7 @@ def clusters_of_map(
     min_samples = min_samples or least
     found = engine.cluster(points[seen], least, min_samples, max(least, most))
     members.label[seen], members.probability[seen] = found.labels, found.probabilities
-    join(engine, projected, points, dense, members)
+    join(engine, projected, dense, members)
     clusters = len(found.persistence)
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
@@ -172,13 +218,7 @@ def sampled_size(size: int, seen: int, rows: int) -> int:
     return round(size * seen / max(rows, 1))
 
 
-def join(
-    engine: Engine,
-    projected: Floats,
-    points: Floats,
-    dense: Ints,
-    members: Memberships,
-) -> None:
+def join(engine: Engine, projected: Floats, dense: Ints, members: Memberships) -> None:
     """Put the rows `dense` that are in no cluster to the one that most of their neighbours in
     clusters are in. Changes the memberships of the n rows in place."""
     label = members.label
@@ -188,10 +228,9 @@ def join(
     near, distances = engine.neighbors(
         projected[inside], projected[others], min(VOTERS, len(inside))
     )
-    voting = engine.array(inside[near])
-    voters = Memberships(*map(engine.array, members)).at(voting)
-    votes = vote(engine.array(distances), voters, engine.array(points)[voting])
-    members.put(others, Memberships(*map(engine.host, votes.members)))
+    voters = Memberships(*map(engine.array, members)).at(engine.array(inside[near]))
+    voted = memberships_by_vote(engine.array(distances), voters)
+    members.put(others, Memberships(*map(engine.host, voted)))
 
 
 def seen_rows(rows: int, size: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
@@ -25,6 +27,31 @@ def _loaded() -> ThreadpoolController:
     return ThreadpoolController()
 
 
+class _Limit:
+    """One thread for as long as any block wants it: blocks of several threads overlap, and the
+    first that ends must not give the others more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._limiter: Any = None
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._limiter = _loaded().limit(limits=1)
+            self._blocks += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._limiter.restore_original_limits()
+
+
+_LIMIT = _Limit()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside the block, or the function that it decorates, BLAS and OpenMP use one thread.
@@ -32,5 +59,8 @@ def one_thread() -> Iterator[None]:
     scikit-learn's k-means adds its threads' sums in the order in which they end, and floating-point
     sums depend on that order.
     """
-    with _loaded().limit(limits=1):
+    _LIMIT.begin()
+    try:
         yield
+    finally:
+        _LIMIT.end()

@@ -84,8 +84,9 @@ def _damaged(path: Path) -> RunError:
     return RunError(f"checkpoint file {path} is damaged: delete {path.parent} and resume")
 
 
-def load_arrays(source: Path | Arrays) -> Arrays:
-    """The arrays of a `.npz` file, or those that were sent instead of its path.
+def load_arrays(source: Path | Arrays, *names: str) -> Arrays:
+    """The arrays of a `.npz` file, or those that were sent instead of its path: all of them, or
+    those with these names.
 
     Raises:
         RunError: the file is damaged, or holds Python objects.
@@ -94,7 +95,7 @@ def load_arrays(source: Path | Arrays) -> Arrays:
         return source
     try:
         with np.load(source, allow_pickle=False) as saved:
-            return dict(saved)
+            return {name: saved[name] for name in names or saved.files}
     except Exception as error:  # a damaged archive raises whatever its bytes lead to
         raise _damaged(source) from error
 
@@ -153,9 +154,10 @@ class StageCheckpoint:
             raise ValueError(f"{objects} hold Python objects, which would need pickle")
         self._write(name, lambda file: np.savez(file, **arrays))
 
-    def read_arrays(self, name: str) -> Arrays:
-        """The arrays of a file; RunError if it is not as it was written."""
-        return load_arrays(self._checked(name))
+    def read_arrays(self, name: str, *arrays: str) -> Arrays:
+        """The arrays of a file, all of them or those with these names; RunError if it is not as it
+        was written."""
+        return load_arrays(self._checked(name), *arrays)
 
     def arrays_for_worker(self, name: str, shares_disk: bool) -> Path | Arrays:
         """What `load_arrays` reads on a worker: the path, if it can read files of this process.

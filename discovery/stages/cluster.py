@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from discovery.algorithms.consensus.clusters import CONTINUUM, settings
-from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
     NEIGHBORS,
@@ -20,9 +19,6 @@ from discovery.algorithms.map_clusters import (
     SPARSE,
     SPARSE_NEIGHBOR,
     VOTERS,
-    FoundClusters,
-    clusters_of_map,
-    clusters_of_rows,
 )
 from discovery.algorithms.metrics import effective_rows
 from discovery.algorithms.prototypes import (
@@ -39,17 +35,13 @@ from discovery.artifacts.schema import NOISE
 from discovery.engines.protocol import Engine
 from discovery.runs.checkpoint import Arrays, load_arrays
 from discovery.runs.chunks import chunk_file
-from pipeline.hashing import Hashes, request_hashes
+from pipeline.hashing import Hashes
 from pipeline.record import vectors as batch_vectors
 
 from .context import RunContext
-from .neighbors import fit_distances
+from .fit_clusters import clusters_of_fit, fit_size, requests_of
 from .project import saved_projection
 
-# Below this many rows a group is chance, however small a share of the window was fitted.
-LEAST_CLUSTER = 5
-# What --min-cluster-size is when it is not given.
-DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
 # Share of the fit rows that prototypes are not trained on, to measure the classifier on: whole
 # requests, because a row's nearest neighbours are often rows of the same request.
 HELD_OUT = 0.2
@@ -84,11 +76,8 @@ class Fitted(NamedTuple):
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
-    fraction = len(points) / context.rows.count
-    size = smallest_cluster(context.options.min_cluster_size, len(points), fraction)
-    requests = requests_of(context, fit["rows"])
     if not context.checkpoint.has("fit.npz"):
-        found = clusters_of_fit(context, fit["rows"], requests, fit["projected"], points, size)
+        found = clusters_of_fit(context, fit, points)
         single = {name: np.array(getattr(found, name)) for name in ("min_samples", "halves_agree")}
         arrays = found._asdict() | single
         context.checkpoint.write_arrays("fit.npz", **arrays.pop("members")._asdict(), **arrays)
@@ -107,6 +96,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     )
     counted = [noise_and_between(context.checkpoint.read_arrays(file)) for file in files]
     noise, between = (sum(column) / context.rows.count for column in zip(*counted, strict=True))
+    requests, size = requests_of(context, fit["rows"]), fit_size(context, fit["rows"])
     prototypes, has_borders = save_prototypes(context, fitted, requests)
     summary = {"clusters": clusters, "noise_share": noise, "between_share": between,
                "min_cluster_size_fitted": size, "min_samples": int(saved["min_samples"]),
@@ -125,38 +115,6 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
             says += f"{went_on} go on from the run before; "
         says += f"half of the requests find them again by {stability:.0%}"
     return summary, says
-
-
-def clusters_of_fit(
-    context: RunContext, rows: Ints, requests: Hashes, projected: Floats, points: Floats, size: int
-) -> FoundClusters:
-    """Clusters of the fit rows, as --clustering says."""
-    apart, options = fit_distances(context, SPARSE_NEIGHBOR), context.options
-    if options.clustering == "hdbscan":
-        return clusters_of_map(
-            context.engine, projected, points, apart, size, options.min_samples, options.seed
-        )
-    return clusters_of_rows(
-        context.engine, projected, points, apart, requests, size, options.seed,
-        clusters_of_parent(context, rows),
-    )  # fmt: skip
-
-
-def clusters_of_parent(context: RunContext, rows: Ints) -> ParentClusters | None:
-    """The parent's clusters, and which of them each of the sorted row numbers `rows` is in."""
-    parent = context.parent
-    if parent is None:
-        return None
-    vectors = [
-        batch_vectors(context.rows.batch(index))[own]
-        for index in range(context.rows.chunks)
-        if len(own := context.rows.among(index, rows))
-    ]
-    labels = parent.codebook.nearest_member(context.engine.array(np.concatenate(vectors)))
-    references = saved_projection(context)(parent.references, context.layout)
-    return ParentClusters(
-        context.engine.host(labels), references, parent.reference_cluster, parent.share
-    )
 
 
 def votes_of_rest(
@@ -231,14 +189,6 @@ def labelled_rows(context: RunContext) -> Iterator[LabelledRows]:
         yield LabelledRows(
             offset, batch, batch_vectors(batch), saved_members(found), found["coordinates"]
         )
-
-
-def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
-    """Fewest rows of a cluster on the map: --min-cluster-size scaled to the share of the window
-    that was fitted; by default 1% of the map, at least 20."""
-    if asked is None:
-        return max(DEFAULT_LEAST, round(DEFAULT_SHARE * fit_rows))
-    return max(LEAST_CLUSTER, round(asked * fraction))
 
 
 def save_prototypes(context: RunContext, fitted: Fitted, requests: Hashes) -> tuple[int, bool]:
@@ -333,18 +283,6 @@ def memberships_of(labels: Int32s, nearest: Ints, members: Memberships) -> Membe
     alone = (rows == 0) & (labels != NOISE)
     belongs[alone, labels[alone]] = 1.0
     return Memberships.of_shares(labels, belongs[:, :-1])
-
-
-def requests_of(context: RunContext, rows: Ints) -> Hashes:
-    """Hashes of the requests of the sorted row numbers `rows`: uint64[n]."""
-    found = []
-    for index in range(context.rows.chunks):
-        if not len(own := context.rows.among(index, rows)):
-            continue
-        # Of all columns together a million rows take seconds to be copied.
-        ids = context.rows.batch(index).select(["request_id"])
-        found.append(request_hashes(ids if len(own) == len(ids) else ids.take(pa.array(own))))
-    return np.concatenate(found)
 
 
 def run_codebook(context: RunContext) -> Codebook:

@@ -11,6 +11,7 @@ from capture_kernels.fingerprint.vector import Layout
 from discovery.engines.protocol import Engine
 from discovery.events.log import EventLog
 from discovery.events.schema import RunPaused, RunResumed, StageName
+from discovery.execution.ahead import Ahead
 from discovery.execution.executor import Executor
 from discovery.execution.memory import MemoryPlan
 from discovery.execution.stopping import StopRequest
@@ -46,6 +47,8 @@ class RunContext:
         self.follows: dict[str, Any] = self.started["follows"]
         self.layout = Layout(self.window["layout"])
         self.folder = self.options.output_dir / self.run_id
+        # Clusters of the fit rows, from when the search for them has begun.
+        self.ahead: Ahead[Any] | None = None
         self._stage: StageName
         self._finished: dict[str, StageCheckpoint] = {}
 
@@ -95,6 +98,11 @@ class RunContext:
         for done, (index, arrays) in enumerate(zip(todo, compute(todo), strict=True), start=1):
             self.checkpoint.write_arrays(files[index], **arrays)
             self.chunk_done(len(files) - len(todo) + done, len(files))
+
+    def close(self) -> None:
+        """End what is computed ahead and not wanted any more."""
+        if self.ahead is not None:
+            self.ahead.drop()
 
     def chunk_done(self, done: int, total: int) -> None:
         """Report a chunk, and stop or wait here if that was asked for."""

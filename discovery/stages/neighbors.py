@@ -169,7 +169,7 @@ def fit_distances(context: RunContext, neighbor: int) -> Floats:
 def fit_chunks(context: RunContext, name: str) -> Iterator[NDArray[Any]]:
     """The saved "indices" or "distances" of the fit rows, chunk by chunk."""
     saved = context.checkpoint_of("neighbors")
-    return (saved.read_arrays(f)[name] for f in saved.names(".npz") if f.startswith("fit-"))
+    return (saved.read_arrays(f, name)[name] for f in saved.names(".npz") if f.startswith("fit-"))
 
 
 def joined(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:

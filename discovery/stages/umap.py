@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from capture_kernels.arrays import Floats
+from discovery.algorithms.threads import one_thread
 from discovery.artifacts.prototypes import Codebook
 from discovery.engines.protocol import Engine
 from discovery.runs.chunks import ChunkVectors
 
 from .context import RunContext
+from .fit_clusters import begin_search
 from .neighbors import fit_neighbors, joined
 
 # umap-learn spreads its own initial layouts over this range.
@@ -45,6 +47,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     # umap-learn divides by each axis' range, which is 0 if all rows are alike.
     spread = np.random.default_rng(seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
     init = np.where(np.ptp(init, axis=0) == 0, spread, init).astype(np.float32)
+    begin_search(context, fit)
     near = fit_neighbors(context)
     points = context.engine.layout(projected, near, init, min_dist, seed, context.chunk_done)
     says = f"{len(points):,} rows laid out"
@@ -73,6 +76,8 @@ def starting_points(
     return np.einsum("nk,nkc->nc", weight, coordinates[near]).astype(np.float32)
 
 
+# The search for clusters, in another thread, may hold BLAS to one thread, or may not.
+@one_thread()
 def rotated_onto(points: Floats, before: Floats) -> Floats:
     """The map rotated (or mirrored) and shifted, not scaled, to fit `before` best: orthogonal
     Procrustes (Schoenemann 1966). float32[n, 2].

@@ -30,7 +30,8 @@ from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
 from discovery.engines.open import open_engine
 from discovery.engines.protocol import Engine
-from discovery.stages.cluster import QUANTILES, smallest_cluster
+from discovery.stages.cluster import QUANTILES
+from discovery.stages.fit_clusters import smallest_cluster
 from discovery.stages.neighbors import self_first
 from pipeline.hashing import Hashes
 
@@ -123,10 +124,7 @@ def cluster(
     k = min(SPARSE_NEIGHBOR + 1, len(projected) - 1)
     _, distances = self_first(*engine.neighbors(projected, projected, k), 0)
     _, numbers = np.unique(requests, return_inverse=True)
-    # There is no map here; the vote on where a row would be on it needs some place.
-    return clusters_of_rows(
-        engine, projected, projected[:, :2], distances[:, -1], numbers, size, seed, parent
-    )
+    return clusters_of_rows(engine, projected, distances[:, -1], numbers, size, seed, parent)
 
 
 def parent_of(

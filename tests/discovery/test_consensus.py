@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,16 +17,10 @@ from shared import REPO
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from discovery.algorithms.consensus.cell_tree import (
-    POWER,
-    Tree,
-    merge_cells,
-    nearest_cells,
-    shared_neighbors,
-)
+from discovery.algorithms.consensus import loops
+from discovery.algorithms.consensus.cell_tree import POWER, Tree, nearest_cells, trees_of
 from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
-from discovery.algorithms.consensus.found_again import Halving, chosen_groups, likest
-from discovery.algorithms.consensus.loops import means
+from discovery.algorithms.consensus.found_again import COMPARED, chosen_groups, found_again, likest
 from discovery.algorithms.consensus.partition import (
     families_of,
     improved,
@@ -53,6 +48,19 @@ def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
     return found[:, 1:].astype(np.int32)
 
 
+def merge_cells(shared: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
+    """The merges int64[m, 2] of cells that share so many neighbours."""
+    merged = np.empty((len(shared) - 1, 2), np.int64)
+    done = loops.merge(shared.copy(), sizes.astype(float), float(least), POWER, merged)
+    return merged[:done]
+
+
+def shared_neighbors(cell: np.ndarray, near: np.ndarray, taken: np.ndarray) -> list[list[float]]:
+    found = np.zeros((2, 2), np.int64)
+    loops.count_shared(cell, near, taken, found)
+    return ((found + found.T) / 2).tolist()
+
+
 def test_a_worker_of_a_run_loads_no_numba():
     """Its 60 MB are more than what a worker with the least memory has to spare."""
     code = "import sys, discovery.stages.registry; print('numba' in sys.modules)"
@@ -68,14 +76,54 @@ def test_a_tree_has_each_group_once_and_no_group_before_its_parts(cells, seed, e
     shared[rng.random(cells) < empty] = 0.0
     shared = (shared + shared.T) / 2 * (rng.random((cells, cells)) < 0.5)
     shared = np.maximum(shared, shared.T)
-    tree = merge_cells(shared, rng.integers(0, 20, cells), 5.0)
-    parts = tree.merged.ravel().tolist()
+    merged = merge_cells(shared, rng.integers(0, 20, cells), 5.0)
+    parts = merged.ravel().tolist()
     assert len(parts) == len(set(parts))
-    assert all(max(pair) < cells + number for number, pair in enumerate(tree.merged.tolist()))
-    # The groups in no other have all cells, each once.
-    groups = tree.groups(np.eye(cells))
-    roots = sorted(set(range(cells + len(tree.merged))) - set(parts))
-    assert (groups[roots].sum(axis=0) == 1).all()
+    assert all(max(pair) < cells + number for number, pair in enumerate(merged.tolist()))
+
+
+@given(
+    st.integers(2, 60), st.integers(1, 5), st.integers(1, 9), st.integers(1, 7),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_the_groups_of_a_tree_are_its_cells_and_what_they_merge_into(n, trees, cells, atoms, seed):
+    rng = RNG(seed)
+    rows, near = rng.normal(size=(n, 3)).astype("f4"), rng.integers(0, n, (n, 4)).astype("i4")
+    taken = rng.random((trees, n)) < 0.6
+    taken[:, 0] = True
+    atom = np.unique(rng.integers(0, atoms, n), return_inverse=True)[1]
+    of_atom = np.bincount(atom)
+    starts = [
+        rng.choice(own, min(own, int(rng.integers(1, cells + 1))), replace=False)
+        for own in taken.sum(axis=1)
+    ]
+    found = trees_of(rows, near, taken, starts, np.full(trees, 2.0), atom, of_atom)
+    for tree, start in zip(found, starts, strict=True):
+        assert tree.cells == len(start) and len(tree.share) == len(start) + len(tree.merged)
+        # The groups in no other have all rows, each once.
+        roots = sorted(set(range(len(tree.share))) - set(tree.merged.ravel().tolist()))
+        np.testing.assert_allclose(tree.share[roots].sum(axis=0), 1, atol=1e-5)
+        np.testing.assert_allclose(tree.share @ of_atom, tree.rows, atol=1e-3)
+        for number, (first, second) in enumerate(tree.merged.tolist(), tree.cells):
+            np.testing.assert_allclose(
+                tree.share[number], tree.share[first] + tree.share[second], atol=1e-5
+            )
+            assert tree.rows[number] == tree.rows[first] + tree.rows[second]
+    # One tree is the same alone.
+    alone = trees_of(rows, near, taken[-1:], starts[-1:], np.full(1, 2.0), atom, of_atom)
+    assert all(np.array_equal(one, other) for one, other in zip(alone[0], found[-1], strict=True))
+
+
+def test_loops_are_compiled_before_a_thread_calls_them():
+    """Numba and Python's imports are not made for a second thread that compiles or imports."""
+    rows, _ = blobs([300, 200], 1)
+    near = neighbors_of(rows)
+    called = (loops.nearest, loops.means, loops.trees, loops.moved, loops.best_of_starts)
+    before = [list(loop.signatures) for loop in called]
+    for one in (rows, RNG(0).normal(size=rows.shape).astype("f4")):  # behaviours and a continuum
+        stable_clusters(one, near, np.arange(len(one)) // 7, 20, 0)
+    assert [list(loop.signatures) for loop in called] == before
+    assert all(before)
 
 
 def merged_by_hand(shared: np.ndarray, size: list[float], least: float) -> list[list[int]]:
@@ -113,8 +161,9 @@ def test_a_tree_is_the_one_by_hand(cells, seed, least):
     shared = np.triu(rng.random((cells, cells)) * (rng.random((cells, cells)) < 0.4), 1)
     shared += shared.T
     sizes = rng.integers(0, 20, cells)
-    tree = merge_cells(shared, sizes, least)
-    assert tree.merged.tolist() == merged_by_hand(shared, sizes.astype(float).tolist(), least)
+    assert merge_cells(shared, sizes, least).tolist() == merged_by_hand(
+        shared, sizes.astype(float).tolist(), least
+    )
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
@@ -126,7 +175,7 @@ def test_cells_are_those_of_the_nearest_centre_and_their_centres_the_means(n, co
     apart = np.linalg.norm(rows[:, None].astype(float) - centres, axis=2)
     np.testing.assert_allclose(apart[np.arange(n), cell], apart.min(axis=1), atol=1e-3)
     moved = centres.copy()
-    means(rows, cell, moved)
+    loops.means(rows, cell, moved)
     for own in range(count):
         mean = rows[cell == own].mean(axis=0) if (cell == own).any() else centres[own]
         np.testing.assert_allclose(moved[own], mean, atol=1e-5)
@@ -136,18 +185,17 @@ def test_cells_are_those_of_the_nearest_centre_and_their_centres_the_means(n, co
 
 def test_cells_that_share_most_for_their_size_merge_first_and_small_ones_before_all():
     shared = np.array([[40.0, 9, 0, 0], [9, 40, 1, 0], [0, 1, 40, 3], [0, 0, 3, 40]])
-    in_turn = merge_cells(shared, np.array([50, 50, 50, 50]), 0).merged
+    in_turn = merge_cells(shared, np.array([50, 50, 50, 50]), 0)
     assert [sorted(pair) for pair in in_turn.tolist()] == [[0, 1], [2, 3], [4, 5]]
-    small_first = merge_cells(shared, np.array([50, 50, 50, 5]), 10).merged
+    small_first = merge_cells(shared, np.array([50, 50, 50, 5]), 10)
     assert small_first.tolist()[0] == [2, 3]
 
 
 def test_shared_neighbors_count_pairs_both_ways_among_the_taken_rows():
     near = np.array([[1], [2], [3], [0]], np.int32)
     cell = np.array([0, 0, 1, 1])
-    assert shared_neighbors(cell, near, np.ones(4, bool), 2).tolist() == [[1, 1], [1, 1]]
-    first = shared_neighbors(cell, near, np.array([True, True, True, False]), 2)
-    assert first.tolist() == [[1, 0.5], [0.5, 0]]
+    assert shared_neighbors(cell, near, np.ones(4, bool)) == [[1, 1], [1, 1]]
+    assert shared_neighbors(cell, near, np.array([True, True, True, False])) == [[1, 0.5], [0.5, 0]]
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 7, 120])
@@ -171,14 +219,32 @@ def test_groups_are_like_by_the_rows_of_both_over_the_rows_of_either():
     assert likest(first, second[:0], atoms).tolist() == [0, 0, 0]
 
 
+@given(st.integers(2, 40), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**31))
+def test_groups_are_looked_for_in_the_next_trees(count, most, atoms, seed):
+    rng = RNG(seed)
+    weights = rng.integers(1, 30, atoms)
+    trees = []
+    for _ in range(count):
+        share = rng.random((rng.integers(1, most + 1), atoms)).astype("f4")
+        rows = np.round(share @ weights).astype(np.int64)
+        trees.append(Tree(len(share), np.empty((0, 2), np.int64), share, rows))
+    size = int(rng.integers(1, 40))
+    with ThreadPoolExecutor(2) as pool:
+        found = found_again(trees, weights, size, pool)
+    for number, (tree, again) in enumerate(zip(trees, found, strict=True)):
+        others = [*trees[number + 1 :], *trees[:number]][:COMPARED]
+        each = [likest(tree.share, o.share[o.rows >= size / 2], weights) for o in others]
+        expected = np.where(tree.rows >= size, np.mean(each, axis=0), 0.0)
+        np.testing.assert_allclose(again, expected, atol=1e-5)
+
+
 def test_a_group_is_taken_for_its_parts_where_it_is_found_again_better():
-    tree = Tree(2, np.array([[0, 1]]))
-    halving = Halving(
-        tree, np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([50.0, 50, 100])
+    tree = Tree(
+        2, np.array([[0, 1]]), np.array([[1, 0], [0, 1], [1, 1]], "f4"), np.array([50, 50, 100])
     )
 
     def taken(again: list[float], most: float = 100, detail: float = 1.1) -> list[int]:
-        return sorted(chosen_groups(halving, np.array(again), 20, most, detail).tolist())
+        return sorted(chosen_groups(tree, np.array(again), 20, most, detail).tolist())
 
     assert taken([0.5, 0.5, 0.9]) == [2]
     assert taken([0.9, 0.9, 0.9]) == [0, 1]
@@ -277,7 +343,7 @@ def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
 def test_few_rows_and_exact_duplicates_are_clustered_or_noise(count, kinds):
     rows = np.repeat(np.eye(kinds, 3, dtype=np.float32), -(-count // kinds), axis=0)[:count]
     apart = np.zeros(count, np.float32)
-    found = clusters_of_rows(CpuEngine(), rows, rows[:, :2], apart, np.arange(count) // 7, 20, 0)
+    found = clusters_of_rows(CpuEngine(), rows, apart, np.arange(count) // 7, 20, 0)
     assert found.labels.shape == found.members.probability.shape == (count,)
     assert found.labels.max() == len(found.stability) - 1 == len(found.family) - 1
     assert (found.members.probability[found.labels < 0] == 0).all()
@@ -290,9 +356,7 @@ def test_sparse_rows_are_noise_and_rows_beyond_the_sample_join(monkeypatch):
     apart = np.ones(len(rows), np.float32)
     apart[:5] = 100.0
     monkeypatch.setattr("discovery.algorithms.map_clusters.SAMPLE_ROWS", 500)
-    found = clusters_of_rows(
-        CpuEngine(), rows, rows[:, :2], apart, RNG(0).integers(0, 50, len(rows)), 100, 0
-    )
+    found = clusters_of_rows(CpuEngine(), rows, apart, RNG(0).integers(0, 50, len(rows)), 100, 0)
     assert (found.labels[:5] == -1).all() and (found.labels[5:] >= 0).all()
     assert adjusted_rand_score(truth[5:], found.labels[5:]) > 0.99
     assert np.isnan(found.persistence).all() and (found.stability > 0.8).all()

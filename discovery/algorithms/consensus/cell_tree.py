@@ -10,6 +10,7 @@ import this module without clustering anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,18 +30,14 @@ class Tree(NamedTuple):
 
     merged: int64[m, 2], the two groups of each merge. Groups below c are the cells, c + i is the
     one that merge i made. m is below c - 1 where some groups share no neighbours.
+    share: float32[c + m, a], of each of `a` atoms' rows the share that is in each group; rows:
+    int64[c + m], rows of each group, of those that the tree was made of and of all others.
     """
 
     cells: int
     merged: Ints
-
-    def groups(self, of_cells: Doubles) -> Doubles:
-        """The sums over the cells of each group: float64[c + m, a] of float64[c, a]."""
-        found = np.empty((self.cells + len(self.merged), of_cells.shape[1]))
-        found[: self.cells] = of_cells
-        for number, (first, second) in enumerate(self.merged, self.cells):
-            np.add(found[first], found[second], out=found[number])
-        return found
+    share: Floats
+    rows: Ints
 
 
 def cell_centres(rows: Floats, count: int, rng: np.random.Generator) -> Floats:
@@ -65,30 +62,43 @@ def nearest_cells(rows: Floats, centres: Floats) -> Ints:
     return cell
 
 
-def shared_neighbors(cell: Ints, near: Int32s, taken: Mask, count: int) -> Doubles:
-    """How many rows of one cell have a row of the other among their neighbours, both ways, and both
-    rows taken: symmetric float64[count, count].
+def trees_of(
+    rows: Floats,
+    near: Int32s,
+    taken: Mask,
+    starts: Sequence[Ints],
+    least: Doubles,
+    atom: Ints,
+    atoms: Ints,
+) -> list[Tree]:
+    """The tree of each of t choices of the rows float32[n, d], outside of Python's lock.
+
+    Two cells are alike by how many rows of one have a row of the other among their neighbours, both
+    ways, and both rows taken.
 
     Args:
-        cell: int64[n]; near: int32[n, k], the neighbours of each row; taken: bool[n].
+        near: int32[n, k], the neighbours of each row.
+        taken: bool[t, n], the rows that each tree is made of.
+        starts: int64[c] each, numbers among its rows of those that its cells' centres start at.
+        least: float64[t], groups of fewer rows merge before all others.
+        atom: int64[n], of each row; atoms: int64[a], rows of each.
     """
-    from .loops import count_shared
+    from . import loops
 
-    found = np.zeros((count, count), np.int64)
-    count_shared(cell, near, taken, found)
-    return (found + found.T) / 2.0
-
-
-def merge_cells(shared: Doubles, sizes: Ints, least: float) -> Tree:
-    """The tree of cells, by the neighbours float64[c, c] that they share.
-
-    Groups of fewer than `least` rows merge before all others.
-
-    Args:
-        sizes: int64[c], rows of each cell.
-    """
-    from .loops import merge
-
-    merged = np.empty((max(len(shared) - 1, 0), 2), np.int64)
-    done = merge(shared.copy(), sizes.astype(np.float64), float(least), POWER, merged)
-    return Tree(len(shared), merged[:done])
+    cells = np.array(list(map(len, starts)))
+    most, count = int(cells.max()), len(cells)
+    padded = np.zeros((count, most), np.int64)
+    for own, start in zip(padded, starts, strict=True):
+        own[: len(start)] = start
+    merged, done = np.empty((count, max(most - 1, 0), 2), np.int64), np.empty(count, np.int64)
+    share = np.empty((count, 2 * most - 1, len(atoms)), np.float32)
+    size = np.zeros((count, 2 * most - 1), np.int64)
+    loops.trees(
+        rows, near, taken, padded, cells, ROUNDS, least, POWER, atom, atoms, merged, done, share,
+        size,
+    )  # fmt: skip
+    found = zip(cells.tolist(), done.tolist(), merged, share, size, strict=True)
+    return [
+        Tree(c, pairs[:m].copy(), of_atoms[: c + m].copy(), of_all[: c + m].copy())
+        for c, m, pairs, of_atoms, of_all in found
+    ]

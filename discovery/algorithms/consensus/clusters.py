@@ -9,6 +9,7 @@ After a parent run, its clusters go on where nothing has changed (`continued`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from discovery.algorithms.threads import one_thread, usable_cpus
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 
-from .cell_tree import POWER, ROUNDS, cell_centres, merge_cells, nearest_cells, shared_neighbors
+from .cell_tree import POWER, ROUNDS, Tree, cell_centres, nearest_cells, trees_of
 from .continued import (
     NEW,
     OTHERWISE,
@@ -30,7 +31,7 @@ from .continued import (
     counted,
     effective_requests,
 )
-from .found_again import CHANCE, COMPARED, Halving, chosen_groups, found_again, large_groups, likest
+from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
 from .partition import (
     RELATED,
     STARTS,
@@ -57,8 +58,9 @@ from .regions import (
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
-# Threads that they are made by; each tree has its random numbers, whichever thread makes it.
-MOST_THREADS = 16
+# Threads that they are made by, and trees that one makes at once; each tree has its random numbers,
+# whichever thread makes it.
+MOST_THREADS, MOST_AT_ONCE = 16, 25
 # Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
 # where they would have fewer rows than that.
 CELLS, CELL_ROWS = 200, 15
@@ -128,6 +130,15 @@ def settings() -> dict[str, Any]:
     }
 
 
+def load() -> None:
+    """Import and compile what `stable_clusters` needs. Without it, that happens where it is called,
+    and must not happen there beside another thread that imports or compiles."""
+    from . import loops  # noqa: F401
+
+    with one_thread():
+        pass
+
+
 def stable_clusters(
     rows: Floats,
     near: Int32s,
@@ -135,6 +146,7 @@ def stable_clusters(
     size: int,
     seed: int,
     parent: ParentClusters | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Clusters:
     """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
 
@@ -145,6 +157,7 @@ def stable_clusters(
         size: fewest rows of a cluster; n is at least that.
         seed: of cells and halves.
         parent: the clusters that go on where nothing has changed.
+        check: called before each tree, in any thread; what it raises ends the search.
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
@@ -154,21 +167,15 @@ def stable_clusters(
         used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
-        halvings = list(
-            pool.map(
-                lambda half, own: halving(rows, near, half, own, atom, atoms, size),
-                divided,
-                rng.spawn(len(divided)),
-            )
-        )
-        again = found_again(halvings, atoms, size, pool)
+        trees = trees_of_halves(rows, near, divided, atom, atoms, size, rng, threads, pool, check)
+        again = found_again(trees, atoms, size, pool)
         taken = [
             one.share[chosen_groups(one, own, size, LARGEST * len(rows), DETAIL)]
-            for one, own in zip(halvings, again, strict=True)
+            for one, own in zip(trees, again, strict=True)
         ]
         together, starts = agreement(taken)
         labels = median_partition(together, atoms, starts)
-        groups = [large_groups(one, size) for one in halvings]
+        groups = [large_groups(one, size) for one in trees]
 
         def rows_of(of: Ints) -> Doubles:
             return rows_inside(of, atoms).sum(axis=1)
@@ -232,29 +239,41 @@ def halves(requests: Ints, rng: np.random.Generator) -> list[Mask]:
     return [half if half.any() else ~half for half in found]
 
 
-def halving(
+def trees_of_halves(
     rows: Floats,
     near: Int32s,
-    half: Mask,
-    rng: np.random.Generator,
+    divided: list[Mask],
     atom: Ints,
     atoms: Ints,
     size: int,
-) -> Halving:
-    """The tree of one half of the requests, and where all rows float32[n, d] are in it.
+    rng: np.random.Generator,
+    threads: int,
+    pool: ThreadPoolExecutor,
+    check: Callable[[], None],
+) -> list[Tree]:
+    """The tree of each half of the requests.
 
     Args:
-        half: bool[n]; atom: int64[n], of each row; atoms: int64[a], rows of each.
+        divided: bool[n] each, its rows; atom: int64[n], of each row; atoms: int64[a], rows of each.
+        threads: of the pool.
     """
-    taken = rows[half]
-    centres = cell_centres(taken, number_of(CELLS, CELL_ROWS, len(taken)), rng)
-    cell, count = nearest_cells(rows, centres), len(centres)
-    shared = shared_neighbors(cell, near, half, count)
-    sizes = np.bincount(cell[half], minlength=count)
-    tree = merge_cells(shared, sizes, LEAST_GROUP * size * half.mean())
-    both = np.bincount(cell * len(atoms) + atom, minlength=count * len(atoms))
-    share = tree.groups(both.reshape(count, len(atoms)) / atoms)
-    return Halving(tree, share.astype(np.float32), share @ atoms)
+    starts = []
+    for half, own in zip(divided, rng.spawn(len(divided)), strict=True):
+        count = int(half.sum())
+        starts.append(own.choice(count, number_of(CELLS, CELL_ROWS, count), replace=False))
+
+    # As many at once as leave each thread one turn, as only between them it needs Python's lock,
+    # which another thread may hold for long.
+    step = min(MOST_AT_ONCE, -(-len(divided) // threads))
+
+    def some(first: int) -> list[Tree]:
+        check()
+        own = slice(first, first + step)
+        taken = np.array(divided[own])
+        least = LEAST_GROUP * size * taken.mean(axis=1)
+        return trees_of(rows, near, taken, starts[own], least, atom, atoms)
+
+    return [tree for found in pool.map(some, range(0, len(divided), step)) for tree in found]
 
 
 def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:

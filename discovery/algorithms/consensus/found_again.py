@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,18 +22,6 @@ CHANCE = 0.3
 COMPARED = 30
 
 
-class Halving(NamedTuple):
-    """The tree of one half of the requests.
-
-    share: float32[c + m, a], of each of `a` atoms' rows the share that is in each of its groups;
-    rows: float64[c + m], rows of each group, of both halves.
-    """
-
-    tree: Tree
-    share: Floats
-    rows: Doubles
-
-
 def likest(first: Floats, second: Floats, atoms: Ints) -> Doubles:
     """How like the likest group of another tree is to each group: float64[n], by the rows in both
     over the rows in either; 0 where the other has none.
@@ -46,37 +33,57 @@ def likest(first: Floats, second: Floats, atoms: Ints) -> Doubles:
     if not len(second):
         return np.zeros(len(first))
     weights = atoms.astype(np.float32)
-    both = (first * weights) @ second.T
-    both /= (first @ weights)[:, None] + second @ weights - both
-    return both.max(axis=1).astype(np.float64)
+    like = likeness(first * weights, first @ weights, second, second @ weights)
+    return like.max(axis=1).astype(np.float64)
+
+
+def likeness(rows: Floats, size: Floats, others: Floats, sizes: Floats) -> Floats:
+    """The rows in both over the rows in either, of each pair of groups: float32[n, m].
+
+    Args:
+        rows: float32[n, a], of each group in each atom; others: float32[m, a], the share of each
+            atom's rows that is in each of the others; size, sizes: float32[n] and [m], their rows.
+    """
+    both = rows @ others.T
+    both /= size[:, None] + sizes - both
+    return both
 
 
 def found_again(
-    halvings: Sequence[Halving], atoms: Ints, size: int, pool: ThreadPoolExecutor
+    trees: Sequence[Tree], atoms: Ints, size: int, pool: ThreadPoolExecutor
 ) -> list[Doubles]:
-    """For each halving, how far each of its groups is found again in the next `COMPARED` others, as
+    """For each tree, how far each of its groups is found again in the next `COMPARED` others, as
     the mean over them: float64[c + m] in [0, 1]. Groups of fewer than `size` rows are not looked
     for: 0."""
-    wide = [large_groups(one, size) for one in halvings]
+    # All others of a tree are compared at once. A group of no rows, which is like none, stands for
+    # those of a tree that has none.
+    nothing = np.zeros((1, len(atoms)), np.float32)
+    wide = [np.concatenate([large_groups(one, size), nothing]) for one in trees]
+    around = np.concatenate(wide * 2)
+    begin = np.cumsum([0, *map(len, wide * 2)])
+    weights = atoms.astype(np.float32)
+    sizes = around @ weights
 
     def of_one(number: int) -> Doubles:
-        one = halvings[number]
+        one = trees[number]
         again, large = np.zeros(len(one.rows)), one.rows >= size
-        others = [*wide[number + 1 :], *wide[:number]][:COMPARED]
-        again[large] = np.mean([likest(one.share[large], other, atoms) for other in others], axis=0)
+        first, last = number + 1, number + 1 + min(COMPARED, len(trees) - 1)
+        others = slice(begin[first], begin[last])
+        own = one.share[large]
+        like = likeness(own * weights, own @ weights, around[others], sizes[others])
+        likest = np.maximum.reduceat(like, begin[first:last] - begin[first], axis=1)
+        again[large] = likest.mean(axis=1, dtype=np.float64)
         return again
 
-    return list(pool.map(of_one, range(len(halvings))))
+    return list(pool.map(of_one, range(len(trees))))
 
 
-def large_groups(halving: Halving, size: int) -> Floats:
+def large_groups(tree: Tree, size: int) -> Floats:
     """Groups that a cluster of `size` rows or more may be like: float32[m, a]."""
-    return halving.share[halving.rows >= size / 2]
+    return tree.share[tree.rows >= size / 2]
 
 
-def chosen_groups(
-    halving: Halving, again: Doubles, least: float, most: float, detail: float
-) -> Ints:
+def chosen_groups(tree: Tree, again: Doubles, least: float, most: float, detail: float) -> Ints:
     """The groups of a tree, none within another, that are worth most together: int64[g].
 
     A group is worth its rows times what it is found again by above `CHANCE`. It is taken in the
@@ -85,9 +92,9 @@ def chosen_groups(
     Args:
         again: float64[c + m]; least, most: rows of a group that may be taken.
     """
-    cells, merged = halving.tree.cells, halving.tree.merged
-    own = halving.rows * np.maximum(again - CHANCE, 0.0)
-    own[(halving.rows < least) | (halving.rows > most)] = 0.0
+    cells, merged = tree.cells, tree.merged
+    own = tree.rows * np.maximum(again - CHANCE, 0.0)
+    own[(tree.rows < least) | (tree.rows > most)] = 0.0
     worth, taken = own.copy(), own > 0
     for number, pair in enumerate(merged, cells):
         within = worth[pair].sum()

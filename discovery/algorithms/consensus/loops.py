@@ -158,6 +158,89 @@ def merge(shared, size, least, power, merged):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def tree(rows, near, taken, start, rounds, least, power, cell, merged):  # type: ignore[no-untyped-def]
+    """Make the tree of the rows that are taken; returns how many of its groups merged.
+
+    Args:
+        rows: float32[n, d]; near: int32[n, k], neighbours of each; taken: bool[n].
+        start: int64[c], numbers among the taken rows of those that the cells' centres start at.
+        rounds: of k-means; least, power: as of `merge`.
+        cell: int64[n], filled with the cell of each row, taken or not; merged: as of `merge`.
+    """
+    count, own = len(start), np.empty((taken.sum(), rows.shape[1]), np.float32)
+    at = 0
+    for row in range(len(rows)):
+        if taken[row]:
+            own[at] = rows[row]
+            at += 1
+    centres = np.empty((count, rows.shape[1]), np.float32)
+    for centre in range(count):
+        centres[centre] = own[start[centre]]
+    cell_of_own = np.empty(len(own), np.int64)
+    for _ in range(rounds):
+        nearest(own, centres, cell_of_own)
+        means(own, cell_of_own, centres)
+    nearest(rows, centres, cell)
+    found = np.zeros((count, count), np.int64)
+    count_shared(cell, near, taken, found)
+    shared, sizes = (found + found.T) / 2.0, np.zeros(count)
+    for row in range(len(rows)):
+        if taken[row]:
+            sizes[cell[row]] += 1.0
+    return merge(shared, sizes, least, power, merged)
+
+
+@njit(nogil=True)
+def group_shares(cell, atom, atoms, merged, share, size):  # type: ignore[no-untyped-def]
+    """How far each atom is in each group of a tree.
+
+    Args:
+        cell, atom: int64[n], of each row; atoms: int64[a], rows of each.
+        merged: int64[m, 2], the merges of c cells.
+        share: float32[c + m, a], filled; size: int64[c + m], zeros, filled with rows of each.
+    """
+    cells = len(share) - len(merged)
+    found = np.zeros(share.shape)
+    for row in range(len(cell)):
+        found[cell[row], atom[row]] += 1.0
+        size[cell[row]] += 1
+    for own in range(cells):
+        for k in range(len(atoms)):
+            found[own, k] /= atoms[k]
+    for number in range(len(merged)):
+        first, second = merged[number]
+        found[cells + number] = found[first] + found[second]
+        size[cells + number] = size[first] + size[second]
+    for group in range(len(share)):
+        for k in range(len(atoms)):
+            share[group, k] = found[group, k]
+
+
+@njit(nogil=True)
+def trees(  # type: ignore[no-untyped-def]
+    rows, near, taken, start, cells, rounds, least, power, atom, atoms, merged, done, share, size
+):
+    """Make t trees, one after another, and find how far atoms are in their groups.
+
+    Args: those of `tree` and `group_shares`, for each tree: taken: bool[t, n]; start: int64[t, c],
+        of which the first cells[t] count; cells: int64[t]; least: float64[t]; merged:
+        int64[t, c - 1, 2]; share: float32[t, 2c - 1, a]; size: int64[t, 2c - 1].
+        done: int64[t], filled with how many groups of each merged.
+    """
+    cell = np.empty(len(rows), np.int64)
+    for number in range(len(taken)):
+        count, own = cells[number], merged[number]
+        done[number] = tree(
+            rows, near, taken[number], start[number, :count], rounds, least[number], power, cell,
+            own[: count - 1],
+        )  # fmt: skip
+        groups = count + done[number]
+        group_shares(
+            cell, atom, atoms, own[: done[number]], share[number, :groups], size[number, :groups]
+        )
+
+
+@njit(nogil=True)
 def squares_to(points, centre, least):  # type: ignore[no-untyped-def]
     """Lower each of float64[n] to the squared distance of its point float64[n, d] to a centre,
     where that is less."""
@@ -235,5 +318,18 @@ def best_of_starts(points, weights, draws, rounds, best):  # type: ignore[no-unt
     return least_squares
 
 
-for loop in (nearest, means, count_shared, merge, moved, best_of_starts):
+# Compiled, or loaded, with this module and not at their first call: a search for clusters may run
+# beside a thread that imports or compiles, and neither is made for two threads at once.
+for loop, signature in (
+    (nearest, "void(f4[:, ::1], f4[:, ::1], i8[::1])"),
+    (means, "void(f4[:, ::1], i8[::1], f4[:, ::1])"),
+    (
+        trees,
+        "void(f4[:, ::1], i4[:, ::1], b1[:, ::1], i8[:, ::1], i8[::1], i8, f8[::1], f8, i8[::1],"
+        "i8[::1], i8[:, :, ::1], i8[::1], f4[:, :, ::1], i8[:, ::1])",
+    ),
+    (moved, "f8(f8[:, ::1], f8[::1], f8[:, ::1])"),
+    (best_of_starts, "f8(f8[:, ::1], f8[::1], f8[:, ::1], i8, f8[:, ::1])"),
+):
     keep_compiled(loop)
+    loop.compile(signature)

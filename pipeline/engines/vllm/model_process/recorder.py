@@ -37,6 +37,7 @@ from pipeline.engines.serving.steps.states import (
 from ..replies import Reporter
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
+from .beside import Beside
 from .captured_model import CapturedModel
 from .layers import kinds_of
 from .plans import keys_of, step_capture
@@ -82,6 +83,8 @@ class Recorder(BaseRecorder):
         self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
         self._names = {number: name for name, number in self._numbers.items()}
         self._copy_stream = torch.cuda.Stream(self._device) if self.on_gpu else None
+        can_branch = self.on_gpu and ranks.alone
+        self._beside = Beside(runner.model, torch.device(self._device) if can_branch else None)
         super().__init__(options, model, switched_off, ranks)
         self._reporter = Reporter()
         self._states: dict[str, VllmState] = {}
@@ -285,21 +288,21 @@ class Recorder(BaseRecorder):
             return
         if not is_decode and self._extend is None:
             return
-        if number == self.capture.layers[0]:
-            self.capture.begin(*self._tables(metadata, is_decode))
-            self._stage = Stage.BEGUN
-        elif self._stage is not Stage.BEGUN:
+        if number != self.capture.layers[0] and self._stage is not Stage.BEGUN:
             self._stage = Stage.INCOMPLETE
-        if self._stage is not Stage.BEGUN:
             return
         rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
         own = self._keys[number]
         if rows.element_size() == 1:
             rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
-        self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
-        if number == self.capture.layers[-1]:
-            self.capture.end()
-            self._stage = Stage.ENDED
+        with self._beside.branch(rows) as rows:
+            if number == self.capture.layers[0]:
+                self.capture.begin(*self._tables(metadata, is_decode))
+                self._stage = Stage.BEGUN
+            self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
+            if number == self.capture.layers[-1]:
+                self.capture.end()
+                self._stage = Stage.ENDED
 
     def _tables(self, metadata: Any, is_decode: bool) -> list[PageTable]:
         """Of each kind of layers, where the step's rows have their keys."""
@@ -407,3 +410,4 @@ class Recorder(BaseRecorder):
         """As `BaseRecorder.close`."""
         super().close()
         self._reporter.close()
+        self._beside.close()

@@ -1,0 +1,111 @@
+"""Which clusters the fit rows are in: by trees, which need no map and are made beside it, or by
+HDBSCAN of the map."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from capture_kernels.arrays import Floats, Ints
+from discovery.algorithms.consensus.clusters import load
+from discovery.algorithms.consensus.continued import ParentClusters
+from discovery.algorithms.map_clusters import (
+    SPARSE_NEIGHBOR,
+    FoundClusters,
+    clusters_of_map,
+    rows_to_cluster,
+    with_others,
+)
+from discovery.execution.ahead import Ahead
+from discovery.runs.checkpoint import Arrays
+from pipeline.hashing import Hashes, request_hashes
+from pipeline.record import vectors as batch_vectors
+
+from .context import RunContext
+from .neighbors import fit_distances
+from .project import saved_projection
+
+# Below this many rows a group is chance, however small a share of the window was fitted.
+LEAST_CLUSTER = 5
+# What --min-cluster-size is when it is not given.
+DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
+
+
+def begin_search(context: RunContext, fit: Arrays) -> None:
+    """Begin to find the clusters of the fit rows by trees, on the host's cores, while a GPU (or one
+    core) lays out the map. Not with HDBSCAN, whose clusters are of the map.
+
+    Args:
+        fit: as neighbors saved it.
+    """
+    if context.options.clustering == "hdbscan":
+        return
+    rows = fit["rows"]
+    chosen = rows_to_cluster(
+        context.engine, fit["projected"], fit_distances(context, SPARSE_NEIGHBOR),
+        requests_of(context, rows), fit_size(context, rows), context.options.seed,
+        clusters_of_parent(context, rows),
+    )  # fmt: skip
+    load()
+    context.ahead = Ahead(lambda check: (chosen, chosen.clusters(check)), context.stop)
+
+
+def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundClusters:
+    """Clusters of the fit rows, as --clustering says.
+
+    Args:
+        fit: as neighbors saved it; points: float32[n, 2], their map.
+    """
+    engine, projected, options = context.engine, fit["projected"], context.options
+    if options.clustering == "hdbscan":
+        return clusters_of_map(
+            engine, projected, points, fit_distances(context, SPARSE_NEIGHBOR),
+            fit_size(context, fit["rows"]), options.min_samples, options.seed,
+        )  # fmt: skip
+    if context.ahead is None:  # the map was there already
+        begin_search(context, fit)
+    assert context.ahead is not None
+    return with_others(engine, projected, *context.ahead.result())
+
+
+def fit_size(context: RunContext, rows: Ints) -> int:
+    """Fewest rows of a cluster among the fit rows int64[n]."""
+    fraction = len(rows) / context.rows.count
+    return smallest_cluster(context.options.min_cluster_size, len(rows), fraction)
+
+
+def smallest_cluster(asked: int | None, fit_rows: int, fraction: float) -> int:
+    """Fewest rows of a cluster on the map: --min-cluster-size scaled to the share of the window
+    that was fitted; by default 1% of the map, at least 20."""
+    if asked is None:
+        return max(DEFAULT_LEAST, round(DEFAULT_SHARE * fit_rows))
+    return max(LEAST_CLUSTER, round(asked * fraction))
+
+
+def clusters_of_parent(context: RunContext, rows: Ints) -> ParentClusters | None:
+    """The parent's clusters, and which of them each of the sorted row numbers `rows` is in."""
+    parent = context.parent
+    if parent is None:
+        return None
+    vectors = [
+        batch_vectors(context.rows.batch(index))[own]
+        for index in range(context.rows.chunks)
+        if len(own := context.rows.among(index, rows))
+    ]
+    labels = parent.codebook.nearest_member(context.engine.array(np.concatenate(vectors)))
+    references = saved_projection(context)(parent.references, context.layout)
+    return ParentClusters(
+        context.engine.host(labels), references, parent.reference_cluster, parent.share
+    )
+
+
+def requests_of(context: RunContext, rows: Ints) -> Hashes:
+    """Hashes of the requests of the sorted row numbers `rows`: uint64[n]."""
+    found = []
+    for index in range(context.rows.chunks):
+        if not len(own := context.rows.among(index, rows)):
+            continue
+        # Of all columns together a million rows take seconds to be copied.
+        ids = context.rows.batch(index).select(["request_id"])
+        found.append(request_hashes(ids if len(own) == len(ids) else ids.take(pa.array(own))))
+    return np.concatenate(found)
