@@ -14,6 +14,7 @@ from capture_kernels.arrays import Floats, Int32s
 from discovery.engines.protocol import Clustering, Search
 
 from .device import freed_when_full, launch, set_up_device
+from .graph import fuzzy_graph
 from .hdbscan import clusters_of_tree
 from .neighbors import PROBES, Neighbors, lists_of, measured_recall
 from .plane import nearest, plane_tree, spanning_tree
@@ -96,6 +97,7 @@ class RapidsEngine:
     ) -> Floats:
         import cupy
         from cuml.manifold import umap
+        from cupyx.scipy import sparse
 
         indices, distances = neighbors
         epochs = epochs_for(len(fit))
@@ -104,13 +106,7 @@ class RapidsEngine:
         low, high = init.min(0), init.max(0)
         init = UMAP_RANGE * (init - low) / (high - low)
         # The estimator would bring the graph to the host, which takes longer than the layout.
-        graph = umap.fuzzy_simplicial_set(
-            rows,
-            n_neighbors=indices.shape[1],
-            random_state=seed,
-            knn_indices=cupy.asarray(indices).astype(np.int64),
-            knn_dists=cupy.asarray(distances),
-        )
+        graph = fuzzy_graph(cupy.asarray(indices), cupy.asarray(distances), sparse)
         a, b = umap.find_ab_params(1.0, min_dist)
         points = umap.simplicial_set_embedding(
             rows, graph, a=a, b=b, n_epochs=epochs, init=cupy.asarray(init), random_state=seed
