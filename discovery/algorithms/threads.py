@@ -28,8 +28,8 @@ def _loaded() -> ThreadpoolController:
 
 
 class _Limit:
-    """One thread for as long as any block wants it: blocks of several threads overlap, and the
-    first that ends must not give the others more."""
+    """BLAS in one thread for as long as any block wants it. Its number of threads is the process's,
+    and blocks of several threads overlap: the first that ends must not give the others more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class _Limit:
     def begin(self) -> None:
         with self._lock:
             if not self._blocks:
-                self._limiter = _loaded().limit(limits=1)
+                self._limiter = _loaded().limit(limits=1, user_api="blas")
             self._blocks += 1
 
     def end(self) -> None:
@@ -49,7 +49,7 @@ class _Limit:
                 self._limiter.restore_original_limits()
 
 
-_LIMIT = _Limit()
+_BLAS = _Limit()
 
 
 @contextmanager
@@ -59,8 +59,10 @@ def one_thread() -> Iterator[None]:
     scikit-learn's k-means adds its threads' sums in the order in which they end, and floating-point
     sums depend on that order.
     """
-    _LIMIT.begin()
+    _BLAS.begin()
     try:
-        yield
+        # The number of OpenMP's threads is each thread's own.
+        with _loaded().limit(limits=1, user_api="openmp"):
+            yield
     finally:
-        _LIMIT.end()
+        _BLAS.end()

@@ -223,6 +223,20 @@ def test_larger_steps_of_a_device_train_the_prototypes_as_much():
     assert right[1] == pytest.approx(right[0], abs=0.005)
 
 
+def test_prototypes_of_clusters_that_overlap_stay_among_their_rows_on_a_device():
+    """In steps of thousands of rows they flew off, and a GPU's classifier was right by chance."""
+    rng = np.random.default_rng(4)
+    labels = rng.integers(0, 11, 34_000).astype(np.int32)
+    rows = (rng.normal(size=(11, 12)) * 1.2)[labels] + rng.normal(size=(34_000, 12))
+    labels[rng.random(34_000) < 0.09] = -1
+    seen, new = np.split(rows.astype(np.float32), [30_000])
+    found = train_prototypes(DeviceEngine(), seen, labels[:30_000], 0)
+    assert np.abs(found.points).max() < 1.5 * np.abs(rows).max()
+    near = nearest_with_noise(new, found.points, found.labels, found.noise_factor)
+    inside = labels[30_000:] >= 0
+    assert np.mean((found.labels[near.row] == labels[30_000:])[inside]) > 0.85
+
+
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
 def test_exemplars_are_the_same_on_a_device(rows):
     rng = np.random.default_rng(0)

@@ -30,7 +30,7 @@ def fuzzy_graph(indices: Int32s, distances: Floats, sparse: Any) -> Any:
     nearest, bandwidth = bandwidths(distances)
     beyond = xp.maximum(distances[:, 1:] - nearest[:, None], 0.0)
     strength = xp.exp(-beyond / bandwidth[:, None])
-    begin = xp.arange(0, n * (k - 1) + 1, k - 1, dtype=xp.int32)
+    begin = xp.arange(0, n * (k - 1) + 1, k - 1, dtype=np.int32)
     # A row is no neighbour of itself.
     parts = strength.ravel(), indices[:, 1:].ravel(), begin
     one_way = sparse.csr_matrix(parts, shape=(n, n))
@@ -53,9 +53,9 @@ def bandwidths(distances: Floats) -> tuple[Floats, Floats]:
     xp, (_, k) = array_module(distances), distances.shape
     apart = distances > 0
     nearest = xp.where(apart, distances, xp.inf).min(axis=1)
-    nearest = xp.where(apart.any(axis=1), nearest, 0.0).astype(xp.float32)
+    nearest = xp.where(apart.any(axis=1), nearest, 0.0).astype(np.float32)
     beyond = xp.maximum(distances[:, 1:] - nearest[:, None], 0.0)
-    target = float(xp.log2(xp.float32(k)))
+    target = float(xp.log2(np.float32(k)))
     low, high = xp.zeros_like(nearest), xp.full_like(nearest, xp.inf)
     found = xp.ones_like(nearest)
     for _ in range(ROUNDS):
@@ -67,4 +67,4 @@ def bandwidths(distances: Floats) -> tuple[Floats, Floats]:
         found = xp.where(is_near, found, between)
     own = distances.mean(axis=1)
     mean = xp.where(nearest > 0, own, own.mean())
-    return nearest, xp.maximum(found, xp.float32(LEAST_BANDWIDTH) * mean).astype(xp.float32)
+    return nearest, xp.maximum(found, np.float32(LEAST_BANDWIDTH) * mean).astype(np.float32)
