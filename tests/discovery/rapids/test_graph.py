@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 from sklearn.neighbors import NearestNeighbors
-from umap.umap_ import fuzzy_simplicial_set
 
+from discovery.engines.compiled import umap_class
 from discovery.engines.rapids import why_not
 from discovery.engines.rapids.graph import fuzzy_graph
 from discovery.stages.neighbors import self_first
@@ -24,6 +24,9 @@ def neighbors_of(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     st.integers(3, 400), st.integers(2, 16), st.floats(0, 1), st.integers(0, 2**31)
 )  # fmt: skip
 def test_the_graph_is_umap_learns(n, k, equal, seed):
+    umap_class()  # which has what umap-learn compiles kept on disk
+    from umap.umap_ import fuzzy_simplicial_set
+
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(n, 4)).astype(np.float32)
     rows[: int(equal * n)] = rows[0]
