@@ -30,9 +30,23 @@ class Beside:
         self._queries: list[Tensor] = []
         self._hook = model.register_forward_hook(self._join)
 
+    def is_open(self) -> bool:
+        """Whether `branch` has a branch now: a whole graph of a decode step is being captured."""
+        from vllm.forward_context import get_forward_context
+
+        # The model's hook was seen to run in the steps that vLLM warms up with, or a graph would
+        # never end.
+        return (
+            self._stream is not None
+            and self._is_joined
+            and torch.cuda.is_current_stream_capturing()
+            and get_forward_context().cudagraph_runtime_mode.name == "NONE"
+        )
+
     @contextmanager
     def branch(self, query: Tensor) -> Iterator[Tensor]:
-        """Kernels of the block may run beside the model's that follow.
+        """Kernels of the block may run beside the model's that follow, in turn with those of
+        earlier blocks.
 
         Args:
             query: what they read of the model, which it writes over after the layer.
@@ -40,16 +54,7 @@ class Beside:
         Yields:
             The queries to read.
         """
-        from vllm.forward_context import get_forward_context
-
-        # The model's hook was seen to run in the steps that vLLM warms up with, or a graph would
-        # never end.
-        if (
-            self._stream is None
-            or not self._is_joined
-            or not torch.cuda.is_current_stream_capturing()
-            or get_forward_context().cudagraph_runtime_mode.name != "NONE"
-        ):
+        if self._stream is None or not self.is_open():
             yield query
             return
         query = query.clone()

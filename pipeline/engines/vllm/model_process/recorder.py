@@ -95,7 +95,7 @@ class Recorder(BaseRecorder):
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
         self._noted: list[NotedRow] = []
-        self._rows, self._stage = 0, Stage.REPLAYED
+        self._rows, self._stage, self._is_scheduled = 0, Stage.REPLAYED, False
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
@@ -273,6 +273,19 @@ class Recorder(BaseRecorder):
         self._stage = Stage.REPLAYED
 
     @all_or_none
+    def forward_begins(self, query: Tensor, metadata: Any) -> None:
+        """Before the model's first attention: schedule the step where that can be done beside the
+        layers ahead of the captured ones.
+
+        Args:
+            query, metadata: as of `layer`.
+        """
+        self._is_scheduled = metadata.max_query_len == 1 and self._beside.is_open()
+        if self._is_scheduled:
+            with self._beside.branch(query[:0]):
+                self.capture.begin(*self._tables(metadata, is_decode=True))
+
+    @all_or_none
     def layer(self, layer: Any, query: Tensor, metadata: Any) -> None:
         """A layer has run: take what is captured of it. Its keys are in its cache.
 
@@ -297,8 +310,9 @@ class Recorder(BaseRecorder):
             rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
         with self._beside.branch(rows) as rows:
             if number == self.capture.layers[0]:
-                self.capture.begin(*self._tables(metadata, is_decode))
-                self._stage = Stage.BEGUN
+                if not self._is_scheduled:
+                    self.capture.begin(*self._tables(metadata, is_decode))
+                self._is_scheduled, self._stage = False, Stage.BEGUN
             self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
             if number == self.capture.layers[-1]:
                 self.capture.end()
