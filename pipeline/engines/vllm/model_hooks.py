@@ -13,8 +13,8 @@ from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.options import ServeOptions
 
 from .hooking import after, before, hook, misfits, owner_of
-from .scheduling import BEGINS, decide, note_end
 from .scheduling import RECORDER as ATTRIBUTE
+from .scheduling import decide, note_end
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 WORKER = "vllm.v1.worker.gpu_worker:Worker."
@@ -116,7 +116,6 @@ def start_recorder(runner: Any) -> None:
         return
     for layer in recorder.model.layers.values():
         setattr(layer, ATTRIBUTE, recorder)
-    setattr(recorder.model.first, BEGINS, recorder)
     setattr(runner, ATTRIBUTE, recorder)
     atexit.register(recorder.close)
     if ranks.answers:
@@ -182,5 +181,4 @@ def close_recorder(runner: Any, *given: Any) -> None:
         recorder.close()
         for layer in recorder.model.layers.values():
             delattr(layer, ATTRIBUTE)
-        delattr(recorder.model.first, BEGINS)
         delattr(runner, ATTRIBUTE)

@@ -20,8 +20,6 @@ LOG = logging.getLogger("attn.capture")
 ATTRIBUTE = "attn_decided"
 # Of a `GPUModelRunner`, and of a layer that is captured, its recorder.
 RECORDER = "_attn_recorder"
-# Of the model's first layer with attention, the same.
-BEGINS = "_attn_begins"
 
 
 @dataclass

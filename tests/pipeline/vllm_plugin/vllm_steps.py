@@ -98,7 +98,6 @@ def runner_of(
         vllm_config=config, layers=dict(enumerate(layers)), device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=names), max_num_reqs=MOST_RUNNING,
         max_model_len=LONGEST, is_pooling_model=False, is_encoder_decoder=False,
-        model=torch.nn.Module(),
     )  # fmt: skip
 
 

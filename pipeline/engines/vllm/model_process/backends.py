@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from ..scheduling import BEGINS, RECORDER
+from ..scheduling import RECORDER
 
 
 class _Captured:
@@ -23,9 +23,6 @@ class _Captured:
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, *given: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
-        begins = getattr(layer, BEGINS, None)
-        if begins is not None and attn_metadata is not None:
-            begins.forward_begins(query, attn_metadata)
         found: Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *given, **named
         )

@@ -33,8 +33,7 @@ class CapturedModel(ServedModel):
         ranks: how many processes share the heads of each layer.
 
     Attributes:
-        layers: the captured ones' `Attention`, by number; first: that of the first layer that
-            could be captured.
+        layers: the captured ones' `Attention`, by number.
         facts: for the gate.
 
     Raises:
@@ -60,7 +59,6 @@ class CapturedModel(ServedModel):
         count = config.hf_text_config.num_hidden_layers
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
-        self.first = found[min(found)]
         reasons = dict.fromkeys(MISSING, NOT_YET)
         if ranks > 1:
             reasons["head_filtering"] = "with tensor parallelism the heads lie on several ranks"

@@ -37,7 +37,6 @@ from pipeline.engines.serving.steps.states import (
 from ..replies import Reporter
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
-from .beside import Beside
 from .captured_model import CapturedModel
 from .layers import kinds_of
 from .plans import keys_of, step_capture
@@ -83,8 +82,6 @@ class Recorder(BaseRecorder):
         self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
         self._names = {number: name for name, number in self._numbers.items()}
         self._copy_stream = torch.cuda.Stream(self._device) if self.on_gpu else None
-        can_branch = self.on_gpu and ranks.alone
-        self._beside = Beside(runner.model, torch.device(self._device) if can_branch else None)
         super().__init__(options, model, switched_off, ranks)
         self._reporter = Reporter()
         self._states: dict[str, VllmState] = {}
@@ -95,7 +92,7 @@ class Recorder(BaseRecorder):
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
         self._noted: list[NotedRow] = []
-        self._rows, self._stage, self._is_scheduled = 0, Stage.REPLAYED, False
+        self._rows, self._stage = 0, Stage.REPLAYED
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
@@ -273,19 +270,6 @@ class Recorder(BaseRecorder):
         self._stage = Stage.REPLAYED
 
     @all_or_none
-    def forward_begins(self, query: Tensor, metadata: Any) -> None:
-        """Before the model's first attention: schedule the step where that can be done beside the
-        layers ahead of the captured ones.
-
-        Args:
-            query, metadata: as of `layer`.
-        """
-        self._is_scheduled = metadata.max_query_len == 1 and self._beside.is_open()
-        if self._is_scheduled:
-            with self._beside.branch(query[:0]):
-                self.capture.begin(*self._tables(metadata, is_decode=True))
-
-    @all_or_none
     def layer(self, layer: Any, query: Tensor, metadata: Any) -> None:
         """A layer has run: take what is captured of it. Its keys are in its cache.
 
@@ -301,22 +285,21 @@ class Recorder(BaseRecorder):
             return
         if not is_decode and self._extend is None:
             return
-        if number != self.capture.layers[0] and self._stage is not Stage.BEGUN:
+        if number == self.capture.layers[0]:
+            self.capture.begin(*self._tables(metadata, is_decode))
+            self._stage = Stage.BEGUN
+        elif self._stage is not Stage.BEGUN:
             self._stage = Stage.INCOMPLETE
+        if self._stage is not Stage.BEGUN:
             return
         rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
         own = self._keys[number]
         if rows.element_size() == 1:
             rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
-        with self._beside.branch(rows) as rows:
-            if number == self.capture.layers[0]:
-                if not self._is_scheduled:
-                    self.capture.begin(*self._tables(metadata, is_decode))
-                self._is_scheduled, self._stage = False, Stage.BEGUN
-            self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
-            if number == self.capture.layers[-1]:
-                self.capture.end()
-                self._stage = Stage.ENDED
+        self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
+        if number == self.capture.layers[-1]:
+            self.capture.end()
+            self._stage = Stage.ENDED
 
     def _tables(self, metadata: Any, is_decode: bool) -> list[PageTable]:
         """Of each kind of layers, where the step's rows have their keys."""
@@ -424,4 +407,3 @@ class Recorder(BaseRecorder):
         """As `BaseRecorder.close`."""
         super().close()
         self._reporter.close()
-        self._beside.close()
