@@ -320,7 +320,8 @@ def main() -> int:
     def work() -> None:
         figures = measure(asked)
         if asked.json:
-            common.write_figures(asked.json, figures)
+            command = common.command_of("gpu_discovery.py", None)
+            common.write_figures(asked.json, {"command": command, **figures})
         check(figures)
 
     return common.exit_code(work)

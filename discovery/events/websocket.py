@@ -110,9 +110,12 @@ def write_client_file(port: int, token: str) -> Path:
             raise OptionError(
                 f"{path.parent} is open to other users: remove it, or set XDG_RUNTIME_DIR"
             )
-        path.unlink(missing_ok=True)
-        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        # A client that waits for the file must not read a part of it.
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.unlink(missing_ok=True)
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(msgspec.json.encode({"url": f"ws://{HOST}:{port}", "token": token}))
+        part.replace(path)
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
     return path
