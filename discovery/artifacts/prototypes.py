@@ -106,6 +106,12 @@ class Borders(NamedTuple):
             found[start : start + step] = labels[(rows @ weights + bias).argmax(axis=1)]
         return found
 
+    def only(self, labels: Int32s) -> Borders:
+        """The borders between the clusters with these labels."""
+        kept = np.isin(self.labels, labels)
+        weights = np.ascontiguousarray(self.weights[:, kept])
+        return Borders(self.labels[kept], weights, self.bias[kept])
+
 
 def nearest_of_clusters(
     projected: Floats, prototypes: Floats, labels: Int32s, borders: Borders | None

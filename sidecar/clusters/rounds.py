@@ -13,7 +13,7 @@ import numpy as np
 from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.vector import Layout
 from discovery.artifacts.projection import Projection
-from discovery.artifacts.prototypes import Codebook
+from discovery.artifacts.prototypes import Borders, Codebook
 
 # A message is its length, then so many bytes.
 LENGTH = struct.Struct("<Q")
@@ -53,6 +53,21 @@ class Space(msgspec.Struct):
         return Projection(**{name: getattr(self, name).array() for name in self.__struct_fields__})
 
 
+class Lines(msgspec.Struct):
+    """`Borders`."""
+
+    labels: Array
+    weights: Array
+    bias: Array
+
+    @classmethod
+    def of(cls, borders: Borders) -> Lines:
+        return cls(**{name: Array.of(value) for name, value in borders._asdict().items()})
+
+    def borders(self) -> Borders:
+        return Borders(*(getattr(self, name).array() for name in self.__struct_fields__))
+
+
 class Rule(msgspec.Struct):
     """A `Codebook`: by which rows are given to live clusters."""
 
@@ -62,6 +77,7 @@ class Rule(msgspec.Struct):
     labels: Array
     noise_factor: float
     reach: float
+    lines: Lines | None
 
     @classmethod
     def of(cls, codebook: Codebook) -> Rule:
@@ -72,6 +88,7 @@ class Rule(msgspec.Struct):
             Array.of(codebook.labels),
             codebook.noise_factor,
             codebook.reach,
+            None if codebook.borders is None else Lines.of(codebook.borders),
         )
 
     def codebook(self) -> Codebook:
@@ -82,6 +99,7 @@ class Rule(msgspec.Struct):
             self.labels.array(),
             self.noise_factor,
             self.reach,
+            None if self.lines is None else self.lines.borders(),
         )
 
 

@@ -20,11 +20,12 @@ import numpy as np
 from capture_kernels.arrays import Floats, Int32s, Mask
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
+from discovery.algorithms.consensus.clusters import CONTINUUM
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.lineage import cluster_ids, match
 from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, FoundClusters, clusters_of_rows
 from discovery.algorithms.pca import Moments
-from discovery.algorithms.prototypes import train_prototypes
+from discovery.algorithms.prototypes import train_borders, train_prototypes
 from discovery.artifacts.projection import Projection
 from discovery.artifacts.prototypes import Codebook, nearest_with_noise
 from discovery.artifacts.schema import NOISE
@@ -67,7 +68,7 @@ def run(task: Task) -> Result:
         nothing = Array.of(np.empty((0, DIMENSIONS), np.float32))
         seconds = time.perf_counter() - began
         return Result(None, [], [], nothing, task.next_id, seconds, engine.name)
-    codebook = trained(engine, projection, layout, projected, labels, task.seed)
+    codebook = trained(engine, projection, layout, projected, clusters, task.seed)
     found = codebook.label(vectors)
     numbers, sizes = np.unique(found[found != NOISE], return_counts=True)
     ids = ids_of(
@@ -81,8 +82,10 @@ def run(task: Task) -> Result:
     id_of = np.full(len(clusters.stability) + 1, NOISE, np.int32)  # the last one is noise's
     id_of[numbers] = ids
     rule = codebook._replace(
-        prototypes=codebook.prototypes[kept], labels=id_of[codebook.labels[kept]]
-    )
+        prototypes=codebook.prototypes[kept],
+        labels=codebook.labels[kept],
+        borders=codebook.borders and codebook.borders.only(numbers),
+    ).renamed(lambda label: id_of[label])
     inside = found[::step] != NOISE
     return Result(
         Found(
@@ -153,14 +156,21 @@ def heirs_of(clusters: FoundClusters, previous: Found | None) -> Int32s:
 
 
 def trained(
-    engine: Engine, projection: Projection, layout: Layout, projected: Floats, labels: Int32s,
-    seed: int,
+    engine: Engine, projection: Projection, layout: Layout, projected: Floats,
+    clusters: FoundClusters, seed: int,
 ) -> Codebook:  # fmt: skip
-    """Prototypes of these labels, and the distance beyond which a row is in none."""
-    found = train_prototypes(engine, projected, labels, seed)
-    near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor)
+    """Prototypes of these clusters, borders between regions, and the distance beyond which a row is
+    in none."""
+    found = train_prototypes(engine, projected, clusters.labels, seed)
+    # Regions of a continuum touch everywhere, and prototypes learn the rows that they saw.
+    borders = None
+    if clusters.halves_agree < CONTINUUM:
+        borders = train_borders(projected, clusters.labels, found.labels, seed)
+    near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor, borders)
     reach = float(np.quantile(near.distance, QUANTILES[-1]))
-    return Codebook(projection, layout, found.points, found.labels, found.noise_factor, reach)
+    return Codebook(
+        projection, layout, found.points, found.labels, found.noise_factor, reach, borders
+    )
 
 
 def ids_of(

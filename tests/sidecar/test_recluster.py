@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import pyarrow.parquet as pq
@@ -279,15 +280,41 @@ def labels_by(result: Result, rows: np.ndarray) -> np.ndarray:
     return result.found.rule.codebook().label(rows)
 
 
-def test_clusters_go_on_while_the_traffic_is_the_same() -> None:
-    """A fifth of the rows are others in each round; the clusters of real attention, a continuum,
-    would else be cut elsewhere each time."""
+def real_rows() -> tuple[np.ndarray, np.ndarray]:
+    """Every second row of half of the requests of the sample, shuffled, and their requests."""
     table = pq.read_table(SAMPLE, columns=["vector", "request_id"])
     _, request = np.unique(table.column("request_id").to_pylist(), return_inverse=True)
     vectors = table.column("vector").combine_chunks().flatten().to_numpy().reshape(-1, 20)
-    # Every second row of half of the requests, in turn.
     turn = np.random.default_rng(0).permutation(np.flatnonzero(request % 2 == 0)[::2])
-    vectors, request = vectors[turn], request[turn]
+    return vectors[turn], request[turn]
+
+
+def test_rows_of_regions_are_given_by_the_borders_between_them() -> None:
+    vectors, request = real_rows()
+    found = window(vectors[:3_000], request[:3_000])
+    assert found.found is not None and found.found.rule.lines is not None
+    assert set(found.found.rule.lines.labels.array().tolist()) == set(found.ids)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Result)
+    rule = sent.found.rule.codebook()
+    labels = rule.label(vectors)
+    assert np.array_equal(labels, labels_by(found, vectors))
+    # Those that were clustered, by what they were put to; others by the same borders.
+    own = sent.found.vectors.array()
+    assert (rule.label(own) == sent.found.ids.array()).all()
+    straight = rule.borders.cluster(rule.projection(vectors, rule.layout))
+    assert (labels == straight)[labels >= 0].all() and (labels >= 0).mean() > 0.99
+
+
+def test_behaviours_apart_need_no_borders() -> None:
+    vectors, kind = planted(2_000, 5)
+    found = window(vectors, np.arange(len(kind)) // 8)
+    assert found.found is not None and found.found.rule.lines is None
+
+
+def test_clusters_go_on_while_the_traffic_is_the_same() -> None:
+    """A fifth of the rows are others in each round; the clusters of real attention, a continuum,
+    would else be cut elsewhere each time."""
+    vectors, request = real_rows()
     last = window(vectors[:3_000], request[:3_000])
     for start in (600, 1_200):
         rows = slice(start, start + 3_000)
