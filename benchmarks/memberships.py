@@ -35,7 +35,12 @@ from benchmarks.common import WrongAnswerError, exit_code, write_figures
 from benchmarks.judge.measures import mean_of
 from benchmarks.judge.real import fresh_captures, second_half, whole_sample
 from benchmarks.judge.rows import Rows
-from discovery.algorithms.map_clusters import NEIGHBORS, SPARSE_NEIGHBOR, clusters_of_rows
+from discovery.algorithms.map_clusters import (
+    NEIGHBORS,
+    SPARSE_NEIGHBOR,
+    clusters_of_rows,
+    rows_to_cluster,
+)
 from discovery.algorithms.pca import Moments
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
@@ -57,10 +62,11 @@ class Half(NamedTuple):
 
 def clustered(rows: NDArray[np.float32], requests: NDArray[np.int64], seed: int) -> Half:
     near, distances = ENGINE.neighbors(rows, rows, NEIGHBORS + 1)
-    found = clusters_of_rows(
+    chosen = rows_to_cluster(
         ENGINE, rows, distances[:, SPARSE_NEIGHBOR], requests,
         smallest_cluster(None, len(rows), 1.0), seed,
     )  # fmt: skip
+    found = clusters_of_rows(ENGINE, rows, chosen, chosen.clusters())
     return Half(rows, near, found.members)
 
 

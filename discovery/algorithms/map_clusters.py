@@ -96,21 +96,6 @@ class ClusteredRows(NamedTuple):
         )
 
 
-def clusters_of_rows(
-    engine: Engine,
-    projected: Floats,
-    apart: Floats,
-    requests: Ints | Hashes,
-    size: int,
-    seed: int,
-    parent: ParentClusters | None = None,
-) -> FoundClusters:
-    """Clusters of n rows in PCA space that are found again in other requests. Arguments are those
-    of `rows_to_cluster`."""
-    chosen = rows_to_cluster(engine, projected, apart, requests, size, seed, parent)
-    return with_others(engine, projected, chosen, chosen.clusters())
-
-
 def rows_to_cluster(
     engine: Engine,
     projected: Floats,
@@ -144,10 +129,11 @@ def rows_to_cluster(
     return ClusteredRows(dense, seen, rows, near, numbers, least, seed, known)
 
 
-def with_others(
+def clusters_of_rows(
     engine: Engine, projected: Floats, chosen: ClusteredRows, found: Clusters | None
 ) -> FoundClusters:
-    """The clusters `found` of the chosen rows, with all others of the rows float32[n, d]."""
+    """Clusters of the rows float32[n, d] that are found again in other requests: those `found` of
+    the chosen rows, which the others join."""
     members = Memberships.none(len(projected))
     if found is None:
         nothing, none = np.empty(0), np.empty(0, np.int32)

@@ -29,7 +29,7 @@ ROWS_EACH = 4
 EPOCHS = 30
 # Rows of a step. A device takes longer to start a step than to do it: it has fewer, larger ones,
 # which lose 0.003 of the agreement on 20,000 rows of overlapping clusters that were held out of
-# 200,000.
+# 200,000 (a trial).
 BATCH_ROWS, DEVICE_BATCH_ROWS = 256, 8_192
 RATE = 0.1
 # Steepness of the sigmoid that weighs a row by its relative margin.

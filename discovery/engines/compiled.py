@@ -23,18 +23,13 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-# Compiled functions run outside of Python's lock, so that other threads of the job go on.
-NOGIL = "nogil"
-
-
 class OptionalCache(FunctionCache):
     """numba's cache of one function. Without it a run is slower, never different: a
     damaged file is replaced, and where nothing can be saved the function is compiled each time."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba hashes one function, and not how it is compiled; those of umap-learn call others in
-        # other files.
-        return super()._index_key(sig, codegen), version("umap-learn"), NOGIL
+        # numba hashes one function; those of umap-learn call others in other files.
+        return super()._index_key(sig, codegen), version("umap-learn")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -75,6 +70,5 @@ def umap_class() -> Any:
         # Another release may name it otherwise, and then compiles it in each process.
         function = getattr(module, name, None)
         if function is not None and not function.signatures:
-            function.targetoptions[NOGIL] = True
             keep_compiled(function)
     return UMAP

@@ -13,8 +13,8 @@ from discovery.algorithms.map_clusters import (
     SPARSE_NEIGHBOR,
     FoundClusters,
     clusters_of_map,
+    clusters_of_rows,
     rows_to_cluster,
-    with_others,
 )
 from discovery.execution.ahead import Ahead
 from discovery.runs.checkpoint import Arrays
@@ -65,7 +65,7 @@ def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundCl
     if context.ahead is None:  # the map was there already
         begin_search(context, fit)
     assert context.ahead is not None
-    return with_others(engine, projected, *context.ahead.result())
+    return clusters_of_rows(engine, projected, *context.ahead.result())
 
 
 def fit_size(context: RunContext, rows: Ints) -> int:

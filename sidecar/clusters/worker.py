@@ -23,7 +23,12 @@ from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from discovery.algorithms.consensus.clusters import CONTINUUM
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.lineage import cluster_ids, match
-from discovery.algorithms.map_clusters import SPARSE_NEIGHBOR, FoundClusters, clusters_of_rows
+from discovery.algorithms.map_clusters import (
+    SPARSE_NEIGHBOR,
+    FoundClusters,
+    clusters_of_rows,
+    rows_to_cluster,
+)
 from discovery.algorithms.pca import Moments
 from discovery.algorithms.prototypes import train_borders, train_prototypes
 from discovery.artifacts.projection import Projection
@@ -127,7 +132,8 @@ def cluster(
     k = min(SPARSE_NEIGHBOR + 1, len(projected) - 1)
     _, distances = self_first(*engine.neighbors(projected, projected, k), 0)
     _, numbers = np.unique(requests, return_inverse=True)
-    return clusters_of_rows(engine, projected, distances[:, -1], numbers, size, seed, parent)
+    chosen = rows_to_cluster(engine, projected, distances[:, -1], numbers, size, seed, parent)
+    return clusters_of_rows(engine, projected, chosen, chosen.clusters())
 
 
 def parent_of(

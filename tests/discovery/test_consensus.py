@@ -27,7 +27,7 @@ from discovery.algorithms.consensus.partition import (
     median_partition,
     without_small,
 )
-from discovery.algorithms.map_clusters import clusters_of_rows
+from discovery.algorithms.map_clusters import clusters_of_rows, rows_to_cluster
 from discovery.artifacts.read import open_artifacts
 from discovery.engines.cpu import CpuEngine
 
@@ -343,7 +343,8 @@ def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
 def test_few_rows_and_exact_duplicates_are_clustered_or_noise(count, kinds):
     rows = np.repeat(np.eye(kinds, 3, dtype=np.float32), -(-count // kinds), axis=0)[:count]
     apart = np.zeros(count, np.float32)
-    found = clusters_of_rows(CpuEngine(), rows, apart, np.arange(count) // 7, 20, 0)
+    chosen = rows_to_cluster(CpuEngine(), rows, apart, np.arange(count) // 7, 20, 0)
+    found = clusters_of_rows(CpuEngine(), rows, chosen, chosen.clusters())
     assert found.labels.shape == found.members.probability.shape == (count,)
     assert found.labels.max() == len(found.stability) - 1 == len(found.family) - 1
     assert (found.members.probability[found.labels < 0] == 0).all()
@@ -356,7 +357,9 @@ def test_sparse_rows_are_noise_and_rows_beyond_the_sample_join(monkeypatch):
     apart = np.ones(len(rows), np.float32)
     apart[:5] = 100.0
     monkeypatch.setattr("discovery.algorithms.map_clusters.SAMPLE_ROWS", 500)
-    found = clusters_of_rows(CpuEngine(), rows, apart, RNG(0).integers(0, 50, len(rows)), 100, 0)
+    requests = RNG(0).integers(0, 50, len(rows))
+    chosen = rows_to_cluster(CpuEngine(), rows, apart, requests, 100, 0)
+    found = clusters_of_rows(CpuEngine(), rows, chosen, chosen.clusters())
     assert (found.labels[:5] == -1).all() and (found.labels[5:] >= 0).all()
     assert adjusted_rand_score(truth[5:], found.labels[5:]) > 0.99
     assert np.isnan(found.persistence).all() and (found.stability > 0.8).all()

@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from discovery.events.websocket import (
     Backlog,
     LiveEvents,
     client_file,
+    write_client_file,
 )
 from discovery.execution.stopping import Interrupted, StopRequest
 from discovery.stages.registry import STAGES
@@ -120,6 +123,28 @@ def test_a_client_sees_a_run_from_its_start_to_its_end(planted_store, tmp_path):
     # On a busy machine the run begins before the client is there, which then is a late one.
     missed = range(1, len(log)) if hello["run_id"] else [0]
     assert events in [[*seen_late(log[:count]), *log[count:]] for count in missed]
+
+
+def test_who_waits_for_the_file_that_says_how_to_connect_never_reads_a_part_of_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path, over = client_file(1), threading.Event()
+
+    def write() -> None:
+        for _ in range(500):
+            write_client_file(1, "token")
+        over.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        writing, read = pool.submit(write), 0
+        while not over.is_set():
+            with suppress(FileNotFoundError):
+                assert json.loads(path.read_text())["token"] == "token"
+                read += 1
+        writing.result()
+    assert read > 10 and path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_the_schema_and_the_code_have_the_same_commands_and_stages():
