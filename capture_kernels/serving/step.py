@@ -105,6 +105,8 @@ class StepCapture:
     # the key; None if there are none, or tables are of pages. Read in `begin`.
     slot_map: Tensor | None = None
     first_request: int = 1  # row of the table: as `RequestTable` has it
+    # Of another object of the same server, whose requests are this one's too; None for its own
+    shared_requests: RequestTable | None = None
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -116,7 +118,7 @@ class StepCapture:
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
         most_heads = max(kind.heads for kind in self.kinds)
-        self.requests = RequestTable(
+        self.requests = self.shared_requests or RequestTable(
             self.num_requests, self.device, heads=most_heads, first=self.first_request
         )
         self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
@@ -150,6 +152,14 @@ class StepCapture:
         self._ran, self._in_turn = [0] * len(self.kinds), True
 
     def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
+        own = self._plan_options(kind, mean)
+        if self.on_host:
+            return HostStatisticsPlan(**own)
+        from capture_kernels.decode.plan import StatisticsPlan
+
+        return StatisticsPlan(**own)
+
+    def _plan_options(self, kind: LayerKind, mean: Tensor) -> dict[str, Any]:
         own: dict[str, Any] = {
             "layers": len(kind.numbers), "max_rows": self.max_rows, "max_length": self.max_length,
             "heads": kind.heads, "key_heads": kind.key_heads, "head_dim": kind.head_dim,
@@ -158,18 +168,16 @@ class StepCapture:
             "visibility": self.visibility, "top_k": self.top_k, "mean_top_k": self.mean_top_k,
             "mean_out": mean, "ranks": self.ranks, "hubs": self.hub_slots > 0,
         }  # fmt: skip
-        if self.on_host:
-            return HostStatisticsPlan(**own)
-        from capture_kernels.decode.plan import StatisticsPlan
-
-        if self.scratch_bytes is not None:
+        if self.scratch_bytes is not None and not self.on_host:
             own["scratch_bytes"] = self.scratch_bytes
-        return StatisticsPlan(**own)
+        return own
 
     @property
     def bytes(self) -> int:
-        """Device memory that capture holds on a GPU, without the ring."""
-        own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
+        """Device memory that capture holds on a GPU, without the ring and shared requests."""
+        own = self._mean.nbytes + self.hubs.nbytes
+        if self.shared_requests is None:
+            own += self.requests.bytes
         return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, *tables: PageTable) -> None:
@@ -219,16 +227,23 @@ class StepCapture:
         Raises:
             OptionError: no step has begun, or tensors that do not fit.
         """
+        plan = self._plan_in_turn(number)
+        if plan is not None:
+            plan.run(query, keys, descale=descale, sinks=sinks)
+
+    def _plan_in_turn(self, number: int) -> Any:
+        """The plan that is to take a layer now; None if none is."""
         found = self._plan_of.get(number)
         if found is None:
-            return
+            return None
         if self._table is None:
             raise OptionError(f"layer {number} of no step: call begin first")
         index, at = found
         self._in_turn &= self._ran[index] == at
-        if self._in_turn:
-            self._plans[index].run(query, keys, descale=descale, sinks=sinks)
-            self._ran[index] += 1
+        if not self._in_turn:
+            return None
+        self._ran[index] += 1
+        return self._plans[index]
 
     def end(self) -> None:
         """End the step. One in which the captured layers did not run each once, in turn, is

@@ -13,8 +13,9 @@ from paged import DEVICE, assert_close, paged_case  # noqa: E402
 from capture_kernels.decode.step.page_table import PageTable  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
 from capture_kernels.fingerprint.columns import vectors_of_columns  # noqa: E402
-from capture_kernels.fingerprint.reference import decode_statistics  # noqa: E402
+from capture_kernels.fingerprint.reference import attention_rows, decode_statistics  # noqa: E402
 from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
+from capture_kernels.serving.fused import FusedCapture  # noqa: E402
 from capture_kernels.serving.requests import OUTPUT, THINK, RequestTable  # noqa: E402
 from capture_kernels.serving.step import LayerKind, StepCapture  # noqa: E402
 
@@ -89,9 +90,9 @@ class Model:
         self.caches[bool(kind.window)] = cache
         self.pages[kind] = (table.to(DEVICE), {"page": page, "page_slots": page_slots})
 
-    def capture(self, **options):
+    def capture(self, kind=StepCapture, **options):
         given = {"max_rows": 8, "max_length": 300, "num_requests": len(self.case.req_to_token)}
-        return StepCapture(self.kinds, device=DEVICE, slot_map=self.slot_map, **given | options)
+        return kind(self.kinds, device=DEVICE, slot_map=self.slot_map, **given | options)
 
     def tables(self, rows=None):
         case, rows = self.case, slice(rows)
@@ -224,6 +225,72 @@ def test_a_step_in_which_a_layer_did_not_run_says_nothing(on_host):
     assert not capture.results(4).mean.any()
     model.step(capture)
     assert capture.results(4).mean[:, 1, 28].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("on_host", [KERNELS])
+@pytest.mark.parametrize(
+    "given", [{}, {"windowed": (0, 3), "paged": True}], ids=["one kind", "pages of two tables"]
+)
+def test_a_fused_step_computes_every_rows_attention_and_describes_those_that_are_enabled(
+    given, on_host
+):
+    """Its requests are those of the capture of other steps. Values are the keys, turned around."""
+    model = Model(**given)
+    beside = model.capture(on_host=not ON_GPU, mean_top_k=3)
+    fused = model.capture(
+        kind=FusedCapture, on_host=on_host, mean_top_k=3, shared_requests=beside.requests
+    )
+    assert fused.bytes > 0 and fused.requests is beside.requests
+    beside.requests.enable(model.row(0))
+    beside.requests.enable(model.row(2), mask=5)
+    beside.requests.copy()
+    fused.begin(*model.tables())
+    outputs = {}
+    for number in model.numbers:
+        keys, query = model.caches[number in model.windowed], model.queries[number]
+        outputs[number] = torch.full_like(query, torch.nan)
+        assert fused.decode(number, query, keys, keys.flip(-1), outputs[number])
+    assert not fused.decode(9, query, keys, keys, query)  # none of those captured
+    fused.end()
+    found = fused.results(4)
+    assert found.mean[:, :, 28].tolist() == [[1, 0, 1, 0]] * len(model.numbers)
+    for index, number in enumerate(model.numbers):
+        window = WINDOW if number in model.windowed else 0
+        for row, length in enumerate(LENGTHS):
+            keys = model.case.keys[row][:length]
+            query = model.queries[number][row].double().cpu().numpy()
+            p = attention_rows(
+                query[None], keys, scale=0.3, positions=[length - 1], window=window
+            )[0]  # fmt: skip
+            values = keys[..., ::-1]
+            exact = np.einsum("gmt,tgd->gmd", p.reshape(2, -1, length), values).reshape(query.shape)
+            assert_close(outputs[number][row].float(), exact, largest=2e-2, rms=5e-3)
+        for row, mask in ((0, 0), (2, 5)):
+            truth = model.truth(number, row, Visibility(1, mask), mean_top_k=3)
+            assert_close(found.mean[index, row, :16], truth.hist.mean(0), **MASSES)
+            positions = found.mean_positions[index, row].tolist()
+            assert positions == truth.mean_top_positions.tolist()
+
+
+@pytest.mark.parametrize("on_host", [KERNELS])
+def test_a_fused_layer_out_of_turn_is_left_to_the_engine(on_host):
+    model = Model()
+    fused = model.capture(kind=FusedCapture, on_host=on_host)
+    fused.requests.enable(model.row(0))
+    fused.requests.copy()
+    fused.begin(*model.tables())
+    output = torch.full_like(model.queries[4], torch.nan)
+    keys = model.caches[0]
+    assert fused.decode(1, model.queries[1], keys, keys, torch.empty_like(output))
+    assert not fused.decode(1, model.queries[4], keys, keys, output)
+    assert output.isnan().all()
+    fused.end()
+    assert not fused.results(4).mean.any()
+
+
+def test_fused_steps_need_a_gpu():
+    with pytest.raises(OptionError, match="fused decode needs a GPU"):
+        Model().capture(kind=FusedCapture, on_host=True)
 
 
 def test_calls_out_of_turn_and_other_tables_are_refused():

@@ -36,14 +36,14 @@ import triton.language as tl
 from torch import Tensor
 
 from capture_kernels.fingerprint.vector import Visibility
-from capture_kernels.launch import after_last_kernel, early
+from capture_kernels.launch import after_last_kernel, early, processors
 from capture_kernels.layer_plan import check, head_words
 
 from .page_table import PageTable
 
 ROW_FIELDS = 8
-# KV slots that a program of `_map_slots` maps.
-MAPPED_AT_ONCE = 1024
+# KV slots that a program of `_map_slots` maps at a time; its programs on a processor of the GPU.
+MAPPED_AT_ONCE, MAPPERS = 1024, 4
 # Fields of `row_table`. FIRST and LAST are the programs of the row's first and last split; HUB is
 # where its hubs are, -1 for nowhere.
 POSITION, SEEN, REAL, VISIBLE, FIRST, LAST, MASKED, HUB = (
@@ -188,20 +188,23 @@ def _map_slots(
     BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGE_SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each key that a row reads, the KV slot that `slot_map` gives for the table's, or that it
-    has in its page."""
+    has in its page. The programs of a row take turns at its keys."""
     after_last_kernel(EARLY)
-    row, distance = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0)
     position = row_field(row_table, POSITION, row, num_rows)
-    is_read = distance < row_field(row_table, SEEN, row, num_rows)
+    seen = row_field(row_table, SEEN, row, num_rows)
     of_row = kv_slots + tl.load(base + row)
     newest = (row + 1).to(tl.int64) * window - 1
-    if PAGE:
-        key = tl.where(is_read, position - distance, 0)
-        own = tl.load(of_row + key // PAGE, mask=is_read, other=0) * PAGE_SLOTS + key % PAGE
-    else:
-        slot = tl.load(of_row + position - distance, mask=is_read, other=0)
-        own = tl.load(slot_map + slot, mask=is_read, other=0)
-    tl.store(mapped + newest - distance, own.to(tl.int32), mask=is_read)
+    for first in range(tl.program_id(1) * BLOCK, seen, tl.num_programs(1) * BLOCK):
+        distance = first + tl.arange(0, BLOCK)
+        is_read = distance < seen
+        if PAGE:
+            key = tl.where(is_read, position - distance, 0)
+            own = tl.load(of_row + key // PAGE, mask=is_read, other=0) * PAGE_SLOTS + key % PAGE
+        else:
+            slot = tl.load(of_row + position - distance, mask=is_read, other=0)
+            own = tl.load(slot_map + slot, mask=is_read, other=0)
+        tl.store(mapped + newest - distance, own.to(tl.int32), mask=is_read)
     if tl.program_id(1) == 0:
         tl.store(mapped_base + row, newest - position)
 
@@ -344,7 +347,8 @@ class Schedule:
             if self.mapped and rows:
                 window = self.mapped_slots.shape[1]
                 block = min(MAPPED_AT_ONCE, max(32, triton.next_power_of_2(window)))
-                _map_slots[(rows, triton.cdiv(window, block))](
+                at_once = max(1, processors(self.device) * MAPPERS // rows)
+                _map_slots[(rows, min(at_once, triton.cdiv(window, block)))](
                     *(table.kv_slots, absent if slot_map is None else slot_map),
                     *(self.base, self.row_table),
                     *(self.mapped_slots, self.mapped_base, rows, window),

@@ -144,6 +144,11 @@ class ServeOptions:
         "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
         bool, False,
     )  # fmt: skip
+    fused_decode: bool = option(
+        "--attention-fused-decode",
+        "Captured layers decode with attn's kernel: keys are read once, not twice (vLLM).",
+        bool, False,
+    )  # fmt: skip
     logit_lens: bool = option(
         "--attention-logit-lens", "Let clients ask for attention_logit_lens (SGLang).", bool, False
     )

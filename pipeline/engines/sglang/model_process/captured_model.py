@@ -49,6 +49,8 @@ class CapturedModel(ServedModel):
         self.windows = WindowPool(runner)
         if not layers:
             raise OptionError("no layer has attention to capture")
+        if options.fused_decode:
+            raise OptionError("--attention-fused-decode is not with SGLang yet: leave it out")
         super().__init__(
             arguments.served_model_name or arguments.model_path,
             revision_of(arguments.model_path, config.hf_config),

@@ -1,6 +1,7 @@
 """FLASH_ATTN and TRITON_ATTN as vLLM has them, but for handing each layer that has run to the
-recorder. vLLM imports this where it loads a model, because the plug-in has registered these classes
-in the places of the built-in ones.
+recorder, or (--attention-fused-decode) a captured layer of a decode step before it runs. vLLM
+imports this where it loads a model, because the plug-in has registered these classes in the places
+of the built-in ones.
 
 Source: vLLM 0.33.0, v1/attention/backends.
 """
@@ -23,11 +24,13 @@ class _Captured:
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, *given: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
+        recorder = None if attn_metadata is None else getattr(layer, RECORDER, None)
+        if recorder is not None and recorder.decodes(layer, query, attn_metadata, output):
+            return output
         found: Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *given, **named
         )
-        recorder = getattr(layer, RECORDER, None)
-        if recorder is not None and attn_metadata is not None:
+        if recorder is not None:
             recorder.layer(layer, query, attn_metadata)
         return found
 

@@ -113,12 +113,14 @@ class LayerKeys:
     """The keys of a layer in its cache. group: number of the table of pages that it has.
 
     Attributes:
-        keys: [KV slots, key_heads, head_dim], a view. page, page_slots: as `PageTable` has them.
+        keys: [KV slots, key_heads, head_dim], a view; values: the same of what follows each key.
+        page, page_slots: as `PageTable` has them.
         scale: float32, one for all or one for each key head, what keys are multiplied by, times
             what queries of 8 bits are; None if neither is.
     """
 
     keys: Tensor
+    values: Tensor
     page: int
     page_slots: int
     group: int
@@ -141,17 +143,18 @@ class LayerKeys:
         if one != 1 or page_stride % stride:
             raise OptionError(f"layer {layer.layer_name} has its keys at strides {cache.stride()}")
         apart = page_stride // stride
-        keys = torch.as_strided(
-            cache, ((pages - 1) * apart + page, heads, dim), (stride, head_stride, 1),
-            cache.storage_offset(),
-        )  # fmt: skip
+        slots, begin = (pages - 1) * apart + page, cache.storage_offset()
+        keys, values = (
+            torch.as_strided(cache, (slots, heads, size), (stride, head_stride, 1), begin + at)
+            for at, size in ((0, dim), (dim, cache.shape[3] - dim))
+        )
         scale = None
         if keys.element_size() == 1:
             scale = layer._k_scale.float()
             if query_is_8_bit:
                 scale = scale * layer._q_scale.float()
             scale = scale.reshape(-1)
-        return cls(keys, page, apart, group, scale)
+        return cls(keys, values, page, apart, group, scale)
 
 
 def kinds_of(layers: Mapping[int, Any], tables: Mapping[int, Hashable]) -> list[LayerKind]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
-
-from capture_kernels.serving.step import StepCapture
+from capture_kernels.errors import OptionError
+from capture_kernels.serving.fused import FusedCapture
+from capture_kernels.serving.step import LayerKind, StepCapture
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.steps.base_recorder import (
     GRAPH_PADDING,
@@ -42,10 +42,9 @@ def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
     groups = get_kv_cache_groups(runner.vllm_config, deepcopy(runner.get_kv_cache_spec()))
     of_layers = group_of_layers(groups)
     tables = {number: of_layers[layer.layer_name] for number, layer in model.layers.items()}
-    return step_capture(
-        kinds_of(model.layers, tables), options, Ranks(), rows=runner.max_num_reqs,
-        length=runner.max_model_len, device=runner.device,
-    ).bytes  # fmt: skip
+    kinds = kinds_of(model.layers, tables)
+    made = captures(runner, kinds, options, Ranks())
+    return sum(each.bytes for each in made if each is not None)
 
 
 def group_of_layers(groups: Sequence[Any]) -> dict[str, int]:
@@ -53,21 +52,29 @@ def group_of_layers(groups: Sequence[Any]) -> dict[str, int]:
     return {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
 
-def step_capture(
-    kinds: Sequence[Any], options: ServeOptions, ranks: Ranks, *, rows: int, length: int,
-    device: torch.device | str,
-) -> StepCapture:  # fmt: skip
-    """The plans of a server for so many rows of so many keys at most."""
-    return StepCapture(
-        kinds,
-        max_rows=rows + GRAPH_PADDING,
-        max_length=length,
-        num_requests=rows + GRAPH_PADDING,
-        device=device,
-        visibility=options.visibility,
-        mean_top_k=top_k_of_mean(options),
-        top_k=top_k_of_heads(options),
-        ranks=ranks.heads,
-        scratch_bytes=options.scratch_bytes,
-        first_request=0,
-    )
+def captures(
+    runner: Any, kinds: Sequence[LayerKind], options: ServeOptions, ranks: Ranks
+) -> tuple[StepCapture, FusedCapture | None]:
+    """What captures steps beside vLLM's attention and, with --attention-fused-decode, what takes
+    its place in decode steps, with the same requests.
+
+    Raises:
+        OptionError: --attention-fused-decode where it is not possible.
+    """
+    rows = runner.max_num_reqs + GRAPH_PADDING
+    own: dict[str, Any] = {
+        "max_rows": rows, "max_length": runner.max_model_len, "num_requests": rows,
+        "device": runner.device, "visibility": options.visibility,
+        "mean_top_k": top_k_of_mean(options), "top_k": top_k_of_heads(options),
+        "ranks": ranks.heads, "scratch_bytes": options.scratch_bytes, "first_request": 0,
+    }  # fmt: skip
+    beside = StepCapture(kinds, **own)
+    if not options.fused_decode:
+        return beside, None
+    try:
+        cache = runner.vllm_config.cache_config.cache_dtype
+        if cache.startswith("fp8"):
+            raise OptionError(f"--kv-cache-dtype {cache} was not tried")
+        return beside, FusedCapture(kinds, **own, shared_requests=beside.requests)
+    except OptionError as error:
+        raise OptionError(f"--attention-fused-decode: {error}") from None

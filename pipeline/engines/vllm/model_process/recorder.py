@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
-from capture_kernels.serving.step import StepResults
+from capture_kernels.serving.fused import FusedCapture
+from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.steps.base_recorder import BaseRecorder
@@ -39,7 +40,7 @@ from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
 from .layers import kinds_of
-from .plans import keys_of, step_capture
+from .plans import captures, keys_of
 from .states import SampledStep, VllmState, WaitingRow
 
 LOG = logging.getLogger("attn.capture")
@@ -73,10 +74,8 @@ class Recorder(BaseRecorder):
         self._keys = keys_of(runner, model)
         kinds = kinds_of(model.layers, {number: keys.table for number, keys in self._keys.items()})
         self._first_of = [min(kind.numbers) for kind in kinds]
-        self.capture = step_capture(
-            kinds, options, ranks, rows=runner.max_num_reqs, length=runner.max_model_len,
-            device=self._device,
-        )  # fmt: skip
+        # The second takes the place of vLLM's attention in decode steps, if it is to.
+        self.capture, self._fused = captures(runner, kinds, options, ranks)
         # A row of a decode step is the request of its number in the batch.
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
         self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
@@ -269,6 +268,34 @@ class Recorder(BaseRecorder):
         self._captured, self._noted, self._extend, self._rows = [], [], None, 0
         self._stage = Stage.REPLAYED
 
+    def decodes(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> bool:
+        """Run a layer of a decode step in the place of vLLM's attention. Arguments are as those of
+        `layer`, whose call it replaces.
+
+        Args:
+            output: [tokens, heads, head_dim]; written.
+
+        Returns:
+            Whether it did; if not, vLLM's attention has to run.
+        """
+        if self._fused is None or metadata.max_query_len != 1:
+            return False
+        return bool(self._decode(self._fused, layer, query, metadata, output))
+
+    @all_or_none
+    def _decode(
+        self, fused: FusedCapture, layer: Any, query: Tensor, metadata: Any, output: Tensor
+    ) -> bool:
+        number, rows = self._numbers[layer.layer_name], len(metadata.seq_lens)
+        if not self._is_in_turn(number, fused, metadata, is_decode=True):
+            return False
+        own = self._keys[number]
+        done = fused.decode(
+            number, query[:rows], own.keys, own.values, output[:rows], sinks=layer.impl.sinks
+        )
+        self._end_after(number, fused)
+        return done
+
     @all_or_none
     def layer(self, layer: Any, query: Tensor, metadata: Any) -> None:
         """A layer has run: take what is captured of it. Its keys are in its cache.
@@ -276,29 +303,38 @@ class Recorder(BaseRecorder):
         Args:
             layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
         """
-        if getattr(metadata, "causal", True) is not True:
-            return  # such a step attends to both sides: none of its rows is captured
-        number = self._numbers[layer.layer_name]
         # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
         is_decode = metadata.max_query_len == 1
-        if is_decode and not (self.on_gpu or self._noted):
+        if is_decode and (self._fused is not None or not (self.on_gpu or self._noted)):
             return
         if not is_decode and self._extend is None:
             return
-        if number == self.capture.layers[0]:
-            self.capture.begin(*self._tables(metadata, is_decode))
-            self._stage = Stage.BEGUN
-        elif self._stage is not Stage.BEGUN:
-            self._stage = Stage.INCOMPLETE
-        if self._stage is not Stage.BEGUN:
+        number = self._numbers[layer.layer_name]
+        if not self._is_in_turn(number, self.capture, metadata, is_decode):
             return
         rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
         own = self._keys[number]
         if rows.element_size() == 1:
             rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
         self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
-        if number == self.capture.layers[-1]:
-            self.capture.end()
+        self._end_after(number, self.capture)
+
+    def _is_in_turn(
+        self, number: int, capture: StepCapture, metadata: Any, is_decode: bool
+    ) -> bool:
+        """Whether a layer of this number may be captured now; the first begins the step."""
+        if getattr(metadata, "causal", True) is not True:
+            return False  # such a step attends to both sides: none of its rows is captured
+        if number == capture.layers[0]:
+            capture.begin(*self._tables(metadata, is_decode))
+            self._stage = Stage.BEGUN
+        elif self._stage is not Stage.BEGUN:
+            self._stage = Stage.INCOMPLETE
+        return self._stage is Stage.BEGUN
+
+    def _end_after(self, number: int, capture: StepCapture) -> None:
+        if number == capture.layers[-1]:
+            capture.end()
             self._stage = Stage.ENDED
 
     def _tables(self, metadata: Any, is_decode: bool) -> list[PageTable]:
@@ -347,7 +383,9 @@ class Recorder(BaseRecorder):
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None, None
         lists = any(wants_lists(note.state.collector.request) for note in self._noted)
-        found = self.capture.results(self._rows, heads=lists and self._has_lists)
+        is_decode = self._extend is None
+        capture = self._fused if self._fused is not None and is_decode else self.capture
+        found = capture.results(self._rows, heads=lists and self._has_lists)
         if self._copy_stream is None:
             return found, None
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
