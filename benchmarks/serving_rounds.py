@@ -28,6 +28,8 @@ from benchmarks.engine_process import EngineProcess
 from pipeline.store.open import open_store
 
 CONTEXT = 4_096
+# Kinds of servers that record every request, with options of ours besides.
+RECORDING: dict[str, list[str]] = {"recording": [], "fused": ["--attention-fused-decode"]}
 TIMEOUT_S, STORED_WITHIN_S = 300.0, 3.0
 # What every request asks of the server of each kind that gives entries.
 ASKED: dict[str, dict[str, Any]] = {
@@ -73,8 +75,12 @@ class Program:
     kinds: str
 
 
+def store_of(folder: Path, kind: str) -> Path:
+    return folder / f"store-{kind}"
+
+
 def started(
-    program: Program, asked: argparse.Namespace, folder: Path, store: Path, running: ExitStack
+    program: Program, asked: argparse.Namespace, folder: Path, running: ExitStack
 ) -> dict[str, Server]:
     """The servers that the asked kinds need, ready; those that give entries are one."""
     model = folder / "model"
@@ -83,10 +89,12 @@ def started(
     (model / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     ours = ["--attention-capture-layers", asked.layers, "--attention-tokens-max", "0"]
     wanted: dict[str, list[str] | None] = {"without": None}
-    if "recording" in asked.kinds:
-        wanted["recording"] = [
-            *ours, "--attention-store", str(store), "--attention-fingerprint-max-steps", "0",
-        ]  # fmt: skip
+    for kind in RECORDING:
+        if kind in asked.kinds:
+            wanted[kind] = [
+                *ours, "--attention-store", str(store_of(folder, kind)),
+                "--attention-fingerprint-max-steps", "0", *RECORDING[kind],
+            ]  # fmt: skip
     if {*asked.kinds} & {*ASKED}:
         wanted["entries"] = [*ours, "--return-attention-tokens"]
     if "control" in asked.kinds:
@@ -104,7 +112,6 @@ def started(
 
 
 def measure(program: Program, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    store = folder / "store"
     drawn = random.Random(1)
     # The first few tokens end an answer, or pad it.
     vocabulary = program.shapes[asked.shape]["vocab_size"]
@@ -115,7 +122,7 @@ def measure(program: Program, asked: argparse.Namespace, folder: Path) -> dict[s
         "shape": asked.shape, "layers": asked.layers, "steps": asked.steps, "batches": {},
     }  # fmt: skip
     with ExitStack() as running:
-        ready = started(program, asked, folder, store, running)
+        ready = started(program, asked, folder, running)
         for each in ready.values():
             asyncio.run(program.send(each, prompts, 1))  # into the prefix cache
         servers = {"without": ready["without"]} | {
@@ -137,12 +144,12 @@ def measure(program: Program, asked: argparse.Namespace, folder: Path) -> dict[s
                    if line.startswith("attn") or "switched off" in line]
             for kind in asked.kinds
         }  # fmt: skip
-    if "recording" in asked.kinds:
-        with open_store(store, read_only=True) as opened:
-            figures["records"] = opened.counts().rows
-        # The last token of an answer is never fed, and the first is the prompt's.
-        each_round = sum(asked.batches) * (asked.steps - 1)
-        figures["expected_records"] = asked.rounds * each_round
+    figures["records"] = {}
+    for kind in {*asked.kinds} & {*RECORDING}:
+        with open_store(store_of(folder, kind), read_only=True) as opened:
+            figures["records"][kind] = opened.counts().rows
+    # The last token of an answer is never fed, and the first is the prompt's.
+    figures["expected_records"] = asked.rounds * sum(asked.batches) * (asked.steps - 1)
     return figures
 
 
@@ -167,9 +174,11 @@ def print_round(batch: int, kind: str, found: dict[str, Any]) -> None:
 
 
 def misses(program: Program, figures: dict[str, Any]) -> list[str]:
-    found = []
-    if figures.get("records") != figures.get("expected_records"):
-        found.append(f"{figures['records']} of {figures['expected_records']} records are stored")
+    expected = figures["expected_records"]
+    found = [
+        f"{kind}: {count} of {expected} records are stored"
+        for kind, count in figures["records"].items() if count != expected
+    ]  # fmt: skip
     batch = max(figures["batches"], key=int)
     largest = figures["batches"][batch]
     if (
@@ -192,13 +201,13 @@ def run(program: Program, parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--steps", type=int, default=program.steps, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
     parser.add_argument("--kinds", default=program.kinds,
-                        help="recording, idle, raw, sketch, control")  # fmt: skip
+                        help="recording, fused (vLLM), idle, raw, sketch, control")  # fmt: skip
     parser.add_argument("--shape", default="llama-8b", choices=program.shapes, help="of the model")
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     asked = parser.parse_args()
     asked.kinds = asked.kinds.split(",")
-    if unknown := {*asked.kinds} - {"recording", "control", *ASKED}:
+    if unknown := {*asked.kinds} - {"control", *RECORDING, *ASKED}:
         parser.error(f"no such kind of server: {', '.join(sorted(unknown))}")
     asked.batches = [int(size) for size in asked.batches.split(",")]
     if not torch.cuda.is_available():

@@ -6,7 +6,8 @@
 As `sglang_serving.py`, of which the kinds of servers, the models and the rounds are: servers of one
 model take turns with the same prompts of CONTEXT tokens, which are in the prefix cache. What counts
 are the generated tokens that the engine's own metrics count while the whole batch is running.
-CUDA graphs are on, whole ones for decode steps.
+CUDA graphs are on, whole ones for decode steps. The server called fused, for which --kinds fused is
+a run by itself as a GPU has no room for three, has --attention-fused-decode.
 
 Exits 1 if a record is missing from the store, or if on an H200, with the shape of Llama, capture of
 the last layer takes more than MOST_PERCENT of the largest batch's throughput.
@@ -26,7 +27,7 @@ import httpx
 # The repository is no installed package where a GPU host runs this.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.serving_rounds import CONTEXT, TIMEOUT_S, Program, Server, run
+from benchmarks.serving_rounds import CONTEXT, RECORDING, TIMEOUT_S, Program, Server, run
 from benchmarks.sglang_serving import SHAPES
 from benchmarks.vllm_process import VllmProcess
 
@@ -126,7 +127,8 @@ def throughput(server: Server, prompts: list[list[int]], steps: int) -> float:
 def main() -> int:
     program = Program(
         "vllm_serving", SHAPE, start, send, throughput, at_once=False,
-        most_percent={"recording": MOST_PERCENT}, batches="64,8,1", steps=400, kinds="recording",
+        most_percent=dict.fromkeys(RECORDING, MOST_PERCENT), batches="64,8,1", steps=400,
+        kinds="recording",
     )  # fmt: skip
     description = __doc__.splitlines()[0] if __doc__ else None
     return run(program, argparse.ArgumentParser(description=description))

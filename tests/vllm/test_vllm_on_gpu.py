@@ -74,6 +74,37 @@ def test_raw_entries_are_the_models_attention(server, count):
         assert "off" not in answer["usage"]
 
 
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_fused_decode_is_the_models_attention(tmp_path, backend):
+    """All layers: the queries of each come from the fused attention of those before. Half of the
+    requests do not ask, and have theirs from it, too."""
+    from attention_reference import AttentionReference
+
+    prompts, rows = prompts_of(16), 3
+    fused = ("--attention-fused-decode", "--attention-backend", backend)
+    with start(tmp_path, *fused) as running:
+        url = running.wait().url
+
+        async def mixed() -> list[list[dict]]:
+            return await asyncio.gather(
+                generate(url, prompts[::2]),
+                generate(url, prompts[1::2], return_attention_tokens=True, top_k_attention=8,
+                         include_prompt_attention=rows),
+            )  # fmt: skip
+
+        silent, asking = asyncio.run(mixed())
+        (again,) = asyncio.run(generate(url, prompts[2:3], return_attention_tokens=True,
+                                        top_k_attention=8))  # fmt: skip
+    assert not any(answer["entries"] for answer in silent)
+    for prompt, answer in list(zip(prompts[1::2], asking, strict=True))[:4]:
+        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+        check_raw(answer, truth, 4, rows, SHARE, LOGIT)
+    # Of one that was silent: the tokens that the model itself finds likeliest.
+    assert again["output_ids"] == silent[1]["output_ids"]
+    truth = AttentionReference(Path(MODEL), prompts[2] + silent[1]["output_ids"])
+    check_raw(again, truth, 4, 0, SHARE, LOGIT)
+
+
 def test_who_does_not_ask_is_answered_the_same_and_mixed_batches_are_right(server):
     prompts = prompts_of(12)
     plain = asyncio.run(generate(server.url, prompts))
@@ -216,7 +247,8 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys, backend):
             "--attention-backend", backend, "--dtype", dtype, mean=mean)  # fmt: skip
 
 
-def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
+def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path, options):
     """Gemma 2: a cap on every layer's logits, a window on every other layer."""
     layers, window, cap = 4, 48, 3.0
     model = saved(tmp_path / "model", transformers.Gemma2Config(
@@ -225,7 +257,9 @@ def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path):
         hidden_act="gelu_pytorch_tanh",
     ))  # fmt: skip
     # vLLM runs this model in bfloat16, which has three bits less than float16.
-    truths = checked(tmp_path, model, layers, 0.1, 0.2, "--dtype", "bfloat16", mean=SHARE / 2)
+    truths = checked(
+        tmp_path, model, layers, 0.1, 0.2, "--dtype", "bfloat16", *options, mean=SHARE / 2
+    )
     for truth in truths:
         seen = truth.logits[:, :, -1]
         # Both do something here: logits near the cap, and keys that only the other layers see.
@@ -294,11 +328,20 @@ def test_chosen_heads_put_back_requests_chats_and_records_at_the_end(tmp_path):
         assert opened.counts().rows == 16 * (new - 1) + 4
 
 
-def test_what_cannot_be_captured_does_not_start(tmp_path):
-    options = ["--compilation-config", '{"cudagraph_mode": "FULL"}']
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--compilation-config", '{"cudagraph_mode": "FULL"}'],
+         "whole graphs of prompts (FULL) cannot be captured"),
+        (["--attention-fused-decode", "--kv-cache-dtype", "fp8"],
+         "--attention-fused-decode: --kv-cache-dtype fp8 was not tried"),
+    ],
+    ids=["graphs", "fused fp8"],
+)  # fmt: skip
+def test_what_cannot_be_captured_does_not_start(tmp_path, options, says):
     with start(tmp_path, *options) as running, pytest.raises(RuntimeError) as error:
         running.wait()
-    assert "whole graphs of prompts (FULL) cannot be captured" in str(error.value)
+    assert says in str(error.value)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")

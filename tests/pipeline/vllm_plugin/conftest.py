@@ -32,11 +32,11 @@ def steps(vllm, monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Steps]]:
 
     def make(
         store: Path | None = None, ranks: Ranks | None = None, *, layout: str = "NHD",
-        windowed: bool = False, parser: str = "", **options: Any,
+        windowed: bool = False, parser: str = "", kind: type[Steps] = Steps, **options: Any,
     ) -> Steps:  # fmt: skip
         given = {"return_attention_tokens": True, "layers": "all", "store": store} | options
         model = {"layout": layout, "windowed": windowed, "parser": parser}
-        made.append(Steps(tmp_path, ServeOptions(**given), ranks, **model))
+        made.append(kind(tmp_path, ServeOptions(**given), ranks, **model))
         return made[-1]
 
     yield make

@@ -233,12 +233,22 @@ def test_an_implementation_hands_on_each_layer_after_it_has_run(vllm, name):
     layer = SimpleNamespace()
     rest = (None, None, None)
     assert impl.forward(layer, query, *rest, "metadata", output) is output
-    layer._attn_recorder = SimpleNamespace(layer=layer_ran)
+
+    def decodes(layer: Any, query: Any, metadata: Any, output: Any) -> bool:
+        if metadata == "decode":
+            output.copy_(2 * query)
+        return metadata == "decode"
+
+    layer._attn_recorder = SimpleNamespace(layer=layer_ran, decodes=decodes)
     # As in the run that measures memory, in which there is no step.
     impl.forward(layer, query, *rest, None, output)
     assert seen == []
     assert impl.forward(layer, query, *rest, "metadata", output, output_scale=None) is output
     assert seen == [(layer, query, "metadata")]
+    # The recorder did it in its place.
+    assert impl.forward(layer, query, *rest, "decode", output) is output
+    assert torch.equal(output, 2 * query)
+    assert len(seen) == 1
 
 
 def test_ranks_are_those_of_tensor_parallelism(vllm):

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_steps import FIRST_TOKEN, LAYERS, MOST_RUNNING, steps_of  # noqa: E402
+from vllm_steps import (  # noqa: E402
+    DIM,
+    FIRST_TOKEN,
+    HEADS,
+    KEY_HEADS,
+    LAYERS,
+    MOST_RUNNING,
+    PAGES,
+    SCALE,
+    Req,
+    Steps,
+    steps_of,
+)  # fmt: skip
 
 from capture_kernels.errors import OptionError  # noqa: E402
+from capture_kernels.serving.fused import FusedCapture  # noqa: E402
+from capture_kernels.serving.step import StepCapture  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED  # noqa: E402
 from pipeline.engines.serving.phases import PARSERS  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
-from pipeline.engines.vllm.model_process import captured_model  # noqa: E402
+from pipeline.engines.vllm.model_process import captured_model, plans  # noqa: E402
+from pipeline.engines.vllm.model_process.recorder import Recorder  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 OFF = "capture ended with an error: see the server's log"
@@ -53,6 +69,116 @@ def test_entries_are_the_models_attention(steps, layout, windowed):
         assert (usage["rows"], "off" in usage) == (prompt_rows + decoded, False)
         assert "missing_prompt_rows" not in usage
     assert some.said(plain) == ([], None)
+
+
+class FusedSteps(Steps):
+    """Captured layers of decode steps run in the place of vLLM's attention, with the keys, turned
+    around, as values. outputs: of the layers that did, [rows, heads, dim]; left: how many did not.
+    """
+
+    def __init__(self, *given, **named):
+        self.outputs, self.left = [], 0
+        super().__init__(*given, **named)
+
+    def _write(self, req: Req, number: int, position: int) -> None:
+        super()._write(req, number, position)
+        group = self.group_of[number]
+        page, at = divmod(position, PAGES[group])
+        cache = self.layers[number].kv_cache
+        cache[req.pages[group][page], :, at, DIM:] = req.keys[number, position].flip(-1)
+
+    def run_layer(self, layer, query, metadata):
+        output = torch.full_like(query, torch.nan)
+        if self.recorder.decodes(layer, query, metadata, output):
+            self.outputs.append(output)
+        else:
+            assert output.isnan().all()
+            self.left += 1
+            super().run_layer(layer, query, metadata)
+
+    def exact(self, req: Req, number: int, position: int):
+        """The attention of one row of a layer: float64[heads, dim]."""
+        first = max(0, position + 1 - (self.windows[number] or position + 1))
+        keys = req.keys[number, first : position + 1].double()
+        query = req.queries[number, position].double().view(KEY_HEADS, -1, DIM)
+        p = torch.softmax(SCALE * torch.einsum("gmd,tgd->gmt", query, keys), -1)
+        return torch.einsum("gmt,tgd->gmd", p, keys.flip(-1)).reshape(HEADS, DIM)
+
+
+class HostFused(FusedCapture):
+    """`FusedCapture` without a GPU, in plain torch."""
+
+    _plan = StepCapture._plan
+
+    def begin(self, *tables):
+        super().begin(*tables)
+        self.tables = tables
+
+    def decode(self, number, query, keys, values, output, *, sinks=None):
+        plan = self._plan_in_turn(number)
+        if plan is None:
+            return False
+        plan.run(query, keys, sinks=sinks)
+        index = self._plan_of[number][0]
+        table, window = self.tables[index], self.kinds[index].window
+        output.zero_()
+        for row, length in enumerate(table.seq_lens.tolist()):
+            key = torch.arange(max(0, length - (window or length)), length)
+            page = table.kv_slots[row, key // table.page].long()
+            slots = page * table.page_slots + key % table.page
+            own = query[row].view(KEY_HEADS, -1, DIM)
+            p = torch.softmax(SCALE * torch.einsum("gmd,tgd->gmt", own, keys[slots]), -1)
+            if length:
+                found = torch.einsum("gmt,tgd->gmd", p, values[slots])
+                output[row] = found.reshape(HEADS, DIM)
+        return True
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("windowed", [False, True], ids=["one group", "windows in a second group"])
+def test_fused_decode_runs_layers_of_decode_steps_and_describes_them(
+    steps, monkeypatch, windowed, layout
+):
+    """Steps of prompts are vLLM's own, with the same requests. Who asks for nothing has its
+    attention as well, and rows that pad a batch get zeros."""
+    monkeypatch.setattr(plans, "FusedCapture", HostFused)
+    some = steps(kind=FusedSteps, layout=layout, windowed=windowed, fused_decode=True)
+    plain, asking = some.request("plain", 9), some.request("asking", 20, prompt_rows=2)
+    some.run((plain, 9), (asking, 20))()
+    assert (some.outputs, some.left) == ([], LAYERS)
+    some.decode(plain, asking, padding=1)
+    assert (len(some.outputs), some.left) == (LAYERS, LAYERS)
+    for number, output in enumerate(some.outputs):
+        for row, req in enumerate((plain, asking)):
+            exact = some.exact(req, number, len(req.prompt))
+            torch.testing.assert_close(output[row].double(), exact, atol=1e-5, rtol=1e-4)
+        assert not output[2].any()
+    some.run((plain, 1), (asking, 1), leave_out=0)()  # out of turn: vLLM's own
+    assert (len(some.outputs), some.left) == (LAYERS, LAYERS + 1)
+    some.decode(asking)
+    some.end(asking)
+    some.run()
+    entries, usage = some.said(asking)
+    assert some.check(asking, entries) == [
+        (position, number) for position in (18, 19, 20, 22) for number in range(LAYERS)
+    ]
+    assert usage["rows"] == 4
+    # After a fault vLLM's attention runs every layer.
+    some.recorder.fail()
+    done = len(some.outputs)
+    some.decode(plain)
+    assert len(some.outputs) == done
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [("auto", "fused decode needs a GPU"), ("fp8", "--kv-cache-dtype fp8 was not tried")],
+)
+def test_fused_decode_is_refused_where_it_is_not_possible(steps, cache, says):
+    some = steps()
+    some.runner.vllm_config.cache_config.cache_dtype = cache
+    with pytest.raises(OptionError, match=f"^--attention-fused-decode: {says}$"):
+        Recorder(some.runner, replace(some.options, fused_decode=True), some.facts.append)
 
 
 def test_hidden_tokens_chosen_heads_and_chosen_layers(steps):
