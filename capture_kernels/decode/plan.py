@@ -90,6 +90,9 @@ class StatisticsPlan(LayerPlan):
     # Whether keys are in other KV slots than the table's entries: in those that `slot_map` gives,
     # as engines have layers with a window in a pool of their own, or in a table's pages.
     mapped: bool = False
+    # A plan of the same layers and rows that is never in the same step: its largest buffers, for
+    # logits and lists of KV slots, are used in the place of others.
+    beside: StatisticsPlan | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,13 +123,14 @@ class StatisticsPlan(LayerPlan):
         block_keys = tile * triton.next_power_of_2(triton.cdiv(max_length, tile * MOST_BLOCKS))
         if max_rows * triton.cdiv(max_length, block_keys) >= 1 << 30:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
-        self.scheduled = Schedule(
+        self.scheduled: Schedule = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
             *(self.visibility or Visibility(), self.window, self.all_keys, self.heads, self.mapped),
+            beside=None if self.beside is None else self.beside.scheduled,
         )
         heads = self.groups.count
         partial = (programs + max_rows, heads, PARTIAL.value)
-        self.top = TopKPlan(
+        self.top: TopKPlan = TopKPlan(
             layers=self.layers,
             groups=self.groups,
             scheduled=self.scheduled,
@@ -137,6 +141,7 @@ class StatisticsPlan(LayerPlan):
             partial_bytes=4 * math.prod(partial),
             scratch_bytes=self.scratch_bytes,
             ranks=self.ranks,
+            beside=None if self.beside is None else self.beside.top,
         )
         self.pending = PendingLayers(self.top.pending_layers, self.device)
         self.partial = self._zeros(self.pending.capacity, *partial)
@@ -278,7 +283,7 @@ class StatisticsPlan(LayerPlan):
 
     @property
     def bytes(self) -> int:
-        """Device memory that the plan holds, without a `mean_out`."""
+        """Device memory that the plan holds, without a `mean_out` and what is `beside`'s."""
         groups = self.groups
         own = [
             *(groups.table, groups.heads, self._pass_table, self.pending.addresses),

@@ -7,13 +7,14 @@ this kernel in captured layers: equal to the engine's within rounding, and not t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from capture_kernels.errors import OptionError
 
+from .requests import RequestTable
 from .step import LayerKind, StepCapture
 
 
@@ -24,16 +25,35 @@ class FusedCapture(StepCapture):
     All rows have an output, those of requests that are not captured too. Values are as long as
     keys.
 
+    Args:
+        beside: the capture of the server's other steps, with the same arguments; its requests and
+            its largest buffers are this one's too.
+
     Raises:
         OptionError: as of `StepCapture`; latent keys, or no GPU.
     """
+
+    _: KW_ONLY
+    beside: StepCapture
+
+    def _request_table(self, heads: int) -> RequestTable:
+        return self.beside.requests
 
     def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
         if self.on_host:
             raise OptionError("fused decode needs a GPU")
         from capture_kernels.decode.fused import FusedDecodePlan
 
-        return FusedDecodePlan(**self._plan_options(kind, mean), value_dim=kind.head_dim)
+        return FusedDecodePlan(
+            **self._plan_options(kind, mean),
+            value_dim=kind.head_dim,
+            beside=self.beside._plans[len(self._plans)],
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that it holds besides that of `beside`."""
+        return super().bytes - self.requests.bytes
 
     def decode(
         self,

@@ -105,8 +105,6 @@ class StepCapture:
     # the key; None if there are none, or tables are of pages. Read in `begin`.
     slot_map: Tensor | None = None
     first_request: int = 1  # row of the table: as `RequestTable` has it
-    # Of another object of the same server, whose requests are this one's too; None for its own
-    shared_requests: RequestTable | None = None
 
     def __post_init__(self) -> None:
         numbers = [number for kind in self.kinds for number in kind.numbers]
@@ -118,9 +116,7 @@ class StepCapture:
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
         most_heads = max(kind.heads for kind in self.kinds)
-        self.requests = self.shared_requests or RequestTable(
-            self.num_requests, self.device, heads=most_heads, first=self.first_request
-        )
+        self.requests = self._request_table(most_heads)
         self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
@@ -151,6 +147,9 @@ class StepCapture:
         self._table: PageTable | None = None
         self._ran, self._in_turn = [0] * len(self.kinds), True
 
+    def _request_table(self, heads: int) -> RequestTable:
+        return RequestTable(self.num_requests, self.device, heads=heads, first=self.first_request)
+
     def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
         own = self._plan_options(kind, mean)
         if self.on_host:
@@ -174,10 +173,8 @@ class StepCapture:
 
     @property
     def bytes(self) -> int:
-        """Device memory that capture holds on a GPU, without the ring and shared requests."""
-        own = self._mean.nbytes + self.hubs.nbytes
-        if self.shared_requests is None:
-            own += self.requests.bytes
+        """Device memory that capture holds on a GPU, without the ring."""
+        own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
         return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, *tables: PageTable) -> None:

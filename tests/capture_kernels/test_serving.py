@@ -236,11 +236,9 @@ def test_a_fused_step_computes_every_rows_attention_and_describes_those_that_are
 ):
     """Its requests are those of the capture of other steps. Values are the keys, turned around."""
     model = Model(**given)
-    beside = model.capture(on_host=not ON_GPU, mean_top_k=3)
-    fused = model.capture(
-        kind=FusedCapture, on_host=on_host, mean_top_k=3, shared_requests=beside.requests
-    )
-    assert fused.bytes > 0 and fused.requests is beside.requests
+    beside = model.capture(on_host=on_host, mean_top_k=3)
+    fused = model.capture(kind=FusedCapture, on_host=on_host, mean_top_k=3, beside=beside)
+    assert fused.requests is beside.requests
     beside.requests.enable(model.row(0))
     beside.requests.enable(model.row(2), mask=5)
     beside.requests.copy()
@@ -275,7 +273,8 @@ def test_a_fused_step_computes_every_rows_attention_and_describes_those_that_are
 @pytest.mark.parametrize("on_host", [KERNELS])
 def test_a_fused_layer_out_of_turn_is_left_to_the_engine(on_host):
     model = Model()
-    fused = model.capture(kind=FusedCapture, on_host=on_host)
+    beside = model.capture(on_host=on_host)
+    fused = model.capture(kind=FusedCapture, on_host=on_host, beside=beside)
     fused.requests.enable(model.row(0))
     fused.requests.copy()
     fused.begin(*model.tables())
@@ -288,9 +287,28 @@ def test_a_fused_layer_out_of_turn_is_left_to_the_engine(on_host):
     assert not fused.results(4).mean.any()
 
 
+@pytest.mark.parametrize("on_host", [KERNELS])
+@pytest.mark.parametrize("mean_top_k", [0, 32])
+def test_a_fused_capture_takes_the_large_buffers_of_that_of_other_steps(on_host, mean_top_k):
+    """Logits of 3,000 rows of 512 keys, and lists of as many KV slots."""
+    model = Model(paged=True)
+    size = {"max_rows": 3000, "max_length": 512, "num_requests": 3000, "mean_top_k": mean_top_k}
+    beside = model.capture(on_host=on_host, **size)
+    fused = model.capture(kind=FusedCapture, on_host=on_host, beside=beside, **size)
+    shared = 0
+    for mine, theirs in zip(fused._plans, beside._plans, strict=True):
+        pairs = [(mine.scheduled.mapped_slots, theirs.scheduled.mapped_slots)]
+        pairs += [(mine.top._kept["logits"], theirs.top._kept["logits"])] * bool(mean_top_k)
+        for one, other in pairs:
+            assert one.nbytes and one.data_ptr() == other.data_ptr()
+            shared += one.nbytes
+    assert 0 < fused.bytes < beside.bytes - 0.9 * shared
+
+
 def test_fused_steps_need_a_gpu():
+    model = Model()
     with pytest.raises(OptionError, match="fused decode needs a GPU"):
-        Model().capture(kind=FusedCapture, on_host=True)
+        model.capture(kind=FusedCapture, on_host=True, beside=model.capture(on_host=True))
 
 
 def test_calls_out_of_turn_and_other_tables_are_refused():

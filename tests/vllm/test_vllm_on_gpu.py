@@ -333,7 +333,7 @@ def test_chosen_heads_put_back_requests_chats_and_records_at_the_end(tmp_path):
     [
         (["--compilation-config", '{"cudagraph_mode": "FULL"}'],
          "whole graphs of prompts (FULL) cannot be captured"),
-        (["--attention-fused-decode", "--kv-cache-dtype", "fp8"],
+        (["--attention-fused-decode", "--kv-cache-dtype", "fp8", "--dtype", "bfloat16"],
          "--attention-fused-decode: --kv-cache-dtype fp8 was not tried"),
     ],
     ids=["graphs", "fused fp8"],

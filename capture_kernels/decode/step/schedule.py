@@ -223,6 +223,7 @@ class Schedule:
     all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
     heads: int = 0  # query heads of the model, as far as masks may choose among them
     mapped: bool = False  # whether keys are in other KV slots than the table's entries
+    beside: Schedule | None = None  # of as many rows, in other steps: its list of slots is used
 
     def __post_init__(self) -> None:
         lengths = (self.max_rows + 1, self.programs + 1, ROW_FIELDS * self.max_rows)
@@ -234,8 +235,10 @@ class Schedule:
         self.row_heads = torch.zeros(words * self.max_rows, dtype=torch.int32, device=self.device)
         # The KV slots of each row's window, or of all its keys, and where each row's are.
         window = min(self.window or self.max_length, self.max_length)
-        shape = (self.max_rows, window if self.mapped else 0)
+        shape = (self.max_rows, window if self.mapped and self.beside is None else 0)
         self.mapped_slots = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        if self.beside is not None:
+            self.mapped_slots = self.beside.mapped_slots
         self.mapped_base = torch.zeros_like(self.base)
         # Of this step: words of a row's head mask, 0 without masks.
         self._head_words = 0
@@ -253,10 +256,10 @@ class Schedule:
 
     @property
     def bytes(self) -> int:
-        """Device memory of all tensors."""
-        names = ("block_ptr", "program_ptr", "row_table", "row_heads", "base", "mapped_slots")
+        """Device memory of all tensors that are not another's."""
+        names = ("block_ptr", "program_ptr", "row_table", "row_heads", "base", "mapped_base")
         own = sum(int(getattr(self, name).nbytes) for name in names)
-        return own + self.mapped_base.nbytes
+        return own if self.beside is not None else own + self.mapped_slots.nbytes
 
     @property
     def _row_lanes(self) -> int:

@@ -90,6 +90,7 @@ class TopKPlan:
     partial_bytes: int  # what the pass keeps of a layer without any top k
     scratch_bytes: int  # what may be kept of pending layers; rows beyond it are read again
     ranks: HeadRanks | None = None  # that hold the layer's other heads
+    beside: TopKPlan | None = None  # of other steps: its room for logits is used, if large enough
 
     def __post_init__(self) -> None:
         k, mean_k, heads, schedule = self.k, self.mean_k, self.groups.count, self.scheduled
@@ -141,8 +142,12 @@ class TopKPlan:
             name: self._zeros(self.pending_layers, *shape, dtype=dtype)
             for name, (shape, dtype) in kept.items()
         }
-        self._kept["logits"] = self._zeros(self._logit_blocks, heads, block_keys)
-        self._kept["mean_keys"] = self._zeros(self._logit_blocks * bool(mean_k), block_keys)
+        self._borrowed: list[Tensor] = []
+        for name, shape in (
+            ("logits", (self._logit_blocks, heads, block_keys)),
+            ("mean_keys", (self._logit_blocks * bool(mean_k), block_keys)),
+        ):
+            self._kept[name] = self._room(name, shape)
         queued = self.pending_layers * max_rows * heads * bool(k)
         self._kept["rescan_queue"] = self._zeros(1 + queued, dtype=torch.int32)
         rows = (self.layers, max_rows)
@@ -206,6 +211,14 @@ class TopKPlan:
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.scheduled.device)
 
+    def _room(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A float32 tensor that each step writes before it reads it."""
+        theirs = None if self.beside is None else self.beside._kept[name]
+        if theirs is None or theirs.numel() < math.prod(shape):
+            return self._zeros(*shape)
+        self._borrowed.append(theirs.view(-1)[: math.prod(shape)].view(shape))
+        return self._borrowed[-1]
+
     def _buckets(self, splits: float, split_keys: int) -> int:
         """Into how many buckets the at most `split_keys` keys of a split are sorted.
 
@@ -237,8 +250,9 @@ class TopKPlan:
 
     @property
     def bytes(self) -> int:
-        """Device memory that the plan holds."""
-        return sum(each.nbytes for each in (*self._kept.values(), *self.answers))
+        """Device memory that the plan holds, without what is another's."""
+        held = sum(each.nbytes for each in (*self._kept.values(), *self.answers))
+        return held - sum(each.nbytes for each in self._borrowed)
 
     def answer(self, layer: int, rows: int) -> TopK | None:
         """What was found of the first rows in a layer: views; None if nothing was planned."""

@@ -133,7 +133,8 @@ def have_delivered(engine: Any, timeout: float | None = None) -> None:
     time to end: have records delivered."""
     if timeout:
         return
-    handler = engine.output_handler
+    # An engine that failed as it was made has none.
+    handler = getattr(engine, "output_handler", None)
     loop = None if handler is None else handler.get_loop()
     # After a signal vLLM calls it in a thread, while the loop goes on.
     if loop is None or not loop.is_running() or current_thread() is main_thread():

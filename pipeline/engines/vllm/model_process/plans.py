@@ -75,6 +75,6 @@ def captures(
         cache = runner.vllm_config.cache_config.cache_dtype
         if cache.startswith("fp8"):
             raise OptionError(f"--kv-cache-dtype {cache} was not tried")
-        return beside, FusedCapture(kinds, **own, shared_requests=beside.requests)
+        return beside, FusedCapture(kinds, **own, beside=beside)
     except OptionError as error:
         raise OptionError(f"--attention-fused-decode: {error}") from None
