@@ -106,6 +106,10 @@ def serve(
         raise OptionError(
             "--device is not an option of --engine vllm: it takes the GPU that it sees"
         )
+    if engine is not ServingEngine.VLLM and options.fused_decode:
+        raise OptionError(
+            f"--attention-fused-decode is of --engine vllm, not {engine}: leave it out"
+        )
     if engine is not ServingEngine.TRANSFORMERS and not is_installed(engine):
         raise MissingExtraError(
             f"--engine {engine} needs {NAMES[engine]}: pip install 'attn[{engine}]', or use "

@@ -53,8 +53,6 @@ def serve(
     """
     with ExitStack() as stack:
         options.check_files()
-        if options.fused_decode:
-            raise OptionError("--attention-fused-decode is for vLLM: leave it out")
         ready = stack.enter_context(listening or _bound(host, port))
         model = ServedModel(
             name,

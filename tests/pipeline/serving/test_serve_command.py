@@ -106,6 +106,8 @@ def test_a_server_for_other_machines_without_a_key_is_warned_about(sglang):
         (["--tp", "2", "m"], "the model comes first"),
         (["m", "--port", "65536"], "--port"),
         (["m", "--engine", "vllm"], "--engine"),
+        (["m", "--attention-fused-decode"], "--attention-fused-decode is of --engine vllm"),
+        ([*HERE, "--attention-fused-decode"], "--attention-fused-decode is of --engine vllm"),
         ([*HERE, "--tp", "2"], "--tp"),
         ([*HERE, "--attention-api-key-file", "does-not-exist"], "--attention-api-key-file"),
         ([*HERE, "--attention-store", "s3://bucket/x"], "object storage"),

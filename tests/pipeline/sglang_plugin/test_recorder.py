@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from recorder_steps import LAYERS, MOST_RUNNING  # noqa: E402
 
+from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.responses import decoded  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
@@ -225,3 +226,8 @@ def test_a_budget_that_is_passed_ends_capture(steps):
     assert steps_of(entries) == list(range(len(entries)))
     assert FEWEST <= len(entries) <= FEWEST + 1
     assert usage[0]["off"] == reason
+
+
+def test_fused_decode_is_of_vllm(steps):
+    with pytest.raises(OptionError, match="--attention-fused-decode is of vLLM alone"):
+        steps(fused_decode=True)

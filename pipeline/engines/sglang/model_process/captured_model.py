@@ -50,7 +50,7 @@ class CapturedModel(ServedModel):
         if not layers:
             raise OptionError("no layer has attention to capture")
         if options.fused_decode:
-            raise OptionError("--attention-fused-decode is not with SGLang yet: leave it out")
+            raise OptionError("--attention-fused-decode is of vLLM alone: leave it out")
         super().__init__(
             arguments.served_model_name or arguments.model_path,
             revision_of(arguments.model_path, config.hf_config),
