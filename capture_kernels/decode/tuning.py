@@ -39,7 +39,7 @@ PAIRS = Tuning(programs_a_processor=2, key_heads=2)
 SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
 # More query heads on a key head need more threads: each lane and head takes registers.
 MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
-MANY_HEADS_TOP = Tuning(tile=32, warps=4, stages=9, programs_a_processor=2)
+MANY_HEADS_TOP = Tuning(tile=32, warps=2, stages=12, programs_a_processor=2)
 # Latent keys: a tile takes most of a multiprocessor's shared memory. With more heads than a group
 # of `HeadGroups` holds, all of one key head are one product, if 128 at most.
 LATENT = Tuning(tile=32, warps=1, stages=3, programs_a_processor=3)
