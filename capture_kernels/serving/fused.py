@@ -14,7 +14,6 @@ from torch import Tensor
 
 from capture_kernels.errors import OptionError
 
-from .requests import RequestTable
 from .step import LayerKind, StepCapture
 
 
@@ -26,8 +25,8 @@ class FusedCapture(StepCapture):
     keys.
 
     Args:
-        beside: the capture of the server's other steps, with the same arguments; its requests and
-            its largest buffers are this one's too.
+        beside: the capture of the server's other steps, with the same arguments; its requests, hubs
+            and largest buffers are this one's too.
 
     Raises:
         OptionError: as of `StepCapture`; latent keys, or no GPU.
@@ -36,8 +35,9 @@ class FusedCapture(StepCapture):
     _: KW_ONLY
     beside: StepCapture
 
-    def _request_table(self, heads: int) -> RequestTable:
-        return self.beside.requests
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requests, self.hubs = self.beside.requests, self.beside.hubs
 
     def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
         if self.on_host:
@@ -53,7 +53,7 @@ class FusedCapture(StepCapture):
     @property
     def bytes(self) -> int:
         """Device memory that it holds besides that of `beside`."""
-        return super().bytes - self.requests.bytes
+        return super().bytes - self.requests.bytes - self.hubs.nbytes
 
     def decode(
         self,

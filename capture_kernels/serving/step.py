@@ -116,7 +116,9 @@ class StepCapture:
         if self.on_host is None:
             self.on_host = torch.device(self.device).type != "cuda"
         most_heads = max(kind.heads for kind in self.kinds)
-        self.requests = self._request_table(most_heads)
+        self.requests = RequestTable(
+            self.num_requests, self.device, heads=most_heads, first=self.first_request
+        )
         self.hubs = torch.zeros((self.hub_slots, self.max_length), device=self.device)
         # One buffer for all kinds, so that one launch appends their records.
         self._mean = torch.zeros((len(numbers), self.max_rows, COLUMNS), device=self.device)
@@ -146,9 +148,6 @@ class StepCapture:
         # Of this step: its rows, how many layers of each kind have run, and whether in turn.
         self._table: PageTable | None = None
         self._ran, self._in_turn = [0] * len(self.kinds), True
-
-    def _request_table(self, heads: int) -> RequestTable:
-        return RequestTable(self.num_requests, self.device, heads=heads, first=self.first_request)
 
     def _plan(self, kind: LayerKind, mean: Tensor) -> Any:
         own = self._plan_options(kind, mean)

@@ -137,7 +137,7 @@ class ServeOptions:
         str, "last",
     )  # fmt: skip
     hub_slots: int = option(
-        "--attention-hub-slots", "Requests that may add up attention_hubs at once (SGLang).",
+        "--attention-hub-slots", "Requests that may add up attention_hubs at once (SGLang, vLLM).",
         int, 0, low=0, high=4096,
     )  # fmt: skip
     head_lists: bool = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,7 +30,9 @@ from capture_kernels.serving.step import StepCapture  # noqa: E402
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED  # noqa: E402
 from pipeline.engines.serving.phases import PARSERS  # noqa: E402
+from pipeline.engines.serving.responses import HUBS  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
+from pipeline.engines.serving.steps.hubs import ALL_TAKEN, ROW_TWICE  # noqa: E402
 from pipeline.engines.vllm.model_process import captured_model, plans  # noqa: E402
 from pipeline.engines.vllm.model_process.recorder import Recorder  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
@@ -179,6 +182,67 @@ def test_fused_decode_is_refused_where_it_is_not_possible(steps, cache, says):
     some.runner.vllm_config.cache_config.cache_dtype = cache
     with pytest.raises(OptionError, match=f"^--attention-fused-decode: {says}$"):
         Recorder(some.runner, replace(some.options, fused_decode=True), some.facts.append)
+
+
+def hubs_of(some, req: Req, positions, mask=0, heads=None):
+    """What a request's rows at these positions attended to, by position: float64[n], of the mean
+    layer."""
+    total = np.zeros(max(positions) + 1)
+    for number in range(LAYERS):
+        for position in positions:
+            total[: position + 1] += some.truth(req, number, position, mask, heads).mean / LAYERS
+    return total[mask:]
+
+
+def check_hubs(usage, exact):
+    found = dict(map(tuple, usage["hubs"]))
+    assert len(found) == min(HUBS, np.count_nonzero(exact))
+    for position, mass in found.items():
+        assert mass == pytest.approx(exact[int(position)], abs=1e-3)
+    assert min(found.values()) >= np.sort(exact)[-len(found)] - 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["beside", "fused"])
+@pytest.mark.parametrize("windowed", [False, True], ids=["one group", "windows in a second group"])
+def test_hubs_are_of_the_rows_whose_tokens_are_kept(steps, monkeypatch, windowed, fused):
+    """Of rows of prompts and of generated tokens, of which the last is one too many."""
+    monkeypatch.setattr(plans, "FusedCapture", HostFused)
+    kind = FusedSteps if fused else Steps
+    some = steps(kind=kind, windowed=windowed, fused_decode=fused, hub_slots=2)
+    plain = some.request("plain", 9)
+    one = some.request("one", 20, hubs=True, prompt_rows=2, mask_prefix=3)
+    two = some.request("two", 30, hubs=True, heads=[1])
+    third = some.request("third", 9, hubs=True)
+    some.run((plain, 9), (one, 12))()
+    some.run((one, 8), (two, 30), (third, 9))()
+    some.decode(plain, one, two, third, padding=1, times=4)
+    late = some.run((one, 1), (two, 1))
+    for req in (one, two, third):
+        some.end(req)
+    late()
+    del late  # as vLLM keeps no step that it has read
+    some.run()
+    usage = {req.request_id: some.said(req)[1] for req in (one, two, third)}
+    check_hubs(usage["one"], hubs_of(some, one, range(18, 24), mask=3))
+    check_hubs(usage["two"], hubs_of(some, two, range(30, 34), heads=[1]))
+    assert (usage["third"].get("hubs"), usage["third"]["hubs_missing"]) == (None, ALL_TAKEN)
+    # The slots are given again, and begin empty.
+    again = some.request("again", 7, hubs=True)
+    some.answer(again, tokens=3)
+    check_hubs(some.ended(again)[1], hubs_of(some, again, [7, 8]))
+
+
+def test_a_request_that_is_put_back_has_no_hubs(steps):
+    some = steps(hub_slots=1)
+    req = some.request("r", 6, hubs=True)
+    some.run((req, 6))()
+    some.decode(req, times=2)
+    some.put_back(req)
+    some.run((req, 9))()
+    some.decode(req)
+    some.end(req)
+    usage = some.ended(req)[1]
+    assert (usage.get("hubs"), usage["hubs_missing"]) == (None, ROW_TWICE)
 
 
 def test_hidden_tokens_chosen_heads_and_chosen_layers(steps):
@@ -587,9 +651,10 @@ def test_what_requests_may_know_of_the_model(steps):
     facts = steps(layers="1").recorder.model.facts
     assert (facts.name, facts.num_layers, facts.layers, facts.heads) == ("demo", 2, (1,), 4)
     assert facts.max_context == 128
-    assert facts.reasons == dict.fromkeys(
-        ("attention_hubs", "attn_capture", "logit_lens", "moe_routing"), "not with vLLM yet"
-    )
+    missing = dict.fromkeys(("attn_capture", "logit_lens", "moe_routing"), "not with vLLM yet")
+    hubs = {"attention_hubs": "start the server with --attention-hub-slots"}
+    assert facts.reasons == missing | hubs
+    assert steps(hub_slots=1).recorder.model.facts.reasons == missing
 
 
 def test_a_model_without_attention_to_capture_is_refused(steps, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+from capture_kernels.arrays import Floats
 from capture_kernels.serving.step import StepCapture
 
 from .states import HostRows, NotedRow, RequestState
@@ -44,13 +45,24 @@ def asked_slots(noted: Sequence[NotedRow]) -> list[tuple[int, int]]:
 def take_hubs(noted: Sequence[NotedRow], found: HostRows) -> None:
     """Give each request what its slot held after this step, if the step's last row of it was
     taken. A later step may have added a row whose token no answer has."""
-    begin = 0
-    for state, length in _lengths(noted).items():
-        if state.last == length - 1 + state.collector.request.mask_prefix:
-            state.hubs = found.hubs[begin : begin + length].copy()
+    for (state, position), hubs in hubs_after(noted, found).items():
+        if state.last == position:
+            state.hubs = hubs.copy()
         else:
             state.no_hubs = ROW_TWICE
+
+
+def hubs_after(
+    noted: Sequence[NotedRow], found: HostRows
+) -> dict[tuple[RequestState, int], Floats]:
+    """What the slots of a step's requests held after it, float32[n] by position, by request and the
+    position of the last of its rows."""
+    after, begin = {}, 0
+    for state, length in _lengths(noted).items():
+        last = length - 1 + state.collector.request.mask_prefix
+        after[state, last] = found.hubs[begin : begin + length]
         begin += length
+    return after
 
 
 def _lengths(noted: Sequence[NotedRow]) -> dict[RequestState, int]:

@@ -14,7 +14,7 @@ from .layers import attention_layers
 
 NOT_YET = "not with vLLM yet"
 # What SGLang's plug-in and `attn serve` have besides.
-MISSING = ("attention_hubs", "attn_capture", "logit_lens", "moe_routing")
+MISSING = ("attn_capture", "logit_lens", "moe_routing")
 
 # vLLM's other names of what `PARSERS` has: the same parser, or one derived from it with its tags
 # (vLLM 0.33.0, vllm/reasoning/__init__.py, vllm/parser).
@@ -60,8 +60,11 @@ class CapturedModel(ServedModel):
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
         reasons = dict.fromkeys(MISSING, NOT_YET)
+        if not options.hub_slots:
+            reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
-            reasons["head_filtering"] = "with tensor parallelism the heads lie on several ranks"
+            several = "with tensor parallelism the heads lie on several ranks"
+            reasons |= dict.fromkeys(("head_filtering", "attention_hubs"), several)
         self.facts = ModelFacts(
             name=self.name,
             num_layers=count,

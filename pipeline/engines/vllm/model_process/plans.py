@@ -66,7 +66,8 @@ def captures(
         "max_rows": rows, "max_length": runner.max_model_len, "num_requests": rows,
         "device": runner.device, "visibility": options.visibility,
         "mean_top_k": top_k_of_mean(options), "top_k": top_k_of_heads(options),
-        "ranks": ranks.heads, "scratch_bytes": options.scratch_bytes, "first_request": 0,
+        "hub_slots": options.hub_slots, "ranks": ranks.heads,
+        "scratch_bytes": options.scratch_bytes, "first_request": 0,
     }  # fmt: skip
     beside = StepCapture(kinds, **own)
     if not options.fused_decode:

@@ -24,6 +24,7 @@ from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.steps.base_recorder import BaseRecorder
+from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
 from pipeline.engines.serving.steps.records import RecordRow, StepRows
 from pipeline.engines.serving.steps.states import (
@@ -76,6 +77,7 @@ class Recorder(BaseRecorder):
         self._first_of = [min(kind.numbers) for kind in kinds]
         # The second takes the place of vLLM's attention in decode steps, if it is to.
         self.capture, self._fused = captures(runner, kinds, options, ranks)
+        self._hubs = HubSlots(self.capture)
         # A row of a decode step is the request of its number in the batch.
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
         self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
@@ -155,7 +157,8 @@ class Recorder(BaseRecorder):
             request, prompt, request.response_id or new.req_id, is_thinking=False
         )
         layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        self._states[new.req_id] = VllmState(collector, layers, prompt=prompt)
+        self._states[new.req_id] = state = VllmState(collector, layers, prompt=prompt)
+        self._hubs.give(state)
 
     def _refuse(self, requests: Sequence[Any], reason: str | None = None) -> None:
         """Report why nothing is captured of requests that passed the gate: that capture has failed
@@ -186,6 +189,8 @@ class Recorder(BaseRecorder):
                 row.note, row.found, self.capture.layers, state.token_at(position), row.at,
                 record=self._records is not None,
             )  # fmt: skip
+            if row.hubs is not None:
+                state.hubs = row.hubs.copy()
             if made is not None:
                 recorded.setdefault(id(row.found), (row, []))[1].append(made)
 
@@ -257,7 +262,7 @@ class Recorder(BaseRecorder):
             requests.disable(index)
             return
         request = collector.request
-        requests.enable(index, mask=request.mask_prefix, heads=request.heads)
+        requests.enable(index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
             at = index if is_decode else len(self._noted)
             self._noted.append(NotedRow(index, at, state, position, None))
@@ -385,7 +390,9 @@ class Recorder(BaseRecorder):
         lists = any(wants_lists(note.state.collector.request) for note in self._noted)
         is_decode = self._extend is None
         capture = self._fused if self._fused is not None and is_decode else self.capture
-        found = capture.results(self._rows, heads=lists and self._has_lists)
+        found = capture.results(
+            self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
+        )
         if self._copy_stream is None:
             return found, None
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -415,10 +422,12 @@ class Recorder(BaseRecorder):
             found = HostRows(step.found)
             # A request that was put back since then is run again.
             current = {i: state for i, state, times in step.requests if state.times == times}
+            hubs = hubs_after(step.noted, found)
             for note in step.noted:
                 # A step that was incomplete says nothing.
                 if found.complete[note.row] and note.request in current:
-                    current[note.request].add(WaitingRow(note, found, step.at))
+                    of_slot = hubs.get((note.state, note.position))
+                    current[note.request].add(WaitingRow(note, found, step.at, of_slot))
             now = time.perf_counter()
             for note in step.noted:
                 note.state.collector.add_seconds((now - began) / len(step.noted))

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from capture_kernels.arrays import Floats
 from capture_kernels.serving.step import StepResults
+from pipeline.engines.serving.steps.hubs import ROW_TWICE
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, RequestState
 
 
@@ -31,6 +33,8 @@ class VllmState(RequestState):
     def begin_again(self, tokens: Sequence[int]) -> None:
         """It was put back, and is run again from its beginning with all its tokens."""
         self.times += 1
+        if self.hub >= 0 and self.noted >= 0:
+            self.no_hubs = ROW_TWICE
         self.tokens = list(tokens[len(self.prompt) :])
         self.noted = -1  # of all ranks, though only one of them has rows
 
@@ -42,11 +46,13 @@ class VllmState(RequestState):
 
 
 class WaitingRow(NamedTuple):
-    """A row, and the results of its step."""
+    """A row, and the results of its step. hubs: float32[n], what the slot of its request held after
+    the step, if it is the step's last row of a request with a slot."""
 
     note: NotedRow
     found: HostRows
     at: datetime
+    hubs: Floats | None = None
 
 
 class SampledStep(NamedTuple):
