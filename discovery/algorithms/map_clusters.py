@@ -71,7 +71,8 @@ class ClusteredRows(NamedTuple):
     dense: int64[m], the rows that are not sparse; seen: int64[s], those of them that are clustered.
     rows: float32[s, d], in PCA space; near: int32[s, k], their neighbours among them, none where
     there are too few to have clusters or all are alike; requests: int64[s], a number for each
-    one's; least: fewest rows of a cluster among them; seed: of trees; parent: labels of `seen`.
+    one's; octaves: int64[s], of the context of each, None where they are not known; least: fewest
+    rows of a cluster among them; seed: of trees; parent: labels of `seen`.
     """
 
     dense: Ints
@@ -79,6 +80,7 @@ class ClusteredRows(NamedTuple):
     rows: Floats
     near: Int32s
     requests: Ints
+    octaves: Ints | None
     least: int
     seed: int
     parent: ParentClusters | None
@@ -92,8 +94,9 @@ class ClusteredRows(NamedTuple):
         if not self.near.shape[1]:
             return None
         return stable_clusters(
-            self.rows, self.near, self.requests, self.least, self.seed, self.parent, check
-        )
+            self.rows, self.near, self.requests, self.least, self.seed, self.parent, check,
+            self.octaves,
+        )  # fmt: skip
 
 
 def rows_to_cluster(
@@ -104,6 +107,7 @@ def rows_to_cluster(
     size: int,
     seed: int,
     parent: ParentClusters | None = None,
+    octaves: Ints | None = None,
 ) -> ClusteredRows:
     """The rows that clusters are found of, and their neighbours.
 
@@ -114,6 +118,7 @@ def rows_to_cluster(
         size: fewest rows of a cluster.
         seed: of the sample and of the trees.
         parent: clusters that go on where nothing has changed, with a label of each of the n rows.
+        octaves: int64[n], the octave of each row's context; None where nothing is known of it.
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
@@ -126,7 +131,8 @@ def rows_to_cluster(
         near = found[:, 1:]
     _, numbers = np.unique(requests[seen], return_inverse=True)
     known = parent and parent._replace(labels=parent.labels[seen])
-    return ClusteredRows(dense, seen, rows, near, numbers, least, seed, known)
+    reached = octaves if octaves is None else octaves[seen]
+    return ClusteredRows(dense, seen, rows, near, numbers, reached, least, seed, known)
 
 
 def clusters_of_rows(

@@ -3,6 +3,8 @@ HDBSCAN of the map."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pyarrow as pa
 
@@ -16,6 +18,7 @@ from discovery.algorithms.map_clusters import (
     clusters_of_rows,
     rows_to_cluster,
 )
+from discovery.artifacts.projection import context_octave
 from discovery.execution.ahead import Ahead
 from discovery.runs.checkpoint import Arrays
 from pipeline.hashing import Hashes, request_hashes
@@ -44,7 +47,7 @@ def begin_search(context: RunContext, fit: Arrays) -> None:
     chosen = rows_to_cluster(
         context.engine, fit["projected"], fit_distances(context, SPARSE_NEIGHBOR),
         requests_of(context, rows), fit_size(context, rows), context.options.seed,
-        clusters_of_parent(context, rows),
+        clusters_of_parent(context, rows), octaves_of(context, rows),
     )  # fmt: skip
     load()
     context.ahead = Ahead(lambda check: (chosen, chosen.clusters(check)), context.stop)
@@ -87,16 +90,25 @@ def clusters_of_parent(context: RunContext, rows: Ints) -> ParentClusters | None
     parent = context.parent
     if parent is None:
         return None
-    vectors = [
-        batch_vectors(context.rows.batch(index))[own]
-        for index in range(context.rows.chunks)
-        if len(own := context.rows.among(index, rows))
-    ]
-    labels = parent.codebook.nearest_member(context.engine.array(np.concatenate(vectors)))
+    vectors = np.concatenate(list(vectors_of(context, rows)))
+    labels = parent.codebook.nearest_member(context.engine.array(vectors))
     references = saved_projection(context)(parent.references, context.layout)
     return ParentClusters(
         context.engine.host(labels), references, parent.reference_cluster, parent.share
     )
+
+
+def octaves_of(context: RunContext, rows: Ints) -> Ints:
+    """The octave of context of the sorted row numbers `rows`: int64[n]."""
+    found = [context_octave(own, context.layout) for own in vectors_of(context, rows)]
+    return np.concatenate(found)
+
+
+def vectors_of(context: RunContext, rows: Ints) -> Iterator[Floats]:
+    """The vectors of the sorted row numbers `rows`, chunk by chunk: float32[m, 20] each."""
+    for index in range(context.rows.chunks):
+        if len(own := context.rows.among(index, rows)):
+            yield batch_vectors(context.rows.batch(index))[own]
 
 
 def requests_of(context: RunContext, rows: Ints) -> Hashes:

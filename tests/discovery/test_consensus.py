@@ -20,7 +20,13 @@ from sklearn.neighbors import NearestNeighbors
 from discovery.algorithms.consensus import loops
 from discovery.algorithms.consensus.cell_tree import POWER, Tree, nearest_cells, trees_of
 from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
-from discovery.algorithms.consensus.found_again import COMPARED, chosen_groups, found_again, likest
+from discovery.algorithms.consensus.found_again import (
+    CHANCE,
+    COMPARED,
+    chosen_groups,
+    found_again,
+    likest,
+)
 from discovery.algorithms.consensus.partition import (
     families_of,
     improved,
@@ -244,7 +250,8 @@ def test_a_group_is_taken_for_its_parts_where_it_is_found_again_better():
     )
 
     def taken(again: list[float], most: float = 100, detail: float = 1.1) -> list[int]:
-        return sorted(chosen_groups(tree, np.array(again), 20, most, detail).tolist())
+        worth = np.maximum(np.array(again) - CHANCE, 0.0)
+        return sorted(chosen_groups(tree, worth, 20, most, detail).tolist())
 
     assert taken([0.5, 0.5, 0.9]) == [2]
     assert taken([0.9, 0.9, 0.9]) == [0, 1]

@@ -3,7 +3,9 @@
 A tree of cells is made of one half of the requests, and of the other, many times. Of each tree
 those groups are taken that the other trees have too (`found_again`), and the clusters are what most
 of these agree on (`partition`). What half of the requests shows by chance, the others do not show.
-Where trees hardly find one group again, rows are a continuum, and clusters are its `regions`.
+A group that goes on in another at twice the context, in the same requests, is taken for a piece
+of one (`lengths`). Where trees hardly find one group again, rows are a continuum, and clusters are
+its `regions`.
 After a parent run, its clusters go on where nothing has changed (`continued`).
 """
 
@@ -32,6 +34,7 @@ from .continued import (
     effective_requests,
 )
 from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
+from .lengths import ASSUMED, ENOUGH, MOST_COMPARED, kept_within, links_of, links_of_atoms
 from .partition import (
     RELATED,
     STARTS,
@@ -113,6 +116,7 @@ def settings() -> dict[str, Any]:
         "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
         "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
         "requests": (LEAST_REQUESTS, SHARE_OF_REQUESTS),
+        "lengths": (ASSUMED, ENOUGH, MOST_COMPARED),
         "continued": (OTHERWISE, SURE, NEW),
         "regions": (
             CONTINUUM,
@@ -147,6 +151,7 @@ def stable_clusters(
     seed: int,
     parent: ParentClusters | None = None,
     check: Callable[[], None] = lambda: None,
+    octaves: Ints | None = None,
 ) -> Clusters:
     """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
 
@@ -158,6 +163,7 @@ def stable_clusters(
         seed: of cells and halves.
         parent: the clusters that go on where nothing has changed.
         check: called before each tree, in any thread; what it raises ends the search.
+        octaves: int64[n], the octave of each row's context; None where nothing is known of it.
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
@@ -169,11 +175,13 @@ def stable_clusters(
         divided = halves(requests, rng)
         trees = trees_of_halves(rows, near, divided, atom, atoms, size, rng, threads, pool, check)
         again = found_again(trees, atoms, size, pool)
-        taken = [
-            one.share[chosen_groups(one, own, size, LARGEST * len(rows), DETAIL)]
-            for one, own in zip(trees, again, strict=True)
-        ]
+        taken = groups_taken(trees, again, size, len(rows))
         together, starts = agreement(taken)
+        halves_agree = agreement_of_halves(starts, atoms)
+        if octaves is not None and halves_agree >= CONTINUUM:
+            linked = links_of_atoms(links_of(rows, requests, octaves), atom, len(atoms))
+            taken = groups_taken(trees, again, size, len(rows), linked)
+            together, starts = agreement(taken)
         labels = median_partition(together, atoms, starts)
         groups = [large_groups(one, size) for one in trees]
 
@@ -186,7 +194,6 @@ def stable_clusters(
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
-        halves_agree = agreement_of_halves(starts, atoms)
         if halves_agree < CONTINUUM:
             regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
             taken = groups = regions.of_halves
@@ -274,6 +281,25 @@ def trees_of_halves(
         return trees_of(rows, near, taken, starts[own], least, atom, atoms)
 
     return [tree for found in pool.map(some, range(0, len(divided), step)) for tree in found]
+
+
+def groups_taken(
+    trees: list[Tree], again: list[Doubles], size: int, rows: int, linked: Floats | None = None
+) -> list[Floats]:
+    """The groups taken of each tree, as how far each atom is in each: float32[g, a].
+
+    Args:
+        again: float64[c + m] each, how far each group is found again; size: fewest rows of a
+            cluster; rows: how many are clustered.
+        linked: float32[a, a], links of atoms over octaves of context: a group that they lead out of
+            is worth less.
+    """
+    taken = []
+    for one, own in zip(trees, again, strict=True):
+        within = 1.0 if linked is None else kept_within(one.share, one.rows, linked)
+        worth = np.maximum(own - CHANCE, 0.0) * within
+        taken.append(one.share[chosen_groups(one, worth, size, LARGEST * rows, DETAIL)])
+    return taken
 
 
 def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:

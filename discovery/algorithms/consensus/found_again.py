@@ -83,17 +83,18 @@ def large_groups(tree: Tree, size: int) -> Floats:
     return tree.share[tree.rows >= size / 2]
 
 
-def chosen_groups(tree: Tree, again: Doubles, least: float, most: float, detail: float) -> Ints:
+def chosen_groups(tree: Tree, worth: Doubles, least: float, most: float, detail: float) -> Ints:
     """The groups of a tree, none within another, that are worth most together: int64[g].
 
-    A group is worth its rows times what it is found again by above `CHANCE`. It is taken in the
-    place of the groups in it if it is worth `detail` times as much: with more, groups are smaller.
+    A group is taken in the place of the groups in it if it is worth `detail` times as much: with
+    more, groups are smaller.
 
     Args:
-        again: float64[c + m]; least, most: rows of a group that may be taken.
+        worth: float64[c + m], of each row of each group, such as what the group is found again by
+            above `CHANCE`; least, most: rows of a group that may be taken.
     """
     cells, merged = tree.cells, tree.merged
-    own = tree.rows * np.maximum(again - CHANCE, 0.0)
+    own = tree.rows * worth
     own[(tree.rows < least) | (tree.rows > most)] = 0.0
     worth, taken = own.copy(), own > 0
     for number, pair in enumerate(merged, cells):
