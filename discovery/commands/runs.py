@@ -13,6 +13,7 @@ from rich.table import Table
 
 from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import Manifest
+from discovery.describe.clusters import what_clusters_are
 from discovery.runs import folder as runs
 from discovery.runs.state import survey
 
@@ -105,6 +106,8 @@ def show_run(folder: Path, manifest: Manifest, tree: bool = False) -> None:
                 f"{cluster[figure]:.2f}",
             )  # fmt: skip
     screen.print(table)
+    if says := what_clusters_are(manifest["stages"]["cluster"]):
+        screen.print(says)
     quality = manifest["quality"]
     zones = sorted(manifest["stages"]["zones"]["shares"].items(), key=lambda item: -item[1])
     agreement, between = quality["classifier_agreement"], quality.get("between_share")

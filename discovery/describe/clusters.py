@@ -207,3 +207,20 @@ def event_in_words(
             rests += f", stability {event['stability']:.2f}"
         uncertain = f", perhaps by chance ({rests})"
     return f"{name} {words[kind]}{uncertain}"
+
+
+def what_clusters_are(stage: Mapping[str, Any]) -> str:
+    """A sentence on what the clusters of a run are, of the manifest's summary of its stage; empty
+    where that does not say how far trees of two halves of the requests agree."""
+    agree = stage.get("halves_agree")
+    if agree is None:
+        return ""
+    if stage.get("regions"):
+        return (
+            "Clusters are regions of a continuum: groupings of two halves of the requests agree by "
+            f"{agree:.2f} only (1 is the same)."
+        )
+    return (
+        "Clusters are groups that other requests have as well: groupings of two halves of them "
+        f"agree by {agree:.2f} (1 is the same)."
+    )

@@ -15,6 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from discovery.describe.clusters import what_clusters_are
+
 from .points import map_points
 
 # ES modules that the sidecar's page uses as well, at /static/report/NAME.js.
@@ -45,6 +47,7 @@ def report_html(manifest: dict[str, Any], clusters: pa.Table, embedding: Path) -
         **{name: manifest.get(name) for name in SHOWN},
         "stages": {name: stages.get(name, {}) for name in ("pca", "zones")},
         "clusters": clusters.to_pylist(),
+        "clusters_are": what_clusters_are(stages.get("cluster", {})),
         "points": map_points(embedding, clusters["cluster_id"].to_pylist()),
     }
     style = "".join(map(_own_file, STYLES))

@@ -124,7 +124,7 @@ def test_loops_are_compiled_before_a_thread_calls_them():
     """Numba and Python's imports are not made for a second thread that compiles or imports."""
     rows, _ = blobs([300, 200], 1)
     near = neighbors_of(rows)
-    called = (loops.nearest, loops.means, loops.trees, loops.moved, loops.best_of_starts)
+    called = (loops.nearest, loops.means, loops.trees, loops.settled, loops.best_of_starts)
     before = [list(loop.signatures) for loop in called]
     for one in (rows, RNG(0).normal(size=rows.shape).astype("f4")):  # behaviours and a continuum
         stable_clusters(one, near, np.arange(len(one)) // 7, 20, 0)
@@ -397,7 +397,9 @@ def test_a_run_by_consensus_publishes_stability_and_families(attn, tmp_path):
     report = (output / RUN_ID / "report.html").read_text()
     assert "found again in half of the requests" in report
 
+    assert "Clusters are groups that other requests have as well" in report
     shown = attn("runs", "show", "latest", "--output", output, "--tree")
+    assert "Clusters are groups that other requests have as well" in shown.stdout
     assert shown.returncode == 0 and "stability" in shown.stdout.splitlines()[0]
     ids = [line.split()[0] for line in shown.stdout.splitlines()[1:] if line[:1] != " "]
     assert {str(cluster["cluster_id"]) for cluster in clusters} <= set(shown.stdout.split())

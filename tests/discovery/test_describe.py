@@ -14,7 +14,7 @@ from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.pca import Moments
 from discovery.describe.axes import axes_in_words
 from discovery.describe.claims import TRAITS
-from discovery.describe.clusters import Earlier, describe_clusters
+from discovery.describe.clusters import Earlier, describe_clusters, what_clusters_are
 from discovery.describe.profiles import Profiles, TokenCounts
 from discovery.describe.token_lift import KINDS, RunTokens, kinds_of
 from pipeline.record import PHASES
@@ -353,3 +353,12 @@ def test_depths_of_the_layered_layout_are_named():
     loadings[12:15, 0], loadings[18:20, 0] = 0.5, -0.5
     (axis,) = axes_in_words(loadings, np.array([1.0]), Layout.LAYERED)
     assert axis["high"] == "spread wider in the early layers and spread narrower in the late layers"
+
+
+def test_a_run_says_whether_its_clusters_are_regions():
+    regions = what_clusters_are({"halves_agree": 0.334, "regions": True})
+    assert regions.startswith("Clusters are regions of a continuum") and "0.33 only" in regions
+    groups = what_clusters_are({"halves_agree": 0.8, "regions": False})
+    assert "other requests have as well" in groups and "0.80" in groups
+    # By HDBSCAN, and in runs of earlier versions, it was not measured.
+    assert what_clusters_are({}) == "" == what_clusters_are({"clusters": 3})

@@ -14,14 +14,18 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from capture_kernels.fingerprint.vector import Layout
+from discovery.algorithms.consensus.cell_tree import cell_centres, nearest_cells
 from discovery.algorithms.consensus.clusters import agreement_of_halves, halves, stable_clusters
 from discovery.algorithms.consensus.loops import best_of_starts
 from discovery.algorithms.consensus.partition import adjusted_rand
 from discovery.algorithms.consensus.regions import (
-    FAMILIES,
+    MOST_FAMILIES,
     REGIONS,
     best_means,
+    best_of_rows,
     inverse_root,
+    means_of,
+    number_of_families,
     regions_of,
     spaces_of,
 )
@@ -49,6 +53,12 @@ def continuum(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     width = np.array([3.0, 2.0, 1.0, 0.5])
     centre = rng.normal(size=(requests.max() + 1, 4)) * width
     return (centre[requests] + rng.normal(size=(count, 4)) * width).astype(np.float32), requests
+
+
+def atoms_of(rows: np.ndarray, seed: int, count: int = 300) -> np.ndarray:
+    """The atom of each row: int64[n]."""
+    found = nearest_cells(rows, cell_centres(rows, count, RNG(seed)))
+    return np.unique(found, return_inverse=True)[1]
 
 
 def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
@@ -89,13 +99,92 @@ def test_equal_points_and_weights_of_nothing_still_give_centres():
     assert (best == 1).all()
 
 
-def test_the_spaces_even_out_what_rows_and_requests_vary_by():
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**31))
+def test_means_of_atoms_are_those_of_their_rows(count, atoms, seed):
+    rng = RNG(seed)
+    values, weights = rng.normal(size=(count, 3)), rng.random(count) + 0.1
+    atom = rng.integers(0, atoms, count)
+    means, weight = means_of(values, weights, atom, atoms)
+    assert weight.sum() == pytest.approx(weights.sum())
+    for number in range(atoms):
+        own = atom == number
+        wanted = np.average(values[own], axis=0, weights=weights[own]) if own.any() else 0.0
+        np.testing.assert_allclose(means[number], wanted, atol=1e-12)
+
+
+@given(st.integers(5, 200), st.integers(1, 5), st.integers(0, 2**31))
+def test_centres_moved_on_by_all_rows_are_no_worse(count, centres, seed):
+    """Squares of a start on the atoms' means do not hold those within the atoms."""
+    rng = RNG(seed)
+    rows, weights = rng.normal(size=(count, 2)), rng.random(count) + 0.1
+    atom = np.arange(count) % max(5, count // 4)
+    means, of_atoms = means_of(rows, weights, atom, atom.max() + 1)
+
+    def squares(of: np.ndarray) -> float:
+        return float(weights @ ((rows[:, None] - of) ** 2).sum(axis=2).min(axis=1))
+
+    found, said = best_of_rows(rows, weights, means, of_atoms, centres, 5, 3, RNG(1))
+    by_atoms, _ = best_of_rows(rows, weights, means, of_atoms, centres, 5, 0, RNG(1))
+    assert squares(found) <= said * (1 + 1e-9) + 1e-9
+    assert squares(found) <= squares(by_atoms) * (1 + 1e-9) + 1e-9
+
+
+def test_other_atoms_lead_to_the_same_centres():
+    rows, _ = continuum(6_000, 4)
+    values, weights, found = rows.astype(np.float64), np.ones(len(rows)), []
+    for seed in range(4):
+        atom = atoms_of(rows, seed, 200)
+        means, of_atoms = means_of(values, weights, atom, atom.max() + 1)
+        centres, _ = best_of_rows(values, weights, means, of_atoms, 6, 10, 10, RNG(seed))
+        found.append(((values[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1))
+    assert all(adjusted_rand_score(found[0], other) > 0.95 for other in found[1:])
+
+
+def test_there_are_as_many_families_as_halves_agree_on():
+    atoms, rng = np.full(60, 7), RNG(0)
+    same, other = np.arange(60) // 20, rng.integers(0, 2, (4, 60))
+    halves_of_requests = [[one, same, same // 2 + rng.integers(0, 2, 60)] for one in other]
+    assert number_of_families(halves_of_requests, atoms) == 3
+    # Of those that they agree on alike the fewest; and one where none were looked for.
+    assert number_of_families([[same, same]] * 2, atoms) == 2
+    assert number_of_families([[], []], atoms) == 1
+
+
+@pytest.mark.parametrize("modes", [2, 3, 4])
+def test_modes_that_grow_into_each_other_are_families(modes):
+    rows, requests = continuum(6_000, modes)
+    corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    mode = RNG(modes).integers(0, modes, len(rows))
+    rows[:, :2] += (14.0 * corners[mode]).astype(np.float32)
+    atom = atoms_of(rows, 0)
+    with ThreadPoolExecutor(2) as pool:
+        found = regions_of(
+            rows, requests, atom, atom.max() + 1, 60, halves(requests, RNG(0)), RNG(1), pool
+        )
+    assert found.family.max() + 1 == modes and len(found.family) == REGIONS
+    assert adjusted_rand_score(mode, found.family[found.label]) > 0.7
+
+
+def test_a_request_counts_as_the_root_of_its_rows():
+    """One with as many rows as all others together does not draw their regions."""
+    rows, requests = continuum(4_000, 8)
+    one = RNG(1).normal([8.0, 0.0, 0.0, 0.0], 1.0, (4_000, 4)).astype(np.float32)
+    both = np.concatenate([rows, one])
+    of = np.concatenate([requests, np.full(4_000, requests.max() + 1)])
+    atom = atoms_of(both, 0)
+    with ThreadPoolExecutor(2) as pool:
+        found = regions_of(
+            both, of, atom, atom.max() + 1, 80, halves(of, RNG(0)), RNG(1), pool
+        ).label[4_000:]
+    assert np.sort(np.bincount(found))[-2:].sum() > 0.9 * len(found)
+
+
+def test_the_space_of_regions_evens_out_what_rows_of_a_request_vary_by():
     rows, requests = continuum(20_000, 1)
     rows[:, 3] += RNG(2).normal(size=requests.max() + 1)[requests]  # between requests alone
     points = spaces_of(rows, requests)
-    coarse, fine = points.coarse.std(axis=0), points.fine.std(axis=0)
-    before = rows.std(axis=0)
-    assert before[0] / before[2] > coarse[0] / coarse[2] > 1
+    np.testing.assert_allclose(points.coarse, rows - rows.mean(axis=0), atol=1e-4)
+    fine, before = points.fine.std(axis=0), rows.std(axis=0)
     # What only requests differ in counts for more than what their rows do.
     assert fine[3] / fine[0] > 2 * before[3] / before[0]
     root = inverse_root(np.cov(rows.T))
@@ -115,7 +204,8 @@ def test_rows_of_any_number_have_regions_in_families(count):
         )
     assert found.label.shape == (count,) and found.label.max() < len(found.family)
     assert len(found.family) <= max(1, min(REGIONS, count // 40))
-    assert found.family.max() < FAMILIES
+    assert found.family.max() < MOST_FAMILIES
+    assert len(np.unique(found.family)) == found.family.max() + 1
     assert np.array_equal(found.label, same.label)
     for groups in found.of_halves:
         assert (groups.sum(axis=0) == 1).all() and groups.shape[1] == atom.max() + 1
@@ -130,7 +220,7 @@ def test_a_continuum_has_regions_that_other_requests_give_as_well():
         for seed, (half, own) in enumerate(zip((ours, theirs), numbers, strict=True))
     ]
     for one in found:
-        assert len(one.stability) == REGIONS and one.family.max() == FAMILIES - 1
+        assert 12 <= len(one.stability) <= REGIONS and 1 <= one.family.max() < MOST_FAMILIES
         assert (np.bincount(one.labels) >= 40).all()
         # Families are whole clusters, numbered by size.
         assert (np.diff(np.bincount(one.family, np.bincount(one.labels))) <= 0).all()

@@ -46,16 +46,18 @@ from .partition import (
     without_small,
 )
 from .regions import (
-    COARSE,
-    FAMILIES,
+    ALIKE,
     FINE,
+    LEAST_GAIN,
+    MOST_FAMILIES,
     MOST_OF_FAMILY,
-    POLISH,
     REGION_ROUNDS,
     REGIONS,
     REGIONS_OF_HALVES,
+    ROUNDS_OF_ROWS,
     STARTS_OF_ALL,
     STARTS_OF_HALF,
+    TIMES,
     regions_of,
 )
 
@@ -121,15 +123,17 @@ def settings() -> dict[str, Any]:
         "regions": (
             CONTINUUM,
             REGIONS_OF_HALVES,
-            FAMILIES,
             REGIONS,
+            MOST_FAMILIES,
             MOST_OF_FAMILY,
-            COARSE,
+            ALIKE,
             FINE,
             STARTS_OF_ALL,
+            TIMES,
             STARTS_OF_HALF,
             REGION_ROUNDS,
-            POLISH,
+            ROUNDS_OF_ROWS,
+            LEAST_GAIN,
         ),
     }
 
@@ -197,7 +201,9 @@ def stable_clusters(
         if halves_agree < CONTINUUM:
             regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
             taken = groups = regions.of_halves
-            together, _ = agreement(taken)
+            # A region that is merged stays in its family.
+            family_of_atoms = regions.family[regions.of_atoms]
+            together = agreement(taken)[0] + np.equal.outer(family_of_atoms, family_of_atoms)
             labels = without_small(regions.of_atoms, together, atoms, size, rows_of)
         for least, size_of in (
             (least_requests(requests), lambda of: effective_requests(of[atom], requests)),
@@ -215,10 +221,10 @@ def stable_clusters(
         stability = stability_of(inside, groups, atoms)
         if regions is None:
             shares = row_shares(inside, found, together, atom, near)
-            family = families_of(inside, together)
+            likest_of, family = shares.argmax(axis=1), families_of(inside, together)
         else:
-            shares, family = regions.as_clusters(found)
-        label, order = named(shares, found)
+            likest_of, family = regions.as_clusters(found)
+        label, order = named(likest_of, found)
         return Clusters(
             memberships(label, taken, atom, near),
             stability[order],
@@ -372,20 +378,20 @@ def stability_of(inside: Doubles, groups: list[Floats], atoms: Ints) -> Doubles:
     return np.asarray(np.mean([likest(own, one, atoms) for one in groups], axis=0))
 
 
-def named(shares: Doubles, found: Continued) -> tuple[Int32s, Ints]:
+def named(likest: Ints, found: Continued) -> tuple[Int32s, Ints]:
     """Each row's likest cluster, or the parent's that it is in, numbered by falling size: int32[n];
     and which each is of those before, int64[c]. Clusters without a row are gone.
 
     Args:
-        shares: float64[n, c], how far each row belongs to each.
+        likest: int64[n], the cluster that each row belongs to most.
     """
     kept = found.heir_of[found.labels] >= 0
-    likest = np.where(kept, found.labels, shares.argmax(axis=1))
-    sizes = np.bincount(likest, minlength=shares.shape[1])
+    label = np.where(kept, found.labels, likest)
+    sizes = np.bincount(label, minlength=len(found.heir_of))
     order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
     number = np.full(len(sizes), NOISE, np.int32)
     number[order] = np.arange(len(order))
-    return number[likest], order
+    return number[label], order
 
 
 def memberships(label: Int32s, taken: list[Floats], atom: Ints, near: Int32s) -> Memberships:

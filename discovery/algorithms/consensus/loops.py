@@ -291,6 +291,19 @@ def moved(points, weights, centres):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def settled(points, weights, rounds, least, centres):  # type: ignore[no-untyped-def]
+    """Move centres by at most so many rounds of k-means, until one gains no more than that share
+    of the squares, which are returned. Args: as of `moved`."""
+    before = np.inf
+    for _ in range(rounds):
+        squares = moved(points, weights, centres)
+        if squares >= before * (1.0 - least):
+            break
+        before = squares
+    return squares
+
+
+@njit(nogil=True)
 def best_of_starts(points, weights, draws, rounds, best):  # type: ignore[no-untyped-def]
     """k-means from several starts by k-means++ (Arthur & Vassilvitskii 2007). Fills `best`,
     float64[c, d], with the centres of the least squares, and returns these.
@@ -306,12 +319,7 @@ def best_of_starts(points, weights, draws, rounds, best):  # type: ignore[no-unt
             at = drawn(weights, least if centre else ones, draws[start, centre])
             centres[centre] = points[at]
             squares_to(points, centres[centre], least)
-        before = np.inf
-        for _ in range(rounds):
-            squares = moved(points, weights, centres)
-            if squares >= before * (1.0 - 1e-6):
-                break
-            before = squares
+        squares = settled(points, weights, rounds, 1e-6, centres)
         if squares < least_squares:
             least_squares = squares
             best[:] = centres
@@ -328,7 +336,7 @@ for loop, signature in (
         "void(f4[:, ::1], i4[:, ::1], b1[:, ::1], i8[:, ::1], i8[::1], i8, f8[::1], f8, i8[::1],"
         "i8[::1], i8[:, :, ::1], i8[::1], f4[:, :, ::1], i8[:, ::1])",
     ),
-    (moved, "f8(f8[:, ::1], f8[::1], f8[:, ::1])"),
+    (settled, "f8(f8[:, ::1], f8[::1], i8, f8, f8[:, ::1])"),
     (best_of_starts, "f8(f8[:, ::1], f8[::1], f8[:, ::1], i8, f8[:, ::1])"),
 ):
     keep_compiled(loop)
