@@ -32,6 +32,8 @@ from .continued import (
     continued,
     counted,
     effective_requests,
+    is_new,
+    rows_before,
 )
 from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
 from .lengths import ASSUMED, ENOUGH, MOST_COMPARED, kept_within, links_of, links_of_atoms
@@ -47,10 +49,12 @@ from .partition import (
 )
 from .regions import (
     ALIKE,
+    COARSE,
     FINE,
     LEAST_GAIN,
     MOST_FAMILIES,
     MOST_OF_FAMILY,
+    PROBED_FAMILIES,
     REGION_ROUNDS,
     REGIONS,
     REGIONS_OF_HALVES,
@@ -58,6 +62,8 @@ from .regions import (
     STARTS_OF_ALL,
     STARTS_OF_HALF,
     TIMES,
+    RowRegions,
+    probe_of,
     regions_of,
 )
 
@@ -134,6 +140,8 @@ def settings() -> dict[str, Any]:
             REGION_ROUNDS,
             ROUNDS_OF_ROWS,
             LEAST_GAIN,
+            PROBED_FAMILIES,
+            COARSE,
         ),
     }
 
@@ -215,8 +223,19 @@ def stable_clusters(
             found = Continued(labels[atom], np.full(count, NOISE), np.zeros(count, bool))
         else:
             reference_atom = nearest_cells(parent.references, centres[used])
+            may_be_new = np.ones(labels.max() + 1, bool)
+            if regions is not None:
+                probe = probe_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
+                before = rows_before(parent, reference_atom, atoms)
+                regions, labels, may_be_new = with_new_areas(
+                    regions, labels, probe.areas(lambda of: is_new(of, before, atoms), atoms),
+                    atom, atoms, requests, size,
+                )  # fmt: skip
+                taken = groups = regions.of_halves
             stability = stability_of_atoms(labels)
-            found = continued(parent, labels, stability, atom, reference_atom, divided, size)
+            found = continued(
+                parent, labels, stability, atom, reference_atom, divided, size, may_be_new
+            )
         inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
         stability = stability_of(inside, groups, atoms)
         if regions is None:
@@ -322,6 +341,28 @@ def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:
         together += share.T @ share
         partitions.append(share.argmax(axis=0) if len(share) else np.zeros(count, np.int64))
     return together / len(taken), partitions
+
+
+def with_new_areas(
+    regions: RowRegions, labels: Ints, areas: list[tuple[Mask, list[Mask]]], atom: Ints,
+    atoms: Ints, requests: Ints, size: int,
+) -> tuple[RowRegions, Ints, Mask]:  # fmt: skip
+    """Regions and clusters int64[a] with one more for each area that is new; which clusters these
+    are, bool[c].
+
+    Args:
+        areas: as of `Probe.areas`; one of too few rows or requests for a cluster is left.
+    """
+    first = len(regions.family)
+    for area, of_halves in areas:
+        inside = np.where(area, 0, -1)[atom]
+        many = effective_requests(inside, requests)[0] >= least_requests(requests)
+        if many and atoms[area].sum() >= size:
+            regions = regions.with_area(area, of_halves, atom)
+            labels = np.where(area, labels.max() + 1, labels)
+    names, numbers = np.unique(labels, return_inverse=True)
+    count = len(regions.family) - first
+    return regions, numbers, np.arange(len(names)) >= len(names) - count
 
 
 def least_requests(requests: Ints) -> float:

@@ -61,6 +61,7 @@ def continued(
     reference_atom: Ints,
     halves: Sequence[Mask],
     size: int,
+    may_be_new: Mask,
 ) -> Continued:
     """The parent's clusters where they go on, and this run's where they do not.
 
@@ -69,15 +70,15 @@ def continued(
         atom, reference_atom: int64[n] and int64[m], the atom of each row and reference.
         halves: bool[n] each, the rows of one half of the requests and of the other, in turn.
         size: fewest rows of a cluster.
+        may_be_new: bool[c], whether a cluster is new if the parent had hardly any rows there.
     """
     known, atoms = len(parent.share), len(labels)
     rows = np.bincount(atom, minlength=atoms)
     here = counted(parent.labels, atom, known, atoms)
-    there = counted(parent.reference_cluster, reference_atom, known, atoms)
     # The parent's cluster of each atom, by most of its rows.
     home = np.where(here.any(axis=0), here.argmax(axis=0), -1) if known else np.full(atoms, -1)
     region = np.arange(known)[:, None] == home
-    before = (parent.share / np.maximum(there.sum(axis=1), 1)) @ there * len(atom)
+    before = rows_before(parent, reference_atom, rows)
 
     pairs = islice(zip(halves[0::2], halves[1::2], strict=True), COMPARED_HALVES)
     # What halves differ by, over the divisions in which both have rows of the cluster.
@@ -90,7 +91,7 @@ def continued(
     # Nothing can be said of rows of a single request, or where the parent has none.
     otherwise = (unlike(region * rows, region * before) > OTHERWISE * by_chance).filled(False)
     sure = region @ (rows * stability[labels]) > SURE * (region @ rows)
-    new = np.bincount(labels, before) < NEW * np.bincount(labels, rows)
+    new = may_be_new & is_new(labels, before, rows)
     free = (home < 0) | np.append(otherwise | sure, True)[home] | new[labels]
 
     found = home.copy()
@@ -113,6 +114,20 @@ def continued(
         np.where(own, -1, names),
         own & new[np.where(own, names - known, 0)],
     )
+
+
+def rows_before(parent: ParentClusters, reference_atom: Ints, rows: Ints) -> Doubles:
+    """How many rows each atom would have, float64[a], had as many come as the parent's did: of its
+    rows int64[a], and the atom int64[m] of each reference."""
+    there = counted(parent.reference_cluster, reference_atom, len(parent.share), len(rows))
+    shares: Doubles = (parent.share / np.maximum(there.sum(axis=1), 1)) @ there
+    return shares * rows.sum()
+
+
+def is_new(labels: Ints, before: Doubles, rows: Ints) -> Mask:
+    """Whether the parent had hardly any rows of each cluster, bool[c]: of the cluster int64[a] of
+    each atom, its rows as of `rows_before`, and its rows."""
+    return np.asarray(np.bincount(labels, before) < NEW * np.bincount(labels, rows))
 
 
 def counted(group: Ints | Int32s, cell: Ints, groups: int, cells: int) -> Doubles:
