@@ -16,13 +16,21 @@ from sklearn.neighbors import NearestNeighbors
 from test_consensus import neighbors_of
 
 from benchmarks.common import SAMPLE, make_store, read_records
-from discovery.algorithms.consensus.clusters import Clusters, halves, stable_clusters
+from discovery.algorithms.consensus.clusters import (
+    CONTINUUM,
+    Clusters,
+    halves,
+    stable_clusters,
+    with_new_areas,
+)
 from discovery.algorithms.consensus.continued import (
     ParentClusters,
     continued,
     effective_requests,
+    is_new,
     unlike,
 )
+from discovery.algorithms.consensus.regions import Probe, RowRegions
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.read import open_artifacts
 
@@ -139,12 +147,63 @@ def test_whatever_the_parent_says_every_row_has_one_cluster(seed, known, atoms, 
         rng.integers(0, count, references),
         halves(requests, rng),
         int(rng.integers(1, 40)),
+        rng.random(labels.max() + 1) < 0.5,
     )
     clusters = len(found.heir_of)
     assert found.labels.shape == (rows,) and set(found.labels) == set(range(clusters))
     heirs = found.heir_of[found.heir_of >= 0]
     assert len(set(heirs)) == len(heirs) and (heirs < known).all()
     assert not (found.new & (found.heir_of >= 0)).any()
+
+
+def test_what_is_new_in_a_continuum_is_one_cluster_and_what_was_there_goes_on():
+    """Normal rows of many directions, of which chance cuts regions anywhere; 8% of others come."""
+    rng = RNG(11)
+    width = np.array([3.0, 2.0, 1.5, 1.0, 0.7, 0.5])
+    first, second = (rng.normal(size=(3_000, 6)) * width for _ in range(2))
+    came = rng.normal(size=(260, 6)) * 0.5 + np.array([0.0, 5.0, 3.5, 0.0, 0.0, 0.0])
+    first, quiet = first.astype(np.float32), second.astype(np.float32)
+    rows = np.concatenate([second, came]).astype(np.float32)
+    before = clustered(first, 12)
+    assert before.halves_agree < CONTINUUM
+    found = clustered(rows, 13, seen_by(rows, first, before))
+    [new] = np.flatnonzero(found.new)
+    assert (found.labels[-260:] == new).mean() > 0.9
+    assert (found.labels[:-260] == new).mean() < 0.03
+    assert 0.3 < found.stability[new] <= 1
+    assert not clustered(quiet, 13, seen_by(quiet, first, before)).new.any()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 6))
+def test_each_area_that_is_new_is_one_region_and_cluster_more(seed, atoms, parts):
+    """Unless it has too few rows or requests; what halves have of it is of their new regions."""
+    rng = RNG(seed)
+    rows = rng.integers(1, 30, atoms)
+    atom = np.repeat(np.arange(atoms), rows)
+    of_atoms = rng.integers(0, parts, atoms)
+    label = rng.integers(0, parts, len(atom))
+    family = rng.integers(0, 2, parts)
+    halves_of = [np.eye(parts, dtype=np.float32)[rng.integers(0, parts, atoms)].T for _ in "ab"]
+    regions = RowRegions(label, of_atoms, family, halves_of)
+    probe = Probe(rng.integers(0, parts, atoms), [rng.integers(0, parts, atoms) for _ in "ab"])
+    before = rng.random(atoms) * rows
+    areas = probe.areas(lambda of: is_new(of, before, rows), rows)
+    for area, of_halves in areas:
+        assert len(np.unique(probe.of_atoms[area])) == 1
+        assert before[area].sum() < rows[area].sum() / 3
+        assert all(own.shape == (atoms,) and own.dtype == bool for own in of_halves)
+    requests = rng.integers(0, 12, len(atom))
+    _, requests = np.unique(requests, return_inverse=True)
+    labels = np.unique(of_atoms, return_inverse=True)[1]
+    found, clusters, new = with_new_areas(
+        regions, labels, areas, atom, rows, requests, int(rng.integers(1, 60))
+    )
+    assert len(new) == clusters.max() + 1 == len(np.unique(clusters))
+    assert new.sum() == len(found.family) - parts <= len(areas)
+    for number in np.flatnonzero(new):
+        assert any(np.array_equal(clusters == number, area) for area, _ in areas)
+    assert all(np.allclose(own.sum(axis=0), 1) for own in found.of_halves)
+    assert found.label.max() < len(found.family) == found.of_halves[0].shape[0]
 
 
 def test_requests_are_counted_by_their_rows():
