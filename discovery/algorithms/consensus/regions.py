@@ -4,6 +4,9 @@ Where attention has no gaps, dense groups depend on which requests a run has. Wh
 least is where the mass of the rows lies: k-means, with the best of many starts, in two levels.
 Families are the centres of all rows, as many as halves of the requests agree on best; regions are
 the centres within each. Rows of one request are much alike, so that it counts as their root.
+
+After a parent run it matters where its rows are few, and these regions may be cut there by chance.
+Regions of another kind are asked for that (`Probe`), and only those that are new are added.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ ROUNDS_OF_ROWS, LEAST_GAIN = 30, 1e-5
 STARTS_OF_HALF = 10
 # Regions that are asked for what is new (`Probe`): so many families, in PCA space whose directions
 # are divided by the root of their variance plus this many times the mean variance. A task that came
-# had a region of these in each of four series of nights, which no other region was new in, and in
-# two of them one of the regions above, in which three others were new without a cause (real
-# attention, benchmarks/real_nights.py, seeds 3171, 5001 and 5002, and of those held out 4242).
+# made one of these new in each of four series of runs of real attention, and nothing else did. Of
+# the regions above it made one new in two of the four, and in three a region of older tasks was new
+# (benchmarks/real_nights.py, seeds 3171, 5001, 5002, and 4242, which is held out).
 PROBED_FAMILIES, COARSE = 6, 3.0
 # Halves of the requests that regions are found of as well.
 REGIONS_OF_HALVES = 40
