@@ -130,10 +130,10 @@ fillZones($("zones"));
 fillAxes($("axes"));
 fillSampling($("sampling"));
 
-const drawn = shown < total
+const counted = shown < total
   ? `${count(shown)} of ${count(total)} rows are drawn: an even sample.`
   : `All ${plural(total, "row")} ${total === 1 ? "is" : "are"} drawn.`;
-$("map-says").textContent = [drawn, data.clusters_are].filter(Boolean).join(" ");
+$("map-says").textContent = [counted, data.clusters_are].filter(Boolean).join(" ");
 fillLegend();
 rearrange();
 new ResizeObserver(resize).observe(map);
