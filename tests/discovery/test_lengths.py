@@ -11,6 +11,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from discovery.algorithms.consensus.clusters import stable_clusters
 from discovery.algorithms.consensus.lengths import (
+    LEAST_COMPARED,
     MOST_COMPARED,
     kept_within,
     links_of,
@@ -20,7 +21,7 @@ from discovery.algorithms.consensus.lengths import (
 RNG = np.random.default_rng
 
 
-@given(st.integers(0, 60), st.integers(1, 6), st.integers(0, 2**31))
+@given(st.integers(0, 90), st.integers(1, 6), st.integers(0, 2**31))
 def test_a_link_joins_rows_of_a_request_an_octave_apart_that_are_each_others_nearest(
     count, most, seed
 ):
@@ -36,7 +37,8 @@ def test_a_link_joins_rows_of_a_request_an_octave_apart_that_are_each_others_nea
                 up, down = own & (octaves == octaves[second]), own & (octaves == octaves[first])
                 nearest_up = np.where(up, apart[first], np.inf).argmin()
                 nearest_down = np.where(down, apart[second], np.inf).argmin()
-                if nearest_up == second and nearest_down == first:
+                enough = min(up.sum(), down.sum()) >= LEAST_COMPARED
+                if enough and nearest_up == second and nearest_down == first:
                     expected.add((first, second))
     assert set(map(tuple, links_of(rows, requests, octaves).tolist())) == expected
 

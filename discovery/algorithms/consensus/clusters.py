@@ -36,7 +36,15 @@ from .continued import (
     rows_before,
 )
 from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
-from .lengths import ASSUMED, ENOUGH, MOST_COMPARED, kept_within, links_of, links_of_atoms
+from .lengths import (
+    ASSUMED,
+    ENOUGH,
+    LEAST_COMPARED,
+    MOST_COMPARED,
+    kept_within,
+    links_of,
+    links_of_atoms,
+)
 from .partition import (
     RELATED,
     STARTS,
@@ -124,7 +132,7 @@ def settings() -> dict[str, Any]:
         "trees": (TREES, CELLS, CELL_ROWS, ATOMS, ATOM_ROWS, LEAST_GROUP, ROUNDS, POWER),
         "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
         "requests": (LEAST_REQUESTS, SHARE_OF_REQUESTS),
-        "lengths": (ASSUMED, ENOUGH, MOST_COMPARED),
+        "lengths": (ASSUMED, ENOUGH, LEAST_COMPARED, MOST_COMPARED),
         "continued": (OTHERWISE, SURE, NEW),
         "regions": (
             CONTINUUM,
