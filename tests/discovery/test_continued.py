@@ -21,7 +21,6 @@ from discovery.algorithms.consensus.clusters import (
     Clusters,
     halves,
     stable_clusters,
-    with_new_areas,
 )
 from discovery.algorithms.consensus.continued import (
     ParentClusters,
@@ -30,7 +29,8 @@ from discovery.algorithms.consensus.continued import (
     is_new,
     unlike,
 )
-from discovery.algorithms.consensus.regions import Probe, RowRegions
+from discovery.algorithms.consensus.new_areas import Probe, with_new_areas
+from discovery.algorithms.consensus.regions import RowRegions
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.read import open_artifacts
 

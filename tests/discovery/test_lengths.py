@@ -93,6 +93,6 @@ def test_what_requests_go_on_with_at_twice_the_context_is_one_cluster():
 
 def test_what_requests_of_one_length_do_is_not_joined_with_what_others_do():
     rows, requests, octaves, truth = grown(tied=True)
-    apart, told = (clusters_of(rows, requests, known) for known in (None, octaves))
-    assert np.array_equal(apart, told)
-    assert adjusted_rand_score(3 * truth + octaves, told) > 0.8
+    apart, joined = (clusters_of(rows, requests, known) for known in (None, octaves))
+    assert np.array_equal(apart, joined)
+    assert adjusted_rand_score(3 * truth + octaves, joined) > 0.8

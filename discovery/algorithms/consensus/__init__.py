@@ -6,6 +6,7 @@ agree on.
     lengths       groups that are one behaviour at several lengths of its requests
     partition     one partition of what many agree on, and the families above it
     regions       of a continuum, where they agree on little
+    new_areas     what is new in one since the parent run
     continued     the parent run's clusters, where nothing has changed
     clusters      rows to clusters, by all of these
 

@@ -24,8 +24,10 @@ from discovery.artifacts.schema import NOISE
 
 from .cell_tree import POWER, ROUNDS, Tree, cell_centres, nearest_cells, trees_of
 from .continued import (
+    LEAST_REQUESTS,
     NEW,
     OTHERWISE,
+    SHARE_OF_REQUESTS,
     SURE,
     Continued,
     ParentClusters,
@@ -33,6 +35,7 @@ from .continued import (
     counted,
     effective_requests,
     is_new,
+    least_requests,
     rows_before,
 )
 from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
@@ -45,6 +48,7 @@ from .lengths import (
     links_of,
     links_of_atoms,
 )
+from .new_areas import COARSE, PROBED_FAMILIES, probe_of, with_new_areas
 from .partition import (
     RELATED,
     STARTS,
@@ -57,12 +61,10 @@ from .partition import (
 )
 from .regions import (
     ALIKE,
-    COARSE,
     FINE,
     LEAST_GAIN,
     MOST_FAMILIES,
     MOST_OF_FAMILY,
-    PROBED_FAMILIES,
     REGION_ROUNDS,
     REGIONS,
     REGIONS_OF_HALVES,
@@ -70,8 +72,6 @@ from .regions import (
     STARTS_OF_ALL,
     STARTS_OF_HALF,
     TIMES,
-    RowRegions,
-    probe_of,
     regions_of,
 )
 
@@ -95,9 +95,6 @@ LEAST_GROUP = 0.3
 # noise by 0.50); of real attention by 0.21 to 0.48 (the half to develop on,
 # benchmarks/behaviours.py).
 CONTINUUM = 0.5
-# A cluster is of at least so many requests, or of this share of all where they are few: what one
-# request does is no behaviour of the traffic.
-LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
 
 
 class Clusters(NamedTuple):
@@ -349,34 +346,6 @@ def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:
         together += share.T @ share
         partitions.append(share.argmax(axis=0) if len(share) else np.zeros(count, np.int64))
     return together / len(taken), partitions
-
-
-def with_new_areas(
-    regions: RowRegions, labels: Ints, areas: list[tuple[Mask, list[Mask]]], atom: Ints,
-    atoms: Ints, requests: Ints, size: int,
-) -> tuple[RowRegions, Ints, Mask]:  # fmt: skip
-    """Regions and clusters int64[a] with one more for each area that is new; which clusters these
-    are, bool[c].
-
-    Args:
-        areas: as of `Probe.areas`; one of too few rows or requests for a cluster is left.
-    """
-    first = len(regions.family)
-    for area, of_halves in areas:
-        inside = np.where(area, 0, -1)[atom]
-        many = effective_requests(inside, requests)[0] >= least_requests(requests)
-        if many and atoms[area].sum() >= size:
-            regions = regions.with_area(area, of_halves, atom)
-            labels = np.where(area, labels.max() + 1, labels)
-    names, numbers = np.unique(labels, return_inverse=True)
-    count = len(regions.family) - first
-    return regions, numbers, np.arange(len(names)) >= len(names) - count
-
-
-def least_requests(requests: Ints) -> float:
-    """The fewest requests of a cluster, by the request int64[n] of each row."""
-    everything = effective_requests(np.zeros(len(requests), np.int64), requests)
-    return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(everything[0]))
 
 
 def agreement_of_halves(partitions: list[Ints], atoms: Ints) -> float:

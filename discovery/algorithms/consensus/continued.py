@@ -25,6 +25,9 @@ OTHERWISE = 2.0
 SURE = 0.9
 # A cluster is new where the parent had less than this share of its rows.
 NEW = 1 / 3
+# A cluster is of at least so many requests, or of this share of all where they are few: what one
+# request does is no behaviour of the traffic.
+LEAST_REQUESTS, SHARE_OF_REQUESTS = 3.0, 0.1
 # Divisions of the requests whose halves are compared.
 COMPARED_HALVES = 30
 
@@ -151,3 +154,9 @@ def effective_requests(labels: Ints, requests: Ints) -> Doubles:
     int64[n] and request int64[n] of each row. Source: Kish 1965, Survey Sampling."""
     counts = counted(labels, requests, labels.max() + 1, requests.max() + 1)
     return np.square(counts.sum(axis=1)) / np.maximum(np.square(counts).sum(axis=1), 1)
+
+
+def least_requests(requests: Ints) -> float:
+    """The fewest requests of a cluster, by the request int64[n] of each row."""
+    everything = effective_requests(np.zeros(len(requests), np.int64), requests)
+    return min(LEAST_REQUESTS, SHARE_OF_REQUESTS * float(everything[0]))

@@ -4,9 +4,6 @@ Where attention has no gaps, dense groups depend on which requests a run has. Wh
 least is where the mass of the rows lies: k-means, with the best of many starts, in two levels.
 Families are the centres of all rows, as many as halves of the requests agree on best; regions are
 the centres within each. Rows of one request are much alike, so that it counts as their root.
-
-After a parent run it matters where its rows are few, and these regions may be cut there by chance.
-Regions of another kind are asked for that (`Probe`), and only those that are new are added.
 """
 
 from __future__ import annotations
@@ -42,12 +39,6 @@ STARTS_OF_ALL, TIMES = 10, 10
 ROUNDS_OF_ROWS, LEAST_GAIN = 30, 1e-5
 # Starts for each of the partitions of half of the requests, which are of atoms alone.
 STARTS_OF_HALF = 10
-# Regions that are asked for what is new (`Probe`): so many families, in PCA space whose directions
-# are divided by the root of their variance plus this many times the mean variance. A task that came
-# made one of these new in each of four series of runs of real attention, and nothing else did. Of
-# the regions above it made one new in two of the four, and in three a region of older tasks was new
-# (benchmarks/real_nights.py, seeds 3171, 5001, 5002, and 4242, which is held out).
-PROBED_FAMILIES, COARSE = 6, 3.0
 # Halves of the requests that regions are found of as well.
 REGIONS_OF_HALVES = 40
 REGION_ROUNDS = 60
@@ -87,30 +78,6 @@ class RowRegions(NamedTuple):
         rows = counted(found.labels, self.label, len(found.heir_of), len(self.family))
         of_family = rows @ np.eye(int(self.family.max()) + 1)[self.family]
         return rows.argmax(axis=0)[self.label], numbered(of_family.argmax(axis=1))
-
-
-class Probe(NamedTuple):
-    """Regions that are not published, but asked which of them are new: the one int64[a] of each
-    atom, by all requests and by halves of them."""
-
-    of_atoms: Ints
-    of_halves: list[Ints]
-
-    def areas(self, is_new: Callable[[Ints], Mask], atoms: Ints) -> list[tuple[Mask, list[Mask]]]:
-        """The atoms bool[a] of each region that is new, and those of what halves have of it.
-
-        Args:
-            is_new: says of the regions int64[a] of all atoms which are new, bool[r].
-            atoms: int64[a], rows of each.
-        """
-        new = np.flatnonzero(is_new(self.of_atoms))
-        areas = [self.of_atoms == number for number in new]
-
-        def of_half(own: Ints, area: Mask) -> Mask:
-            inside = np.bincount(own, atoms * area) > 0.5 * np.bincount(own, atoms)
-            return np.asarray((inside & is_new(own))[own])
-
-        return [(area, [of_half(own, area) for own in self.of_halves]) for area in areas]
 
 
 class Spaces(NamedTuple):
@@ -193,41 +160,6 @@ def regions_of(
         counted(label, atom, len(whole.family), atoms).argmax(axis=0),
         whole.family,
         list(pool.map(regions_of_half, some, rng.spawn(len(some)))),
-    )
-
-
-def probe_of(
-    rows: Floats,
-    requests: Ints,
-    atom: Ints,
-    atoms: int,
-    size: int,
-    halves: list[Mask],
-    rng: np.random.Generator,
-    pool: ThreadPoolExecutor,
-) -> Probe:
-    """Arguments are those of `regions_of`."""
-    count = max(1, min(REGIONS, len(rows) // (2 * size)))
-    values, fine = spaces_of(rows, requests)
-    covariance = values.T @ values / len(values)
-    floor = COARSE * np.diag(covariance).mean() * np.eye(len(covariance))
-    spaces = Spaces(values @ inverse_root(covariance + floor), fine)
-    weight = np.ones(len(rows))
-    everything = Rows(spaces, weight, atom, atoms)
-    means = Spaces(*(means_of(of, weight, atom, atoms)[0] for of in spaces))
-    families = min(PROBED_FAMILIES, count)
-
-    def of_half(half: Mask, own: np.random.Generator) -> Ints:
-        return found_regions(everything.taken(half), families, count, STARTS_OF_HALF, 0, own).of(
-            means
-        )
-
-    some = halves[:REGIONS_OF_HALVES]
-    whole = found_regions(everything, families, count, STARTS_OF_ALL, TIMES, rng, pool.map)
-    label = whole.of(spaces)
-    return Probe(
-        counted(label, atom, len(whole.family), atoms).argmax(axis=0),
-        list(pool.map(of_half, some, rng.spawn(len(some)))),
     )
 
 
