@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import socket
 import subprocess
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,28 @@ REPO = Path(__file__).parent.parent
 START = dt.datetime(2026, 1, 9, 6, 0, tzinfo=dt.UTC)
 NOW = dt.datetime(2026, 1, 10, 4, 2, 11, tzinfo=dt.UTC)
 
+# The system gives ports of its own choice from 32,768 (net.ipv4.ip_local_port_range). Those below
+# are in parts, one for each process of pytest-xdist (gw0, gw1, ...).
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = cycle(range(20_000 + _WORKER % 12 * 1_000, 21_000 + _WORKER % 12 * 1_000))
+
 AttnCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 for a server that is started later.
+
+    No connection, and no server that asks for any port, is given it in the meantime.
+    """
+    while True:
+        with socket.socket() as probe:
+            # As servers do: a connection that was closed does not keep them from a port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port := next(_PORTS)))
+            except OSError:
+                continue
+            return port
 
 
 def possible_vectors(layouts: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.float32]:

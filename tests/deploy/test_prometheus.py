@@ -6,7 +6,6 @@ import http.server
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -26,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from published import make_store
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
+from shared import free_port
 
 RULES = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "attn.json"
@@ -132,12 +132,6 @@ def test_promtool_accepts_the_rules_and_their_tests_pass():
             [promtool, *words], cwd=folder, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Textfiles(http.server.SimpleHTTPRequestHandler):

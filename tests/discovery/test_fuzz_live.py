@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 from fuzzing import fuzz, mutated
 from processes import AttnProcess
+from shared import free_port
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of
-from watching import Client, address, free_port
+from watching import Client, address
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 

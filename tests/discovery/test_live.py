@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from shared import NOW, REPO
-from watching import SCHEMA, Client, address, free_port, logged
+from shared import NOW, REPO, free_port
+from watching import SCHEMA, Client, address, logged
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from processes import AttnProcess
-from shared import REPO
+from shared import REPO, free_port
 from uninterrupted import AT_NOW, OPTIONS, RUN_ID, fingerprint_of
-from watching import Client, free_port, logged
+from watching import Client, logged
 
 from discovery.events.schema import LOGGED, TO_ONE_CLIENT, ListenerFailed
 from discovery.stages.registry import STAGES

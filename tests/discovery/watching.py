@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,6 @@ from discovery.events.websocket import client_file
 SCHEMA = json_schema()
 MESSAGE = Draft202012Validator(SCHEMA)
 COMMAND = Draft202012Validator({**SCHEMA, "oneOf": [{"$ref": "#/$defs/Command"}]})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def logged(folder: Path) -> list[dict]:

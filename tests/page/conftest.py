@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
-from shared import REPO
+from shared import REPO, free_port
 
 # Runs to serve and sidecars that run are those of the sidecar's own tests.
 sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 
 from browsing import Watched, chromium
 from map_runs import Night, publish_map
-from page_engine import Engine, free_port
+from page_engine import Engine
 from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,6 @@ HOSTILE = (
     "${window.hacked = 3} {{constructor.constructor('window.hacked = 4')()}} `\"'&lt;",
     "long " + "x" * 10_240,
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 class Engine:

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from looks import assert_legible, hacked
-from page_engine import HOSTILE, free_port
+from page_engine import HOSTILE
 from planted import planted, planted_batch
 from playwright.sync_api import Page, expect
 from processes import AttnProcess
 from running import Sidecar, post_rows, until
 from served_runs import CAPTURE_ID, MODEL, publish, rows_of
-from shared import START
+from shared import START, free_port
 from traffic import Traffic
 
 from pipeline.store.open import open_store

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Self
 
 import httpx
 import pytest
-from shared import REPO
+from shared import REPO, free_port
 
 MODEL = REPO / "examples" / "demo_model"
 ENVIRONMENT = Path(os.environ.get("SGLANG_VENV") or f"{sys.prefix}-sglang").absolute()
@@ -67,7 +66,7 @@ class SGLangServer:
         self, folder: Path, *options: str | Path, environment: Mapping[str, str] | None = None,
         by_attn: bool = False, model: Path = MODEL,
     ) -> None:  # fmt: skip
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "sglang.log"
         started_by = ["cli", "serve"] if by_attn else ["sglang.launch_server", "--model-path"]
@@ -135,10 +134,3 @@ class SGLangServer:
     ) -> None:  # fmt: skip
         self.client.close()
         self.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port

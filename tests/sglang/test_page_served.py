@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from running_sglang import SGLangServer, require_sglang
-from shared import REPO
+from shared import REPO, free_port
 
 sys.path[:0] = [str(REPO / "tests" / folder) for folder in ("page", "sidecar")]
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 from browsing import Watched, chromium  # noqa: E402
-from page_engine import NEEDLE, ask, free_port, texts, token, tokens  # noqa: E402
+from page_engine import NEEDLE, ask, texts, token, tokens  # noqa: E402
 from playwright.sync_api import Browser, Page, expect  # noqa: E402
 from running import Sidecar, running  # noqa: E402
 from served_runs import publish  # noqa: E402
