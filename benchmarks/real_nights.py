@@ -7,7 +7,8 @@ request. Task `ADDED` is only there from night 5 on, and `REMOVED` no more from 
 night goes through the job into one output folder, and every event of its lineage is one of these:
 
 - of the task: clusters that are born on night 5 and have most of their rows from the added task;
-  clusters that die on night 9 and had most of theirs from the removed one;
+  clusters that die on night 9 and had most of theirs from the removed one, or that are thinned
+  then, where most rows of the parts that are gone were of it;
 - other: what the requests of a run did;
 - by chance: other ones that the run itself says of that they may be chance.
 
@@ -41,6 +42,7 @@ from benchmarks.judge.real import KEPT, captured, why_no_captures
 from discovery.artifacts.read import open_artifacts
 from discovery.job import discover
 from discovery.options import CLUSTERINGS, DiscoverOptions
+from pipeline.record import vectors as record_vectors
 
 # Prompts of these have clusters of their own in the shipped sample.
 ADDED, REMOVED = "counting", "table"
@@ -103,7 +105,11 @@ def run_night(records: pa.Table, night: int, folder: Path, clustering: str) -> d
     given = set(records.column("request_id").to_pylist())
     if set(embedding.column("request_id").to_pylist()) != given:
         raise common.WrongAnswerError(f"night {night} is not of the requests that it was given")
-    quality = manifest["quality"]
+    quality, lineage = manifest["quality"], manifest["lineage"]
+    references = artifacts.table("references")
+    of_vector = dict(zip(map(bytes, record_vectors(records)), tasks_of(records)[0], strict=True))
+    kept = np.array([of_vector[bytes(one)] for one in record_vectors(references)])
+    area = references.column("area").to_numpy()
     return {
         "number": night,
         "rows": len(cluster),
@@ -113,7 +119,9 @@ def run_night(records: pa.Table, night: int, folder: Path, clustering: str) -> d
         "gate": quality["gate"]["passed"],
         "reasons": quality["gate"]["reasons"],
         "tasks": {int(one): shares(task[cluster == one]) for one in np.unique(cluster)},
-        "events": [one for one in manifest["lineage"]["events"] if one["event"] != "kept"],
+        "areas": {int(one): shares(kept[area == one]) for one in np.unique(area)},
+        "gone_areas": lineage["gone_areas"],
+        "events": [one for one in lineage["events"] if one["event"] != "kept"],
     }
 
 
@@ -135,8 +143,10 @@ def judged(run: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list
         number, kind = event["cluster_id"], event["event"]
         gained = run["tasks"].get(number, {}).get(ADDED, 0.0)
         lost = before["tasks"].get(number, {}).get(REMOVED, 0.0)
+        if kind == "thinned":
+            lost = min(before["areas"][area].get(REMOVED, 0.0) for area in run["gone_areas"])
         added = run["number"] == ADDED_ON and kind == "born" and gained >= MOST
-        removed = run["number"] == REMOVED_ON and kind == "died" and lost >= MOST
+        removed = run["number"] == REMOVED_ON and kind in ("died", "thinned") and lost >= MOST
         sure = not event["perhaps_chance"]
         name = "of_tasks" if added or removed else "other" if sure else "by_chance"
         if name == "of_tasks" and not sure:
@@ -144,6 +154,7 @@ def judged(run: dict[str, Any], before: dict[str, Any] | None) -> dict[str, list
         found[name].append(
             f"{kind} {number}, from {event['parents']} into {event['children']}"
             f", stability {event['stability']}, of {event['requests']} requests"
+            + (f", lost {event['lost']:.0%}" if kind == "thinned" else "")
         )
     return found
 
@@ -171,7 +182,7 @@ def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
         "same_rows_again": [event["event"] for event in again["events"]],
         "missing": [
             kind
-            for kind, night in (("born", ADDED_ON), ("died", REMOVED_ON))
+            for kind, night in (("born", ADDED_ON), ("died or thinned", REMOVED_ON))
             if not any(
                 run["of_tasks"] or run["of_tasks_by_chance"]
                 for run in runs
@@ -179,7 +190,9 @@ def run_all(clustering: str, nights: list[pa.Table]) -> dict[str, Any]:
             )
         ],
         # All events stand in words already.
-        "nights": [{k: v for k, v in run.items() if k not in ("tasks", "events")} for run in runs],
+        "nights": [
+            {k: v for k, v in run.items() if k not in ("tasks", "areas", "events")} for run in runs
+        ],
     }
     print(
         f"{clustering}: {found['of_tasks']} events of tasks (and {found['of_tasks_by_chance']} "

@@ -122,6 +122,22 @@ def events(found: Match, ids: Int32s, parent_ids: Int32s) -> list[Event]:
     return happened
 
 
+def thinned(happened: list[Event], parent_ids: Int32s, lost: Doubles) -> list[Event]:
+    """The events, where a cluster that went on is thinned if a part of it is gone: with `lost`, the
+    share of its rows in the parent run that this was.
+
+    Args:
+        parent_ids: int32[p]; lost: float64[p], 0 where no part is gone.
+    """
+    parts = dict(zip(parent_ids.tolist(), lost.tolist(), strict=True))
+    return [
+        {**event, "event": "thinned", "lost": round(parts[event["cluster_id"]], 4)}
+        if event["event"] == "kept" and parts[event["cluster_id"]] > 0
+        else event
+        for event in happened
+    ]
+
+
 class Evidence(NamedTuple):
     """Of the clusters `ids` int32[c] of a run: stability float64[c], NaN where it is not known, and
     requests float64[c], how many equal ones their rows are worth."""
@@ -154,7 +170,7 @@ def with_evidence(happened: list[Event], now: Evidence, before: Evidence) -> lis
         stability, requests = np.min(about, axis=0).tolist()
         known = None if np.isnan(stability) else round(stability, 4)
         # Rows come and go however a cluster is cut.
-        cut = kind not in ("kept", "born", "died") and stability < STABLE
+        cut = kind not in ("kept", "thinned", "born", "died") and stability < STABLE
         rare = kind != "kept" and requests < LEAST_REQUESTS
         chance = bool(len(before.ids) and (cut or rare))
         found.append(

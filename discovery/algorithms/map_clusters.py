@@ -45,8 +45,8 @@ class FoundClusters(NamedTuple):
     members: of the rows, by HDBSCAN without a second cluster but where neighbours voted; of each
     cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
     HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
-    had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k] and halves_agree
-    as of `Clusters`: -1, False, none and NaN by HDBSCAN.
+    had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k], halves_agree
+    and area int32[n] as of `Clusters`: -1, False, none, NaN and -1 by HDBSCAN.
     """
 
     members: Memberships
@@ -58,6 +58,7 @@ class FoundClusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    area: Int32s
 
     @property
     def labels(self) -> Int32s:
@@ -141,17 +142,20 @@ def clusters_of_rows(
     """Clusters of the rows float32[n, d] that are found again in other requests: those `found` of
     the chosen rows, which the others join."""
     members = Memberships.none(len(projected))
+    area = np.full(len(projected), NOISE, np.int32)
     if found is None:
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
-            members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan
-        )
+            members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan,
+            area,
+        )  # fmt: skip
     members.put(chosen.seen, found.members)
+    area[chosen.seen] = found.area
     join(engine, projected, chosen.dense, members)
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         members, found.stability, unknown, found.family, chosen.least, found.heir_of, found.new,
-        found.raw_stability, found.halves_agree,
+        found.raw_stability, found.halves_agree, area,
     )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def clusters_of_map(
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
         members, np.full(clusters, np.nan), found.persistence, none, min_samples,
-        none, np.zeros(clusters, bool), np.empty(0), np.nan,
+        none, np.zeros(clusters, bool), np.empty(0), np.nan, np.full(len(points), NOISE, np.int32),
     )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class ClusterEvent(TypedDict):
     stability: NotRequired[float | None]
     requests: NotRequired[float]
     perhaps_chance: NotRequired[bool]
+    lost: NotRequired[float]
 
 
 class PastEvent(ClusterEvent):
@@ -91,7 +92,13 @@ class ParentCluster(TypedDict):
     share: float
 
 
+class Area(TypedDict):
+    requests: float
+
+
 class Lineage(TypedDict, total=False):
+    areas: list[Area]
+    gone_areas: list[int]
     parent_clusters: list[ParentCluster]
     events: list[ClusterEvent]
     history: list[PastEvent]

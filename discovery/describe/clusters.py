@@ -194,6 +194,7 @@ def event_in_words(
     children = [f"{child} ({labels[child]})" for child in event["children"]]
     words = {
         "kept": "went on",
+        "thinned": f"lost a part: hardly any rows are where {event.get('lost', 0):.0%} of it was",
         "merged": f"took in {' and '.join(parents[1:])}",
         "split": f"came off {''.join(parents[:1])}",
         "born": "is new",

@@ -125,7 +125,7 @@ class ClusterFound(Struct, forbid_unknown_fields=True, kw_only=True):
     share: Share
     x: float
     y: float
-    event: Literal["kept", "merged", "split", "born"]
+    event: Literal["kept", "thinned", "merged", "split", "born"]
     parents: list[Count]
 
 

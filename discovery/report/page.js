@@ -30,7 +30,7 @@ const isFirstRun = !data.lineage?.parent;
 const news = isFirstRun ? [] : events.filter(({ event }) => event !== "kept")
   .sort((a, b) => !!a.perhaps_chance - !!b.perhaps_chance);
 const EVENT_WORDS = {
-  kept: "kept", merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed",
+  kept: "kept", thinned: "lost a part", merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed",
 };
 const eventMark = (event) =>
   el("span", { class: `mark mark-${event}`, text: EVENT_WORDS[event] || event });

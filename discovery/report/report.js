@@ -20,7 +20,7 @@ function summary() {
   if (isFirstRun) return `${found} found${data.lineage ? ", compared with no earlier run" : ""}${noise}.`;
   const of = (event) => events.filter((e) => e.event === event).length;
   // What was absorbed is in a merger already, where there is one.
-  const changed = ["born", "split", "merged", of("merged") ? "" : "absorbed", "died"].filter(of);
+  const changed = ["born", "split", "merged", of("merged") ? "" : "absorbed", "died", "thinned"].filter(of);
   const parts = changed.map((event) => `${of(event)} ${EVENT_WORDS[event]}`);
   const kept = of("kept");
   if (!parts.length) return `Nothing came or went: all ${plural(kept, "cluster")} are those of the run before${noise}.`;

@@ -15,6 +15,7 @@ from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.known_areas import KnownAreas, weights_of
 from discovery.algorithms.shares import Shares
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.read import AGAIN, open_artifacts, read_manifest
@@ -46,8 +47,9 @@ class Parent(NamedTuple):
     ids int32[p], labels and traits of the clusters; share float64[p], of all rows; stability
     float64[p], NaN where it is not known;
     references float32[m, 20], rows of the clusters, with reference_cluster int64[m], the index of
-    each one's cluster; codebook, whose labels are indices of clusters; coordinates float32[l, 2] of
-    its prototypes on the map; zones and clusters, the shares that drift is measured from.
+    each one's cluster, and areas; codebook, whose labels are indices of clusters; coordinates
+    float32[l, 2] of its prototypes on the map; zones and clusters, the shares that drift is
+    measured from.
     """
 
     run_id: str
@@ -59,6 +61,7 @@ class Parent(NamedTuple):
     born_in: list[str]
     references: Floats
     reference_cluster: Ints
+    areas: KnownAreas
     codebook: Codebook
     coordinates: Floats
     zones: Shares
@@ -171,16 +174,19 @@ def open_parent(output: Path, run_id: str) -> Parent:
         return index_of(ids, of).astype(np.int32)
 
     vectors = [batch_vectors(batch) for batch in references.to_batches()]
+    reference_cluster = index_of(ids, references.column("cluster_id").to_numpy())
+    share = clusters.column("share").to_numpy()
     return Parent(
         run_id,
         ids,
         clusters.column("label").to_pylist(),
         clusters.column("traits").to_pylist(),
-        clusters.column("share").to_numpy(),
+        share,
         known_stability(clusters),
         clusters.column("born_in").to_pylist(),
         np.concatenate([np.empty((0, DIMENSIONS), np.float32), *vectors]),
-        index_of(ids, references.column("cluster_id").to_numpy()),
+        reference_cluster,
+        known_areas(references, reference_cluster, share, artifacts.manifest),
         codebook.renamed(index),
         coordinates,
         *saved_shares(shares.to_pylist()),
@@ -221,6 +227,22 @@ def shares_table(zones: Shares, clusters: Shares, ids: Int32s) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SHARE_COLUMNS)
 
 
-def references_table(vectors: Floats, cluster_id: Int32s) -> pa.Table:
+def references_table(vectors: Floats, cluster_id: Int32s, area: Int32s) -> pa.Table:
     """references.parquet: rows of each cluster that the next run is matched with."""
-    return pa.table({"cluster_id": cluster_id, "vector": vector_array(vectors)})
+    vector = vector_array(vectors)
+    return pa.table({"cluster_id": cluster_id, "vector": vector, "area": area})
+
+
+def known_areas(
+    references: pa.Table, cluster: Ints, share: Doubles, manifest: dict[str, Any]
+) -> KnownAreas:
+    """The areas of a run; runs of before there were any have none.
+
+    Args:
+        cluster: int64[m], of each reference; share: float64[p], of each cluster.
+    """
+    weight = weights_of(cluster.astype(np.int32), share)
+    if "area" not in references.column_names:
+        return KnownAreas(np.full(len(cluster), NOISE, np.int32), weight, np.empty(0))
+    requests = [area["requests"] for area in manifest["lineage"]["areas"]]
+    return KnownAreas(references.column("area").to_numpy(), weight, np.array(requests, np.float64))

@@ -8,11 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.consensus.continued import effective_requests
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.lineage import Evidence, cluster_ids, events, match, with_evidence
+from discovery.algorithms.known_areas import AREA_VOTERS, KnownAreas, voted, weights_of
+from discovery.algorithms.lineage import (
+    LEAST_REQUESTS,
+    Evidence,
+    cluster_ids,
+    events,
+    match,
+    thinned,
+    with_evidence,
+)
 from discovery.algorithms.sampling import highest_keys, lowest, request_table, row_hashes
 from discovery.algorithms.shares import DistinctCount, RequestCounts, Shares
 from discovery.artifacts.prototypes import Codebook, labels_within
@@ -27,6 +37,8 @@ from pipeline.hashing import Hashes
 
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
+from .fit_clusters import requests_of
+from .project import saved_projection
 
 # Rows of each cluster that the next run is matched with.
 REFERENCES_EACH = 256
@@ -66,8 +78,11 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     none = np.empty(0)
     # Noise is the last of the shares.
     theirs = (parent.stability, parent.clusters.effective_requests[:-1]) if parent else (none, none)
+    areas = own_areas(context, clusters["area"], shares.shares)
+    gone = gone_areas(context, parent, shares.shares) if parent else np.empty(0, bool)
+    lost = parts_lost(parent, gone, found.heir_of) if parent else np.empty(0)
     changes = with_evidence(
-        events(found, ids, known),
+        thinned(events(found, ids, known), known, lost),
         Evidence(ids, clusters["stability"], shares.effective_requests[:-1]),
         Evidence(known, *theirs),
     )
@@ -88,6 +103,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
             for i, j in np.argwhere(found.linked | (found.common >= LEAST_LINK))
         ],
         "events": changes,
+        "areas": [{"requests": round(of, 1)} for of in areas.requests.tolist()],
+        "gone_areas": np.flatnonzero(gone).tolist(),
     }  # fmt: skip
     return summary, says
 
@@ -115,8 +132,10 @@ def in_one_sentence(
             first = "the first run of its lineage"
         words = [f"{first}: {counted(len(changes), 'new cluster')}"]
     else:
-        words = [f"{counted(count['kept'] + count['merged'], 'cluster')} of {parent} went on"]
-        names = {"born": "born", "died": "died", "split": "split off", "merged": "merged"}
+        went_on = count["kept"] + count["thinned"] + count["merged"]
+        words = [f"{counted(went_on, 'cluster')} of {parent} went on"]
+        names = {"born": "born", "died": "died", "split": "split off", "merged": "merged",
+                 "thinned": "lost a part"}  # fmt: skip
         words += [f"{count[kind]} {name}" for kind, name in names.items() if count[kind]]
         words[-1] += perhaps_by_chance(changes)
     return ", ".join(words) + (f"; {damaged}" if damaged else "")
@@ -249,6 +268,71 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     labels = codebook.nearest_member(parent.references)
     table = crossed(labels, parent.reference_cluster, (count + 1, len(parent.ids)))
     return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
+
+
+def own_areas(context: RunContext, area: Int32s, shares: Doubles) -> KnownAreas:
+    """This run's areas, on its references; areas.npz has them.
+
+    Args:
+        area: int32[n], of the fit rows; shares: float64[c + 1], of the clusters and of noise.
+    """
+    kept = context.checkpoint.read_arrays("references.npz")
+    known = np.flatnonzero(area != NOISE)
+    found, requests = np.full(len(kept["label"]), NOISE, np.int32), np.empty(0)
+    if len(known) and len(found):
+        fit = context.saved("neighbors", "fit.npz")
+        _, numbers = np.unique(requests_of(context, fit["rows"]), return_inverse=True)
+        requests = effective_requests(area[known].astype(np.int64), numbers[known])
+        points = saved_projection(context)(kept["vectors"], context.layout)
+        found = areas_among(context.engine, points, fit["projected"][known], area[known])
+    context.checkpoint.write_arrays("areas.npz", area=found)
+    return KnownAreas(found, weights_of(kept["label"], shares[:-1]), requests)
+
+
+def gone_areas(context: RunContext, parent: Parent, shares: Doubles) -> Mask:
+    """Which areas of the parent have hardly any of this run's rows: bool[q].
+
+    Args:
+        shares: float64[c + 1], of this run's clusters and of noise.
+    """
+    kept, areas = context.checkpoint.read_arrays("references.npz"), parent.areas
+    known = np.flatnonzero(areas.area != NOISE)
+    if not (len(known) and len(kept["label"])):
+        return np.zeros(len(areas.requests), bool)
+    points, there = (
+        parent.codebook.projection(vectors, parent.codebook.layout)
+        for vectors in (kept["vectors"], parent.references[known])
+    )
+    here = areas_among(context.engine, points, there, areas.area[known])
+    share = np.zeros(len(areas.requests))
+    np.add.at(share, here, weights_of(kept["label"], shares[:-1]))
+    return areas.gone(share, LEAST_REQUESTS)
+
+
+def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
+    """How much of each of the parent's clusters was in areas that are gone, float64[p]: for each
+    area only of the cluster that had most of it, among those that go on.
+
+    Args:
+        gone: bool[q]; heir_of: int64[c], as of `Match`.
+    """
+    areas, cluster = parent.areas, parent.reference_cluster
+    lost = np.zeros(len(parent.ids))
+    for area in np.flatnonzero(gone):
+        inside = areas.area == area
+        rows = np.bincount(cluster[inside], areas.weight[inside], len(lost))
+        rows *= np.isin(np.arange(len(lost)), heir_of)
+        if rows.any():
+            most = int(rows.argmax())
+            lost[most] += rows[most] / parent.share[most]
+    return lost
+
+
+def areas_among(engine: Engine, points: Floats, others: Floats, area: Int32s) -> Int32s:
+    """The area of each of the points float32[m, d], by those int32[n] of their neighbours among
+    others float32[n, d]: int32[m]."""
+    near, _ = engine.neighbors(others, points, min(AREA_VOTERS, len(others)))
+    return voted(area, engine.host(near))
 
 
 def saved_shares(context: RunContext, name: str) -> Shares:

@@ -133,7 +133,9 @@ def other_tables(context: RunContext, ids: Int32s, lookup: Int32s) -> dict[str, 
     return {
         "landmarks.parquet": landmarks_table(codebook, saved["coordinates"], members),
         "projection.parquet": projection_table(codebook, saved["quantiles"]),
-        REFERENCES: references_table(kept["vectors"], lookup[kept["label"]]),
+        REFERENCES: references_table(
+            kept["vectors"], lookup[kept["label"]], context.saved("lineage", "areas.npz")["area"]
+        ),
         SHARES: shares_table(zones, clusters, ids),
     }
 

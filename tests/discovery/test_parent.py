@@ -330,6 +330,11 @@ def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, 
     assert_same(own_back, own)
 
 
+def areas_of(reference_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Area 1 for the references of cluster 7, 0 for those of 3, and none for the others."""
+    return np.select([reference_ids == 7, reference_ids == 3], [1, 0], -1).astype(np.int32)
+
+
 def whole_run(
     lineage: Lineage, references: NDArray[np.float32], reference_ids: NDArray[np.int32]
 ) -> str:
@@ -372,13 +377,14 @@ def whole_run(
     )
     tables = {
         "clusters": clusters, "landmarks": landmarks, "projection": projection, "shares": shares,
-        "references": references_table(references, reference_ids),
+        "references": references_table(references, reference_ids, areas_of(reference_ids)),
     }  # fmt: skip
     for name, table in tables.items():
         write_parquet(folder / f"{name}.parquet", table)
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"] = {name: file_facts(folder / name) for name in manifest["files"]}
+    manifest["lineage"]["areas"] = [{"requests": 2.5}, {"requests": 40.0}]
     path.write_text(json.dumps(manifest))
     return run_id
 
@@ -397,6 +403,12 @@ def test_all_that_a_run_left_is_read_back(lineage):
     assert np.array_equal(parent.references, vectors) and parent.references.dtype == np.float32
     # Indices of clusters, not their ids.
     assert parent.ids[parent.reference_cluster].tolist() == ids.tolist()
+    assert parent.areas.area.tolist() == areas_of(ids).tolist()
+    assert parent.areas.requests.tolist() == [2.5, 40.0]
+    # The references of a cluster stand for its share of the rows together.
+    assert [parent.areas.weight[ids == one].sum() for one in (7, 3, 12)] == pytest.approx(
+        [0.5, 0.25, 0.125]
+    )
     assert parent.codebook.labels.tolist() == [1, 0, 2, -1]
     assert parent.codebook.labels.dtype == np.int32
     assert (parent.codebook.reach, parent.codebook.noise_factor) == (1.5, 0.25)
@@ -411,7 +423,22 @@ def test_a_run_without_references_rows_is_read_as_well(lineage):
     parent = open_parent(lineage.output, run_id)
     assert parent.references.shape == (0, DIMENSIONS)
     assert parent.references.dtype == np.float32
-    assert parent.reference_cluster.shape == (0,)
+    assert parent.reference_cluster.shape == parent.areas.area.shape == (0,)
+
+
+def test_a_run_of_before_there_were_areas_has_none(lineage):
+    ids = np.array([3, 3, 7], np.int32)
+    run_id = whole_run(lineage, planted(3, 0)[0], ids)
+    path = lineage.output / run_id / REFERENCES
+    write_parquet(path, pq.read_table(path).drop_columns("area"))
+    manifest_path = path.with_name("manifest.json")
+    manifest = json.loads(manifest_path.read_text())
+    manifest["files"][REFERENCES] = file_facts(path)
+    del manifest["lineage"]["areas"]
+    manifest_path.write_text(json.dumps(manifest))
+    areas = open_parent(lineage.output, run_id).areas
+    assert areas.area.tolist() == [-1, -1, -1]
+    assert not areas.gone(np.empty(0), 3.0).size
 
 
 @pytest.mark.parametrize("name", [REFERENCES, SHARES, "clusters.parquet", "manifest.json"])

@@ -22,6 +22,7 @@ from discovery.algorithms.threads import one_thread, usable_cpus
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 
+from .areas import AREAS, DIMENSIONS, STEPS, VOTES, areas_of
 from .cell_tree import POWER, ROUNDS, Tree, cell_centres, nearest_cells, trees_of
 from .continued import (
     LEAST_REQUESTS,
@@ -106,7 +107,8 @@ class Clusters(NamedTuple):
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
     their place: noise has many such. halves_agree: how far trees of two halves of the requests
-    agree, below `CONTINUUM` where clusters are regions.
+    agree, below `CONTINUUM` where clusters are regions. area: int32[n], of each row there, -1
+    elsewhere.
     """
 
     members: Memberships
@@ -116,6 +118,7 @@ class Clusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    area: Int32s
 
     @property
     def labels(self) -> Int32s:
@@ -148,12 +151,14 @@ def settings() -> dict[str, Any]:
             PROBED_FAMILIES,
             COARSE,
         ),
+        "areas": (STEPS, DIMENSIONS, AREAS, VOTES),
     }
 
 
 def load() -> None:
     """Import and compile what `stable_clusters` needs. Without it, that happens where it is called,
     and must not happen there beside another thread that imports or compiles."""
+
     from . import loops  # noqa: F401
 
     with one_thread():
@@ -257,6 +262,9 @@ def stable_clusters(
             found.new[order],
             raw_stability,
             halves_agree,
+            areas_of(near, requests, seed)
+            if regions is not None
+            else np.full(len(rows), NOISE, np.int32),
         )
 
 

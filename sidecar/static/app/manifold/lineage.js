@@ -15,7 +15,7 @@ const [LEAST_COLUMN, NODE, ROW] = [170, 10, 20];
 // Of a name: pixels, and those of one letter.
 const [LEAST_WORDS, MOST_WORDS, LETTER] = [190, 330, 6.8];
 const LEAST_SHARE = 0.001;
-const WORDS = { merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed", kept: "kept" };
+const WORDS = { merged: "merged", split: "split off", born: "new", died: "gone", absorbed: "absorbed", kept: "kept", thinned: "lost a part" };
 
 /** Lineage and clusters of the runs up to one, oldest first; those that are gone are left out. */
 async function loadStory(lineage, signal) {
