@@ -281,8 +281,8 @@ def own_areas(context: RunContext, area: Int32s, shares: Doubles) -> KnownAreas:
     found, requests = np.full(len(kept["label"]), NOISE, np.int32), np.empty(0)
     if len(known) and len(found):
         fit = context.saved("neighbors", "fit.npz")
-        _, numbers = np.unique(requests_of(context, fit["rows"]), return_inverse=True)
-        requests = effective_requests(area[known].astype(np.int64), numbers[known])
+        _, numbers = np.unique(requests_of(context, fit["rows"][known]), return_inverse=True)
+        requests = effective_requests(area[known].astype(np.int64), numbers)
         points = saved_projection(context)(kept["vectors"], context.layout)
         found = areas_among(context.engine, points, fit["projected"][known], area[known])
     context.checkpoint.write_arrays("areas.npz", area=found)

@@ -14,6 +14,7 @@ from discovery.algorithms.lineage import (
     cluster_ids,
     events,
     match,
+    thinned,
     with_evidence,
 )
 from discovery.describe.clusters import event_in_words
@@ -59,6 +60,27 @@ def test_an_event_rests_on_the_least_stable_and_the_rarest_cluster_that_it_is_ab
     found = with_evidence(happened, now, before)
     assert [event["stability"] for event in found] == [0.75, 0.9, 0.75, None]
     assert [event["requests"] for event in found] == [30.0, 4.0, 30.0, 2.0]
+
+
+def test_a_cluster_that_goes_on_without_a_part_is_thinned():
+    happened = [
+        {"event": kind, "cluster_id": cluster, "parents": [cluster], "children": []}
+        for kind, cluster in (("kept", 4), ("kept", 7), ("merged", 9), ("born", 20))
+    ]
+    found = thinned(happened, PARENTS, np.array([0.0, 0.31234, 0.5]))
+    assert [event["event"] for event in found] == ["kept", "thinned", "merged", "born"]
+    assert found[1] == {**happened[1], "event": "thinned", "lost": 0.3123}
+    assert [found[0], *found[2:]] == [happened[0], *happened[2:]]
+    # However a cluster is cut, its rows are there or not.
+    everything = Evidence(np.array([4, 7, 9, 20], np.int32), np.full(4, 0.1), np.full(4, 9.0))
+    marked = with_evidence(found, everything, everything)
+    assert [event["perhaps_chance"] for event in marked] == [False, False, True, False]
+    assert event_in_words(marked[1], {7: "seven"}, {7: "seven"}) == (
+        "7 (seven) lost a part: hardly any rows are where 31% of it was"
+    )
+    assert in_one_sentence({"parent": "r"}, marked[:2], "m", False) == (
+        "2 clusters of r went on, 1 lost a part"
+    )
 
 
 PARENTS = np.array([4, 7, 9], np.int32)

@@ -76,7 +76,7 @@ function Node({ node }) {
   return html`<span class="node" ref=${host}></span>`;
 }
 
-const EVENT_WORDS = { merged: "merged", split: "split off", born: "new" };
+const EVENT_WORDS = { merged: "merged", split: "split off", born: "new", thinned: "lost a part" };
 
 function Card({ cluster, facts, news, isChosen, onPick, onRows, onRequest }) {
   const host = useRef(null);
