@@ -113,6 +113,18 @@ def of_real_nights(found: dict[str, Any]) -> Iterator[Figure]:
             yield f"{name}: events of the same rows again", str(len(one["same_rows_again"]))
 
 
+def of_gone_areas(found: dict[str, Any]) -> Iterator[Figure]:
+    for each, one in found["each"].items():
+        yield (
+            f"{each} prompts of each task a night: tasks that rows show, noticed as they stop",
+            f"{one['noticed_of_shown']:.0%}",
+        )
+        yield (
+            f"{each} prompts: pairs of nights with an area gone where no task was",
+            f"{one['pairs_with_one_gone']} of {one['pairs']}",
+        )
+
+
 def of_interruptions(found: dict[str, Any]) -> Iterator[Figure]:
     yield (
         f"{found['times']} runs stopped or paused at random moments: same artifacts",
@@ -296,6 +308,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "classifier": of_classifier,
     "nights": of_nights,
     "real_nights": of_real_nights,
+    "gone_areas": of_gone_areas,
     "interruptions": of_interruptions,
     "kills": of_kills,
     "memory": of_memory,

@@ -36,6 +36,7 @@ ON_CPU["capture"] += ["--device", "cpu"]
 ON_CPU["behaviours"] += ["--half", "held_out"]
 ON_CPU |= {name: [name] for name in ("memberships", "nights", "interruptions", "kills", "online")}
 ON_CPU["live-rounds"] = ["live_rounds"]
+ON_CPU["gone-areas"] = ["gone_areas"]
 ON_CPU["real-nights"] = ["real_nights", "--clusterings", "consensus,hdbscan"]
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}

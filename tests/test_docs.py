@@ -49,6 +49,7 @@ from pages import (
 from shared import REPO
 
 from capture_kernels.fingerprint.zones import ZONES, ZoneRules
+from discovery.algorithms.known_areas import InAreas
 from discovery.artifacts.read import open_artifacts
 from discovery.artifacts.schema import (
     CLUSTER_COLUMNS,
@@ -221,7 +222,7 @@ def test_every_limit_of_the_gate_and_of_zones_is_documented_with_its_default() -
         ("`embedding.parquet`", EMBEDDING_COLUMNS.names),
         ("`clusters.parquet`", CLUSTER_COLUMNS.names),
         ("`landmarks.parquet`", landmark_columns(2).names),
-        ("`references.parquet`", references_table(*NO_ROWS, NO_ROWS[1]).schema.names),
+        ("`references.parquet`", references_table(*NO_ROWS, InAreas.none(0)).schema.names),
         ("`shares.parquet`", SHARE_COLUMNS.names),
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from pipeline.hashing import Hashes
 
 from .consensus.clusters import Clusters, stable_clusters
 from .consensus.continued import ParentClusters
+from .known_areas import InAreas
 from .voting import memberships_by_vote
 
 # At most so many rows are clustered, or as give the smallest cluster `SAMPLED_LEAST`. For HDBSCAN
@@ -46,7 +47,8 @@ class FoundClusters(NamedTuple):
     cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
     HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
     had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k], halves_agree
-    and area int32[n] as of `Clusters`: -1, False, none, NaN and -1 by HDBSCAN.
+    as of `Clusters`: -1, False, none and NaN by HDBSCAN; area int32[n] and area_share float32[n] as
+    of `InAreas`.
     """
 
     members: Memberships
@@ -59,6 +61,7 @@ class FoundClusters(NamedTuple):
     raw_stability: Doubles
     halves_agree: float
     area: Int32s
+    area_share: Floats
 
     @property
     def labels(self) -> Int32s:
@@ -142,20 +145,20 @@ def clusters_of_rows(
     """Clusters of the rows float32[n, d] that are found again in other requests: those `found` of
     the chosen rows, which the others join."""
     members = Memberships.none(len(projected))
-    area = np.full(len(projected), NOISE, np.int32)
+    areas = InAreas.none(len(projected))
     if found is None:
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
             members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan,
-            area,
+            *areas,
         )  # fmt: skip
     members.put(chosen.seen, found.members)
-    area[chosen.seen] = found.area
+    areas.area[chosen.seen], areas.share[chosen.seen] = found.areas
     join(engine, projected, chosen.dense, members)
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         members, found.stability, unknown, found.family, chosen.least, found.heir_of, found.new,
-        found.raw_stability, found.halves_agree, area,
+        found.raw_stability, found.halves_agree, *areas,
     )  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def clusters_of_map(
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
         members, np.full(clusters, np.nan), found.persistence, none, min_samples,
-        none, np.zeros(clusters, bool), np.empty(0), np.nan, np.full(len(points), NOISE, np.int32),
+        none, np.zeros(clusters, bool), np.empty(0), np.nan, *InAreas.none(len(points)),
     )  # fmt: skip
 
 

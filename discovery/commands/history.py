@@ -286,6 +286,9 @@ def story_in_words(found: dict[str, Any], unreadable: Mapping[str, str]) -> list
     happened = [(born["run_id"], begun)]
     happened += [(e["run_id"], f"took in {ids(e['cluster_ids'])}") for e in found["absorbed"]]
     happened += [(e["run_id"], f"{ids(e['cluster_ids'])} came off") for e in found["came_off"]]
+    happened += [
+        (e["run_id"], f"lost a part, {percent(e['lost'])} of it") for e in found["thinned"]
+    ]
     if ended:
         fate = f"went into {ids(ended['into'])}" if ended["into"] else "died"
         happened.append((ended["run_id"], fate))

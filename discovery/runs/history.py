@@ -288,8 +288,8 @@ def story(
         cluster_id, run_id, alive; born (run_id, event, parents), where the event is "seen" if only
         later runs are known; ended (run_id, event, into) or None; runs: run_id, share and label
         for every run that is known to have had it, None where that run is gone; labels, each with
-        the run it begins with; absorbed and came_off: run_id and cluster_ids; deleted_runs: those
-        of runs that are gone.
+        the run it begins with; absorbed and came_off: run_id and cluster_ids; thinned: run_id and
+        lost, the share of it that was gone; deleted_runs: those of runs that are gone.
     """
     own = [event for event in known.events if event["cluster_id"] == cluster]
     births = [event for event in own if event["event"] in ("born", "split")]
@@ -328,6 +328,9 @@ def story(
         "came_off": [
             {"run_id": run_id, "cluster_ids": [e["cluster_id"] for e in group]}
             for run_id, group in groupby(came_off, itemgetter("run_id"))
+        ],
+        "thinned": [
+            {"run_id": e["run_id"], "lost": e["lost"]} for e in own if e["event"] == "thinned"
         ],
         "deleted_runs": [run["run_id"] for run in runs if run["run_id"] in known.gone],
     }

@@ -15,7 +15,7 @@ from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.errors import ArtifactError, NewRunNeededError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.known_areas import KnownAreas, weights_of
+from discovery.algorithms.known_areas import InAreas, KnownAreas, weights_of
 from discovery.algorithms.shares import Shares
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.read import AGAIN, open_artifacts, read_manifest
@@ -227,10 +227,11 @@ def shares_table(zones: Shares, clusters: Shares, ids: Int32s) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SHARE_COLUMNS)
 
 
-def references_table(vectors: Floats, cluster_id: Int32s, area: Int32s) -> pa.Table:
+def references_table(vectors: Floats, cluster_id: Int32s, areas: InAreas) -> pa.Table:
     """references.parquet: rows of each cluster that the next run is matched with."""
     vector = vector_array(vectors)
-    return pa.table({"cluster_id": cluster_id, "vector": vector, "area": area})
+    rows = {"cluster_id": cluster_id, "vector": vector}
+    return pa.table({**rows, "area": areas.area, "area_share": areas.share})
 
 
 def known_areas(
@@ -243,6 +244,7 @@ def known_areas(
     """
     weight = weights_of(cluster.astype(np.int32), share)
     if "area" not in references.column_names:
-        return KnownAreas(np.full(len(cluster), NOISE, np.int32), weight, np.empty(0))
+        return KnownAreas(InAreas.none(len(cluster)), weight, np.empty(0))
     requests = [area["requests"] for area in manifest["lineage"]["areas"]]
-    return KnownAreas(references.column("area").to_numpy(), weight, np.array(requests, np.float64))
+    rows = InAreas(*(references.column(name).to_numpy() for name in ("area", "area_share")))
+    return KnownAreas(rows, weight, np.array(requests, np.float64))

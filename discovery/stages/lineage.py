@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.consensus.areas import AREAS
 from discovery.algorithms.consensus.continued import effective_requests
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.known_areas import AREA_VOTERS, KnownAreas, voted, weights_of
+from discovery.algorithms.known_areas import VOTERS, InAreas, KnownAreas, weights_of
 from discovery.algorithms.lineage import (
-    LEAST_REQUESTS,
     Evidence,
     cluster_ids,
     events,
@@ -78,7 +78,8 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     none = np.empty(0)
     # Noise is the last of the shares.
     theirs = (parent.stability, parent.clusters.effective_requests[:-1]) if parent else (none, none)
-    areas = own_areas(context, clusters["area"], shares.shares)
+    fitted = InAreas(clusters["area"], clusters["area_share"])
+    areas = own_areas(context, fitted, shares.shares)
     gone = gone_areas(context, parent, shares.shares) if parent else np.empty(0, bool)
     lost = parts_lost(parent, gone, found.heir_of) if parent else np.empty(0)
     changes = with_evidence(
@@ -270,23 +271,29 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
 
 
-def own_areas(context: RunContext, area: Int32s, shares: Doubles) -> KnownAreas:
+def own_areas(context: RunContext, found: InAreas, shares: Doubles) -> KnownAreas:
     """This run's areas, on its references; areas.npz has them.
 
     Args:
-        area: int32[n], of the fit rows; shares: float64[c + 1], of the clusters and of noise.
+        found: of the fit rows; shares: float64[c + 1], of the clusters and of noise.
     """
     kept = context.checkpoint.read_arrays("references.npz")
-    known = np.flatnonzero(area != NOISE)
-    found, requests = np.full(len(kept["label"]), NOISE, np.int32), np.empty(0)
-    if len(known) and len(found):
+    known, core = np.flatnonzero(found.area != NOISE), found.core
+    rows, requests = InAreas.none(len(kept["label"])), np.empty(0)
+    if len(known) and len(kept["label"]):
         fit = context.saved("neighbors", "fit.npz")
-        _, numbers = np.unique(requests_of(context, fit["rows"][known]), return_inverse=True)
-        requests = effective_requests(area[known].astype(np.int64), numbers)
+        _, numbers = np.unique(requests_of(context, fit["rows"][core]), return_inverse=True)
+        requests = np.zeros(AREAS)
+        if len(core):
+            own = effective_requests(found.area[core].astype(np.int64), numbers)
+            requests[: len(own)] = own
+        # A reference is a fit row, or like the nearest.
         points = saved_projection(context)(kept["vectors"], context.layout)
-        found = areas_among(context.engine, points, fit["projected"][known], area[known])
-    context.checkpoint.write_arrays("areas.npz", area=found)
-    return KnownAreas(found, weights_of(kept["label"], shares[:-1]), requests)
+        near, _ = context.engine.neighbors(fit["projected"][known], points, 1)
+        same = known[context.engine.host(near)[:, 0]]
+        rows = InAreas(found.area[same], found.share[same])
+    context.checkpoint.write_arrays("areas.npz", **rows._asdict())
+    return KnownAreas(rows, weights_of(kept["label"], shares[:-1]), requests)
 
 
 def gone_areas(context: RunContext, parent: Parent, shares: Doubles) -> Mask:
@@ -296,17 +303,16 @@ def gone_areas(context: RunContext, parent: Parent, shares: Doubles) -> Mask:
         shares: float64[c + 1], of this run's clusters and of noise.
     """
     kept, areas = context.checkpoint.read_arrays("references.npz"), parent.areas
-    known = np.flatnonzero(areas.area != NOISE)
+    known = np.flatnonzero(areas.rows.area != NOISE)
     if not (len(known) and len(kept["label"])):
         return np.zeros(len(areas.requests), bool)
     points, there = (
         parent.codebook.projection(vectors, parent.codebook.layout)
         for vectors in (kept["vectors"], parent.references[known])
     )
-    here = areas_among(context.engine, points, there, areas.area[known])
-    share = np.zeros(len(areas.requests))
-    np.add.at(share, here, weights_of(kept["label"], shares[:-1]))
-    return areas.gone(share, LEAST_REQUESTS)
+    near, _ = context.engine.neighbors(there, points, min(VOTERS, len(known)))
+    here = InAreas.by_vote(areas.rows.area[known], context.engine.host(near))
+    return areas.gone(here, weights_of(kept["label"], shares[:-1]))
 
 
 def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
@@ -319,20 +325,13 @@ def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
     areas, cluster = parent.areas, parent.reference_cluster
     lost = np.zeros(len(parent.ids))
     for area in np.flatnonzero(gone):
-        inside = areas.area == area
+        inside = areas.rows.area == area
         rows = np.bincount(cluster[inside], areas.weight[inside], len(lost))
         rows *= np.isin(np.arange(len(lost)), heir_of)
         if rows.any():
             most = int(rows.argmax())
             lost[most] += rows[most] / parent.share[most]
     return lost
-
-
-def areas_among(engine: Engine, points: Floats, others: Floats, area: Int32s) -> Int32s:
-    """The area of each of the points float32[m, d], by those int32[n] of their neighbours among
-    others float32[n, d]: int32[m]."""
-    near, _ = engine.neighbors(others, points, min(AREA_VOTERS, len(others)))
-    return voted(area, engine.host(near))
 
 
 def saved_shares(context: RunContext, name: str) -> Shares:

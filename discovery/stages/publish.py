@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from capture_kernels.arrays import Int32s
 from capture_kernels.errors import ArtifactError, NewRunNeededError, StoreError
+from discovery.algorithms.known_areas import InAreas
 from discovery.artifacts.read import Artifacts, open_artifacts
 from discovery.artifacts.schema import (
     EMBEDDING_COLUMNS,
@@ -134,7 +135,7 @@ def other_tables(context: RunContext, ids: Int32s, lookup: Int32s) -> dict[str, 
         "landmarks.parquet": landmarks_table(codebook, saved["coordinates"], members),
         "projection.parquet": projection_table(codebook, saved["quantiles"]),
         REFERENCES: references_table(
-            kept["vectors"], lookup[kept["label"]], context.saved("lineage", "areas.npz")["area"]
+            kept["vectors"], lookup[kept["label"]], InAreas(**context.saved("lineage", "areas.npz"))
         ),
         SHARES: shares_table(zones, clusters, ids),
     }

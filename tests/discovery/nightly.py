@@ -16,7 +16,8 @@ from pipeline.durable import file_facts
 
 GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 # event, cluster id, parents, children: as the manifest's.
-Told = tuple[str, int, list[int], list[int]]
+# An event, its cluster, parents and children; of one that was thinned how much it lost.
+Told = tuple[str, int, list[int], list[int]] | tuple[str, int, list[int], list[int], float]
 
 
 def run_id_of(day: int) -> str:
@@ -49,10 +50,10 @@ class Lineage:
         names = {c: f"cluster number {c}" for c in clusters} | (labels or {})
         if self.parent is None:
             told = tuple(("born", c, [], []) for c in clusters)
-        fields = ("event", "cluster_id", "parents", "children")
-        changes = [dict(zip(fields, event, strict=True)) for event in told]
+        fields = ("event", "cluster_id", "parents", "children", "lost")
+        changes = [dict(zip(fields, event, strict=False)) for event in told]
         silent = set(clusters) - {event["cluster_id"] for event in changes}
-        kept = [dict(zip(fields, ("kept", c, [c], []), strict=True)) for c in sorted(silent)]
+        kept = [dict(zip(fields, ("kept", c, [c], []), strict=False)) for c in sorted(silent)]
         known = self.labels | names
         history = [
             *self.history,

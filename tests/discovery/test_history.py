@@ -217,6 +217,17 @@ def test_the_story_of_a_living_cluster_names_what_it_took_in_and_what_it_was_cal
     assert len(earlier["runs"]) == 3 and len(earlier["labels"]) == 1
 
 
+def test_the_story_says_when_a_cluster_lost_a_part(attn, tmp_path):
+    lineage = Lineage(tmp_path)
+    lineage.night({0: 0.6, 1: 0.4})
+    second = lineage.night({0: 0.7, 1: 0.3}, ("thinned", 1, [1], [], 0.4123))
+    found = asked(attn, "lineage", "1", "--output", tmp_path)
+    assert found["alive"] and found["thinned"] == [{"run_id": second, "lost": 0.4123}]
+    said = attn("runs", "lineage", "1", "--output", tmp_path).stdout
+    assert f"\n{second}  lost a part, 41.2% of it\n" in said
+    assert asked(attn, "lineage", "0", "--output", tmp_path)["thinned"] == []
+
+
 def test_a_story_goes_on_past_deleted_runs(attn, output):
     for day in (1, 2, 3, 4, 5):
         shutil.rmtree(output / run_id_of(day))

@@ -20,6 +20,7 @@ from planted import planted
 from capture_kernels.errors import RunError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
+from discovery.algorithms.known_areas import InAreas
 from discovery.algorithms.shares import Shares, shares_of
 from discovery.artifacts.schema import REFERENCES, SHARES, landmark_columns
 from discovery.artifacts.write import write_parquet
@@ -330,9 +331,10 @@ def test_shares_come_back_to_the_last_bit(tmp_path_factory, clusters, requests, 
     assert_same(own_back, own)
 
 
-def areas_of(reference_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+def areas_of(reference_ids: NDArray[np.int32]) -> InAreas:
     """Area 1 for the references of cluster 7, 0 for those of 3, and none for the others."""
-    return np.select([reference_ids == 7, reference_ids == 3], [1, 0], -1).astype(np.int32)
+    area = np.select([reference_ids == 7, reference_ids == 3], [1, 0], -1)
+    return InAreas(area.astype(np.int32), np.linspace(0, 1, len(area), dtype=np.float32))
 
 
 def whole_run(
@@ -403,7 +405,7 @@ def test_all_that_a_run_left_is_read_back(lineage):
     assert np.array_equal(parent.references, vectors) and parent.references.dtype == np.float32
     # Indices of clusters, not their ids.
     assert parent.ids[parent.reference_cluster].tolist() == ids.tolist()
-    assert parent.areas.area.tolist() == areas_of(ids).tolist()
+    assert all(map(np.array_equal, parent.areas.rows, areas_of(ids)))
     assert parent.areas.requests.tolist() == [2.5, 40.0]
     # The references of a cluster stand for its share of the rows together.
     assert [parent.areas.weight[ids == one].sum() for one in (7, 3, 12)] == pytest.approx(
@@ -423,22 +425,22 @@ def test_a_run_without_references_rows_is_read_as_well(lineage):
     parent = open_parent(lineage.output, run_id)
     assert parent.references.shape == (0, DIMENSIONS)
     assert parent.references.dtype == np.float32
-    assert parent.reference_cluster.shape == parent.areas.area.shape == (0,)
+    assert parent.reference_cluster.shape == parent.areas.rows.area.shape == (0,)
 
 
 def test_a_run_of_before_there_were_areas_has_none(lineage):
     ids = np.array([3, 3, 7], np.int32)
     run_id = whole_run(lineage, planted(3, 0)[0], ids)
     path = lineage.output / run_id / REFERENCES
-    write_parquet(path, pq.read_table(path).drop_columns("area"))
+    write_parquet(path, pq.read_table(path).drop_columns(["area", "area_share"]))
     manifest_path = path.with_name("manifest.json")
     manifest = json.loads(manifest_path.read_text())
     manifest["files"][REFERENCES] = file_facts(path)
     del manifest["lineage"]["areas"]
     manifest_path.write_text(json.dumps(manifest))
     areas = open_parent(lineage.output, run_id).areas
-    assert areas.area.tolist() == [-1, -1, -1]
-    assert not areas.gone(np.empty(0), 3.0).size
+    assert areas.rows.area.tolist() == [-1, -1, -1]
+    assert areas.gone(InAreas.none(2), np.ones(2)).tolist() == []
 
 
 @pytest.mark.parametrize("name", [REFERENCES, SHARES, "clusters.parquet", "manifest.json"])

@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture_kernels.arrays import Doubles, Int32s, Ints
-from discovery.algorithms.known_areas import voted
-from discovery.artifacts.schema import NOISE
+from discovery.algorithms.known_areas import InAreas
 
 # Steps from a row to its neighbours, coordinates of profiles, and areas.
-STEPS, DIMENSIONS, AREAS = 4, 6, 12
+STEPS, DIMENSIONS, AREAS = 2, 6, 12
 # Rounds in which each row is put to the area of most of its neighbours and itself.
 VOTES = 3
 
 
-def areas_of(near: Int32s, requests: Ints, seed: int) -> Int32s:
-    """The area of each of n rows: int32[n], -1 where there are too few requests for areas.
+def areas_of(near: Int32s, requests: Ints, seed: int) -> InAreas:
+    """The area of each of n rows, by its neighbours of other requests; none where there are too few
+    requests for areas.
 
     Args:
         near: int32[n, k], numbers of each one's neighbours; requests: int64[n], a number for the
@@ -32,12 +32,15 @@ def areas_of(near: Int32s, requests: Ints, seed: int) -> Int32s:
 
     rows = np.bincount(requests)
     if len(rows) <= 2 * AREAS:
-        return np.full(len(near), NOISE, np.int32)
+        return InAreas.none(len(near))
     # Rows of one request are much alike, so that it counts as their root.
     weight = rows[requests].astype(np.float64) ** -0.5
     profiles = profiles_of_rows(near, requests, weight)
     search = KMeans(AREAS, n_init=10, random_state=seed).fit(profiles, sample_weight=weight)
-    return as_neighbours(search.labels_, near)
+    areas, about = search.labels_, np.column_stack([np.arange(len(near)), near])
+    for _ in range(VOTES):
+        areas = InAreas.by_vote(areas, about).area
+    return InAreas.by_vote(areas, near, requests[near] != requests[:, None])
 
 
 def profiles_of_rows(near: Int32s, requests: Ints, weight: Doubles) -> Doubles:
@@ -97,12 +100,3 @@ def evened(profiles: Doubles) -> Doubles:
     request does is farthest from it."""
     squares = np.square(profiles).sum(axis=1)
     return np.asarray(profiles / np.sqrt(squares + max(np.median(squares), 1e-12))[:, None])
-
-
-def as_neighbours(areas: Int32s, near: Int32s) -> Int32s:
-    """Areas int32[n] after `VOTES` rounds in which each row takes that of most of its neighbours
-    int32[n, k] and itself."""
-    about = np.column_stack([np.arange(len(near), dtype=near.dtype), near])
-    for _ in range(VOTES):
-        areas = voted(areas, about)
-    return areas.astype(np.int32)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
+from discovery.algorithms.known_areas import InAreas
 from discovery.algorithms.threads import one_thread, usable_cpus
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
@@ -107,7 +108,7 @@ class Clusters(NamedTuple):
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
     their place: noise has many such. halves_agree: how far trees of two halves of the requests
-    agree, below `CONTINUUM` where clusters are regions. area: int32[n], of each row there, -1
+    agree, below `CONTINUUM` where clusters are regions. areas: of the rows there, none
     elsewhere.
     """
 
@@ -118,7 +119,7 @@ class Clusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
-    area: Int32s
+    areas: InAreas
 
     @property
     def labels(self) -> Int32s:
@@ -262,9 +263,7 @@ def stable_clusters(
             found.new[order],
             raw_stability,
             halves_agree,
-            areas_of(near, requests, seed)
-            if regions is not None
-            else np.full(len(rows), NOISE, np.int32),
+            areas_of(near, requests, seed) if regions is not None else InAreas.none(len(rows)),
         )
 
 
