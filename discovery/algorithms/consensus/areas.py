@@ -16,6 +16,8 @@ from discovery.algorithms.known_areas import InAreas
 
 # Steps from a row to its neighbours, coordinates of profiles, and areas.
 STEPS, DIMENSIONS, AREAS = 2, 6, 12
+# Of the search for coordinates, as `scipy.sparse.linalg.svds` has them.
+TOLERANCE, LANCZOS = 1e-3, 40
 # Rounds in which each row is put to the area of most of its neighbours and itself.
 VOTES = 3
 
@@ -36,7 +38,8 @@ def areas_of(near: Int32s, requests: Ints, seed: int) -> InAreas:
     # Rows of one request are much alike, so that it counts as their root.
     weight = rows[requests].astype(np.float64) ** -0.5
     profiles = profiles_of_rows(near, requests, weight)
-    search = KMeans(AREAS, n_init=10, random_state=seed).fit(profiles, sample_weight=weight)
+    count = min(AREAS, len(np.unique(profiles.round(6), axis=0)))
+    search = KMeans(count, n_init=10, random_state=seed).fit(profiles, sample_weight=weight)
     areas, about = search.labels_, np.column_stack([np.arange(len(near)), near])
     for _ in range(VOTES):
         areas = InAreas.by_vote(areas, about).area
@@ -90,8 +93,11 @@ def profiles_of_rows(near: Int32s, requests: Ints, weight: Doubles) -> Doubles:
         return np.asarray(requests_of(roots * own) / mean - mean * (roots @ own))
 
     table = LinearOperator((n, count), matvec=forward, rmatvec=backward, dtype=np.float64)
-    start = np.ones(min(n, count))
-    left, values, _ = svds(table, k=DIMENSIONS, v0=start)
+    # Where requests share hardly anything, many values are the same, and would converge to all
+    # digits in minutes only.
+    left, values, _ = svds(
+        table, k=DIMENSIONS, v0=np.ones(count), tol=TOLERANCE, ncv=min(LANCZOS, count - 1)
+    )
     return evened(left * values / roots[:, None])
 
 

@@ -108,8 +108,7 @@ class Clusters(NamedTuple):
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
     their place: noise has many such. halves_agree: how far trees of two halves of the requests
-    agree, below `CONTINUUM` where clusters are regions. areas: of the rows there, none
-    elsewhere.
+    agree, below `CONTINUUM` where clusters are regions. areas: of the rows there, none elsewhere.
     """
 
     members: Memberships
@@ -159,6 +158,8 @@ def settings() -> dict[str, Any]:
 def load() -> None:
     """Import and compile what `stable_clusters` needs. Without it, that happens where it is called,
     and must not happen there beside another thread that imports or compiles."""
+    import scipy.sparse.linalg  # noqa: F401
+    import sklearn.cluster  # noqa: F401
 
     from . import loops  # noqa: F401
 
