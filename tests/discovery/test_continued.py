@@ -31,6 +31,7 @@ from discovery.algorithms.consensus.continued import (
 )
 from discovery.algorithms.consensus.new_areas import Probe, with_new_areas
 from discovery.algorithms.consensus.regions import RowRegions
+from discovery.algorithms.known_areas import InAreas
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.read import open_artifacts
 
@@ -122,7 +123,7 @@ def labelled(rows: np.ndarray) -> Clusters:
     nothing = np.full(3, -1, np.int32)
     ones = np.ones(3)
     members = Memberships.none(len(rows))._replace(label=labels)
-    return Clusters(members, ones, nothing, nothing, ones > 1, ones, 1.0)
+    return Clusters(members, ones, nothing, nothing, ones > 1, ones, 1.0, InAreas.none(len(labels)))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(1, 12), st.integers(1, 200))
