@@ -116,11 +116,11 @@ def of_real_nights(found: dict[str, Any]) -> Iterator[Figure]:
 def of_gone_areas(found: dict[str, Any]) -> Iterator[Figure]:
     for each, one in found["each"].items():
         yield (
-            f"{each} prompts of each task a night: tasks that rows show, noticed as they stop",
+            f"{each} prompts of each task a run: tasks that rows show, noticed as they stop",
             f"{one['noticed_of_shown']:.0%}",
         )
         yield (
-            f"{each} prompts: pairs of nights with an area gone where no task was",
+            f"{each} prompts: pairs of runs with an area gone where no task was",
             f"{one['pairs_with_one_gone']} of {one['pairs']}",
         )
 

@@ -3,15 +3,16 @@
     python benchmarks/gone_areas.py [--seed 4242] [--each 8,28] [--shuffles 3] [--json PATH]
 
 The captures of `benchmarks/real_nights.py` (112 prompts of each of nine tasks) are divided into
-nights of so many prompts of each task (`--each`), anew for each shuffle, and no two nights of one
-share a request. Each pair of nights that follow one another is compared as two runs are: areas of
-the first night, and which of them the second has hardly any rows of. As it is, none should be gone.
-Then the second night is taken without one task after the other: noticed is one where an area is
+runs of so many prompts of each task (`--each`), anew for each shuffle, and no two runs of one
+share a request. Each pair that follow one another is compared as the job does: areas of the
+first run, and which of them the second has hardly any rows of. As it is, none should be gone.
+Then the second run is taken without one task after the other: noticed is one where an area is
 gone that has most of its core's rows from that task.
 
-Only tasks that single rows show can be noticed. Which these are was seen by gradient boosting that
-is shown the tasks of other requests (seed 3171): `SHOWN` are those whose likeliest half of rows is
-right by more than 0.8. Areas and limits were chosen with seed 3171; the default is another.
+Only tasks that single rows show can be noticed. Which these are was seen in a trial, by gradient
+boosting that is shown the tasks of other requests (seed 3171, not kept): `SHOWN` are those whose
+likeliest half of rows is right by more than 0.8. Areas and limits were
+chosen with seed 3171; the default is another.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.judge.real import KEPT, captured, rows_of, why_no_captures
 from benchmarks.judge.rows import Rows
-from discovery.algorithms.consensus.areas import AREAS, areas_of
-from discovery.algorithms.consensus.continued import effective_requests
+from discovery.algorithms.consensus.areas import areas_of, core_requests
 from discovery.algorithms.known_areas import VOTERS, InAreas, KnownAreas
 from discovery.algorithms.map_clusters import NEIGHBORS
 from discovery.algorithms.pca import Moments
@@ -43,8 +43,8 @@ PROMPTS = 112
 SHOWN = ("brackets", "codename", "copy", "counting", "table")
 
 
-class Night(NamedTuple):
-    """The rows of a night, in its own PCA space float32[n, d], and its areas there."""
+class Run(NamedTuple):
+    """The rows of a run, in its own PCA space float32[n, d], and its areas there."""
 
     rows: Rows
     projection: Projection
@@ -52,16 +52,15 @@ class Night(NamedTuple):
     areas: KnownAreas
 
 
-def night_of(rows: Rows) -> Night:
+def run_of(rows: Rows) -> Run:
     _, requests = np.unique(rows.requests, return_inverse=True)
     projection = Moments.of(rows.vectors, rows.layout, requests).projection()
     points = np.ascontiguousarray(projection(rows.vectors, rows.layout))
     near, _ = ENGINE.neighbors(points, points, NEIGHBORS + 1)
     found = areas_of(near[:, 1:], requests, 0)
-    worth, core = np.zeros(AREAS), found.core
-    own = effective_requests(found.area[core].astype(np.int64), requests[core])
-    worth[: len(own)] = own
-    return Night(rows, projection, points, KnownAreas(found, even(rows), worth))
+    return Run(
+        rows, projection, points, KnownAreas(found, even(rows), core_requests(found, requests))
+    )
 
 
 def even(rows: Rows) -> NDArray[np.float64]:
@@ -69,7 +68,7 @@ def even(rows: Rows) -> NDArray[np.float64]:
     return np.full(len(rows), 1.0 / len(rows))
 
 
-def compared(first: Night, second: Rows) -> dict[str, Any]:
+def compared(first: Run, second: Rows) -> dict[str, Any]:
     """Which areas are gone as it is, and of each task whether its end is noticed."""
     points = first.projection(second.vectors, second.layout)
     near, _ = ENGINE.neighbors(first.points, points, VOTERS)
@@ -88,23 +87,23 @@ def compared(first: Night, second: Rows) -> dict[str, Any]:
     return {"gone": int(areas.gone(here, even(second)).sum()), "noticed": noticed}
 
 
-def nights_of(rows: Rows, each: int, shuffle: int) -> list[Rows]:
-    """As many nights as there are prompts for, of so many of each task."""
+def runs_of(rows: Rows, each: int, shuffle: int) -> list[Rows]:
+    """As many runs as there are prompts for, of so many of each task."""
     rng = np.random.default_rng(shuffle)
-    night = np.empty(len(rows), np.int64)
+    run = np.empty(len(rows), np.int64)
     number = np.array([int(name.rpartition("-")[2]) - 1 for name in rows.requests.tolist()])
     assert rows.tasks is not None
     for task in np.unique(rows.tasks):
         own = rows.tasks == task
-        night[own] = rng.permutation(PROMPTS)[number[own]] // each
-    return [rows[night == one] for one in range(PROMPTS // each)]
+        run[own] = rng.permutation(PROMPTS)[number[own]] // each
+    return [rows[run == one] for one in range(PROMPTS // each)]
 
 
 def judged(rows: Rows, each: int, shuffles: int) -> dict[str, Any]:
     done = []
     for shuffle in range(1, shuffles + 1):
-        nights = nights_of(rows, each, shuffle)
-        done += [compared(night_of(a), b) for a, b in pairwise(nights)]
+        runs = runs_of(rows, each, shuffle)
+        done += [compared(run_of(a), b) for a, b in pairwise(runs)]
     tasks = sorted(done[0]["noticed"])
     found: dict[str, Any] = {
         "pairs": len(done),
@@ -116,7 +115,7 @@ def judged(rows: Rows, each: int, shuffles: int) -> dict[str, Any]:
     )
     words = ", ".join(f"{task} {count}" for task, count in found["noticed"].items())
     print(
-        f"{each} prompts of each task a night: {len(done)} pairs of nights, "
+        f"{each} prompts of each task a run: {len(done)} pairs of runs, "
         f"{found['pairs_with_one_gone']} with an area gone where no task was; noticed when they "
         f"stop: {found['noticed_of_shown']:.0%} of tasks that rows show ({words})",
         flush=True,
@@ -127,7 +126,7 @@ def judged(rows: Rows, each: int, shuffles: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=4242, help="of the prompts")
-    parser.add_argument("--each", default="8,28", help="prompts of each task a night")
+    parser.add_argument("--each", default="8,28", help="prompts of each task a run")
     parser.add_argument("--shuffles", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()

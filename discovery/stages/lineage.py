@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from capture_kernels.fingerprint.zones import ZONES
-from discovery.algorithms.consensus.areas import AREAS
-from discovery.algorithms.consensus.continued import effective_requests
 from discovery.algorithms.consistency import inconsistent
-from discovery.algorithms.known_areas import VOTERS, InAreas, KnownAreas, weights_of
+from discovery.algorithms.known_areas import InAreas
 from discovery.algorithms.lineage import (
     Evidence,
     cluster_ids,
@@ -35,10 +33,9 @@ from discovery.runs.parent import Parent, damaged_in_words
 from discovery.runs.state import manifests, survey
 from pipeline.hashing import Hashes
 
+from .areas import gone_areas, own_areas, parts_lost
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
-from .fit_clusters import requests_of
-from .project import saved_projection
 
 # Rows of each cluster that the next run is matched with.
 REFERENCES_EACH = 256
@@ -269,69 +266,6 @@ def seen_by_own(parent: Parent, codebook: Codebook, count: int) -> Doubles:
     labels = codebook.nearest_member(parent.references)
     table = crossed(labels, parent.reference_cluster, (count + 1, len(parent.ids)))
     return table[:count] / np.maximum(table.sum(axis=0), 1) * parent.share
-
-
-def own_areas(context: RunContext, found: InAreas, shares: Doubles) -> KnownAreas:
-    """This run's areas, on its references; areas.npz has them.
-
-    Args:
-        found: of the fit rows; shares: float64[c + 1], of the clusters and of noise.
-    """
-    kept = context.checkpoint.read_arrays("references.npz")
-    known, core = np.flatnonzero(found.area != NOISE), found.core
-    rows, requests = InAreas.none(len(kept["label"])), np.empty(0)
-    if len(known) and len(kept["label"]):
-        fit = context.saved("neighbors", "fit.npz")
-        _, numbers = np.unique(requests_of(context, fit["rows"][core]), return_inverse=True)
-        requests = np.zeros(AREAS)
-        if len(core):
-            own = effective_requests(found.area[core].astype(np.int64), numbers)
-            requests[: len(own)] = own
-        # A reference is a fit row, or like the nearest.
-        points = saved_projection(context)(kept["vectors"], context.layout)
-        near, _ = context.engine.neighbors(fit["projected"][known], points, 1)
-        same = known[context.engine.host(near)[:, 0]]
-        rows = InAreas(found.area[same], found.share[same])
-    context.checkpoint.write_arrays("areas.npz", **rows._asdict())
-    return KnownAreas(rows, weights_of(kept["label"], shares[:-1]), requests)
-
-
-def gone_areas(context: RunContext, parent: Parent, shares: Doubles) -> Mask:
-    """Which areas of the parent have hardly any of this run's rows: bool[q].
-
-    Args:
-        shares: float64[c + 1], of this run's clusters and of noise.
-    """
-    kept, areas = context.checkpoint.read_arrays("references.npz"), parent.areas
-    known = np.flatnonzero(areas.rows.area != NOISE)
-    if not (len(known) and len(kept["label"])):
-        return np.zeros(len(areas.requests), bool)
-    points, there = (
-        parent.codebook.projection(vectors, parent.codebook.layout)
-        for vectors in (kept["vectors"], parent.references[known])
-    )
-    near, _ = context.engine.neighbors(there, points, min(VOTERS, len(known)))
-    here = InAreas.by_vote(areas.rows.area[known], context.engine.host(near))
-    return areas.gone(here, weights_of(kept["label"], shares[:-1]))
-
-
-def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
-    """How much of each of the parent's clusters was in areas that are gone, float64[p]: for each
-    area only of the cluster that had most of it, among those that go on.
-
-    Args:
-        gone: bool[q]; heir_of: int64[c], as of `Match`.
-    """
-    areas, cluster = parent.areas, parent.reference_cluster
-    lost = np.zeros(len(parent.ids))
-    for area in np.flatnonzero(gone):
-        inside = areas.rows.area == area
-        rows = np.bincount(cluster[inside], areas.weight[inside], len(lost))
-        rows *= np.isin(np.arange(len(lost)), heir_of)
-        if rows.any():
-            most = int(rows.argmax())
-            lost[most] += rows[most] / parent.share[most]
-    return lost
 
 
 def saved_shares(context: RunContext, name: str) -> Shares:

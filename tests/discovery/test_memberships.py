@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from members import certain
 
-from discovery.algorithms.consensus.clusters import memberships, stable_clusters
+from discovery.algorithms.consensus.clusters import stable_clusters
+from discovery.algorithms.consensus.row_shares import memberships
 from discovery.artifacts.classifier import Classifier
 from discovery.artifacts.memberships import BETWEEN, Memberships
 from discovery.engines.cpu import CpuEngine

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from capture_kernels.arrays import Doubles, Int32s, Ints
 from discovery.algorithms.known_areas import InAreas
+from pipeline.hashing import Hashes
+
+from .continued import effective_requests
 
 # Steps from a row to its neighbours, coordinates of profiles, and areas.
 STEPS, DIMENSIONS, AREAS = 2, 6, 12
@@ -44,6 +47,17 @@ def areas_of(near: Int32s, requests: Ints, seed: int) -> InAreas:
     for _ in range(VOTES):
         areas = InAreas.by_vote(areas, about).area
     return InAreas.by_vote(areas, near, requests[near] != requests[:, None])
+
+
+def core_requests(found: InAreas, requests: Ints | Hashes) -> Doubles:
+    """How many equal requests the rows of each area's core are worth: float64[AREAS], of the
+    request int64[n] or hash uint64[n] of each row."""
+    core, worth = found.core, np.zeros(AREAS)
+    if len(core):
+        _, numbers = np.unique(requests[core], return_inverse=True)
+        own = effective_requests(found.area[core].astype(np.int64), numbers)
+        worth[: len(own)] = own
+    return worth
 
 
 def profiles_of_rows(near: Int32s, requests: Ints, weight: Doubles) -> Doubles:
