@@ -156,7 +156,13 @@ def test_live_clusters_of_an_arrow_stream_are_those_of_json(tmp_path, runs):
     batch = rows_of(500)
     with running(tmp_path, "--online", runs=runs) as sidecar:
         post_rows(sidecar, rows_of(3_000, "seen"))
-        until(lambda: sidecar.get("/centroids")["clusters"], "no cluster was born")
+
+        def all_are_in_clusters() -> bool:
+            """Later rows would move what the two answers to compare are of."""
+            live = sidecar.get("/centroids")["status"]
+            return live["rows"] == 3_000 and not live["pending_rows"] and live["clusters"] > 0
+
+        until(all_are_in_clusters, "the rows are not in live clusters")
 
         def predicted(of: pa.RecordBatch) -> httpx.Response:
             return sidecar.client.post("/predict", content=arrow(of), headers=ARROW)
