@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -40,7 +41,11 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    """Refuse two modules of one name, even in a run of one of them: the other would not import."""
+    """Refuse two modules of one name, even in a run of one of them: the other would not import.
+    Let processes be interrupted."""
+    # What a shell has started with `&` ignores SIGINT, and so would all processes that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Modules of tests are imported by their names alone, whichever folder they are in.
     names = Counter(path.name for path in (REPO / "tests").rglob("*.py"))
     twice = sorted(name for name, times in names.items() if times > 1 and name not in EACH_FOLDERS)
