@@ -37,14 +37,15 @@ from .areas import gone_areas, own_areas, parts_lost
 from .cluster import labelled_rows, run_codebook
 from .context import RunContext
 
-# Rows of each cluster that the next run is matched with.
-REFERENCES_EACH = 256
+# Rows of each cluster that the next run is matched with; of one that has more than a fourteenth of
+# all, as many more as that: areas in it are found again by the references about a row.
+REFERENCES_EACH, OF_SHARE = 256, 1 / 14
 # Least share of rows in both clusters for a link in the manifest.
 LEAST_LINK = 1e-4
 
 
 def parameters(context: RunContext) -> dict[str, Any]:
-    return {"parent": context.follows["parent"], "references": REFERENCES_EACH}
+    return {"parent": context.follows["parent"], "references": (REFERENCES_EACH, OF_SHARE)}
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
@@ -152,30 +153,43 @@ def counted(count: int, noun: str) -> str:
 
 
 class References(NamedTuple):
-    """Rows of each cluster: vectors float32[m, 20], label int32[m], order uint64[m]."""
+    """Rows of each of c clusters: vectors float32[m, 20], label int32[m], order uint64[m]; and how
+    many each may have, quota int64[c]."""
 
     vectors: Floats
     label: Int32s
     order: Hashes
+    quota: Ints
+
+    @classmethod
+    def none(cls, quota: Ints) -> References:
+        vectors, label = np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32)
+        return cls(vectors, label, np.empty(0, np.uint64), quota)
 
     def keep_lowest(self, vectors: Floats, label: Int32s, order: Hashes) -> References:
-        """Of these rows and n more the `REFERENCES_EACH` of lowest order in each cluster: a uniform
-        sample of its rows that does not depend on how they are split into chunks.
+        """Of these rows and n more those of lowest order in each cluster: a uniform sample of its
+        rows that does not depend on how they are split into chunks.
 
         Args:
             vectors: float32[n, 20]; label: int32[n], -1 for noise, which is not kept; order:
                 uint64[n], evenly spread.
         """
         # Noise, label -1, is the first of the groups.
-        counts = np.bincount(label + 1, minlength=1)
-        highest = highest_keys(counts, np.full(len(counts), REFERENCES_EACH))[1:]
+        counts = np.bincount(label + 1, minlength=len(self.quota) + 1)
+        highest = highest_keys(counts, np.append(0, self.quota))[1:]
         inside = np.flatnonzero(label >= 0)
         inside = inside[order[inside] <= highest[label[inside]]]
         label = np.concatenate([self.label, label[inside]])
         order = np.concatenate([self.order, order[inside]])
         vectors = np.concatenate([self.vectors, vectors[inside]])
-        kept = lowest(label, order, np.full(label.max(initial=-1) + 1, REFERENCES_EACH))
-        return References(vectors[kept], label[kept], order[kept])
+        kept = lowest(label, order, self.quota)
+        return References(vectors[kept], label[kept], order[kept], self.quota)
+
+
+def references_of(labels: Int32s, clusters: int) -> Ints:
+    """How many rows of each cluster are kept, int64[c], by the labels int32[n] of the fit rows."""
+    share = np.bincount(labels[labels >= 0], minlength=clusters) / max(len(labels), 1)
+    return np.rint(REFERENCES_EACH * np.maximum(share / OF_SHARE, 1.0)).astype(np.int64)
 
 
 def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Ints, Ints, Shares]:
@@ -194,9 +208,8 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Int
     known = len(parent.ids) if parent else 0
     zones, clusters, labelled = (RequestCounts(n) for n in (len(ZONES), count + 1, known + 1))
     contingency, kin = (np.zeros((count + 1, known + 1), np.int64) for _ in range(2))
-    references = References(
-        np.empty((0, DIMENSIONS), np.float32), np.empty(0, np.int32), np.empty(0, np.uint64)
-    )
+    fitted = context.saved("cluster", "fit.npz")["label"]
+    references = References.none(references_of(fitted, count))
     requests = DistinctCount()
     beyond = wrong = 0
     shared = codebook, parent.codebook if parent else None
@@ -221,7 +234,8 @@ def label_rows(context: RunContext, codebook: Codebook, count: int) -> tuple[Int
     shares = {name: counts.shares(requests.estimate) for name, counts in counted.items()}
     for name, found in shares.items():
         save(f"{name}.npz", **{field: np.array(value) for field, value in vars(found).items()})
-    save("references.npz", **references._asdict())
+    save("references.npz", vectors=references.vectors, label=references.label,
+         order=references.order)  # fmt: skip
     save("counts.npz", contingency=contingency, beyond=np.array(beyond),
          inconsistent=np.array(wrong))  # fmt: skip
     return contingency, kin, shares["clusters"]

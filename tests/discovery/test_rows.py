@@ -14,7 +14,7 @@ from shared import START
 from discovery.engines.cpu import CpuEngine
 from discovery.runs.checkpoint import StageCheckpoint, load_arrays
 from discovery.runs.chunks import Rows
-from discovery.stages.lineage import REFERENCES_EACH, References
+from discovery.stages.lineage import OF_SHARE, REFERENCES_EACH, References, references_of
 from pipeline.hashing import mix64
 
 COUNT, PART = 250, 100
@@ -74,14 +74,25 @@ def test_the_references_of_a_cluster_are_its_rows_of_lowest_order(sizes, several
     )
     order = mix64(np.arange(count, dtype=np.uint64) + np.uint64(seed))
     vectors = np.repeat(np.arange(count, dtype=np.float32)[:, None], 20, axis=1)
-    found = References(vectors[:0], label[:0], order[:0])
+    quota = rng.integers(1, 600, several)
+    found = References.none(quota)
     ends = np.cumsum(sizes)[:-1]
     for part in np.split(np.arange(count), ends):
         found = found.keep_lowest(vectors[part], label[part], order[part])
     wanted = []
     for cluster in range(several):
         rows = np.flatnonzero(label == cluster)
-        wanted += rows[np.argsort(order[rows])][:REFERENCES_EACH].tolist()
+        wanted += rows[np.argsort(order[rows])][: quota[cluster]].tolist()
     assert found.vectors[:, 0].astype(int).tolist() == wanted
     assert np.array_equal(found.label, label[wanted])
     assert np.array_equal(found.order, order[wanted])
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=20))
+def test_a_large_cluster_has_more_references(sizes):
+    labels = np.repeat(np.arange(-1, len(sizes) - 1), sizes).astype(np.int32)
+    found = references_of(labels, len(sizes) - 1)
+    assert found.dtype == np.int64 and len(found) == len(sizes) - 1
+    for size, kept in zip(sizes[1:], found.tolist(), strict=True):
+        large = size / max(sum(sizes), 1) > OF_SHARE
+        assert kept == (round(REFERENCES_EACH * size / sum(sizes) / OF_SHARE) if large else 256)
