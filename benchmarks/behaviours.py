@@ -9,6 +9,7 @@ Data, in two halves without a recipe, seed or request in common (`judge/kinds.py
   planted rows     attention simulated key by key, of several kinds; who drew each row is known
   sample, fresh    real rows: half of the requests of the shipped sample, and captures of the demo
                    model on prompts of other seeds, which are made once and kept below build/judge
+  many             captures as these of 2,016 requests, where --only names it
   tied and mixed   five tasks of these, each at context lengths of an octave of its own, as in
                    production; and the same tasks with as many rows each, their lengths mixed
 Methods (`judge/methods.py`): today's product; the same with HDBSCAN; the plain recipe (PCA, UMAP,
@@ -77,9 +78,10 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         options.rows, options.seeds = min(options.rows, QUICK_ROWS), 1
     known = datasets.names_of(options.half)
     real = [n for n in known if n.removesuffix(datasets.TIED) in datasets.SOURCES[options.half]]
-    chosen = options.only.split(",") if options.only else [*known, "words"]
+    usual = [name for name in known if name != datasets.MANY]
+    chosen = options.only.split(",") if options.only else [*usual, "words"]
     if options.quick and not options.only:
-        chosen = [name for name in known if name not in real]
+        chosen = [name for name in usual if name not in real]
     if unknown := [name for name in chosen if name not in (*known, "words")]:
         parser.error(f"no data set {unknown[0]!r}: use {', '.join(known)} or words")
     options.names = chosen
@@ -101,9 +103,10 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: left out, {why}")
         methods.remove(name)
     names = [name for name in options.names if name != "words"]
-    if any(name.startswith("fresh") for name in names) and (reason := why_no_captures()):
+    captured = [name for name in names if name.startswith(("fresh", datasets.MANY))]
+    if captured and (reason := why_no_captures()):
         print(f"fresh: left out, {reason}")
-        names = [name for name in names if not name.startswith("fresh")]
+        names = [name for name in names if name not in captured]
     each = QUICK_EACH if options.quick else FRESH_EACH
     tasks = datasets.tasks_of(options.half, names, options.rows, options.seeds, methods, each)
     found = judged(tasks, options.workers, warm=not options.quick)

@@ -30,6 +30,8 @@ KEPT = REPO / "build" / "judge"
 PROMPT_SEEDS: dict[Half, int] = {"develop": 1171, "held_out": 2171}
 # Prompts of each of nine kinds: 10,000 rows, as many as a half of the sample.
 FRESH_EACH = 14
+# The same, of runs of many requests, so that halves of these have many as well.
+MANY_EACH = 224
 # Octaves of context length that the tasks of `tied` are given, one each.
 TIED_OCTAVES = (6, 7, 8, 9, 10)
 # Of those with rows in each of these octaves; one of nine has to be in both.

@@ -34,11 +34,11 @@ class InAreas(NamedTuple):
         return cls(np.full(rows, NOISE, np.int32), np.zeros(rows, np.float32))
 
     @classmethod
-    def by_vote(cls, areas: Int32s, near: Int32s, votes: Mask | None = None) -> InAreas:
+    def by_vote(cls, areas: Ints | Int32s, near: Int32s, votes: Mask | None = None) -> InAreas:
         """The area that most of its neighbours are in, of each row.
 
         Args:
-            areas: int32[m], of the rows that vote; near: int32[n, k], neighbours among them.
+            areas: int32[m] or int64[m], of the rows that vote; near: int32[n, k], neighbours.
             votes: bool[n, k], which of them vote; None: all.
         """
         rows = np.arange(len(near))

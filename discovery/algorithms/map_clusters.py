@@ -46,9 +46,9 @@ class FoundClusters(NamedTuple):
     members: of the rows, by HDBSCAN without a second cluster but where neighbours voted; of each
     cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
     HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
-    had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k], halves_agree
-    as of `Clusters`: -1, False, none and NaN by HDBSCAN; area int32[n] and area_share float32[n] as
-    of `InAreas`.
+    had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k], halves_agree,
+    by_requests as of `Clusters`: -1, False, none, NaN and False by HDBSCAN; area int32[n] and
+    area_share float32[n] as of `InAreas`.
     """
 
     members: Memberships
@@ -60,6 +60,7 @@ class FoundClusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    by_requests: bool
     area: Int32s
     area_share: Floats
 
@@ -150,7 +151,7 @@ def clusters_of_rows(
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
             members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan,
-            *areas,
+            False, *areas,
         )  # fmt: skip
     members.put(chosen.seen, found.members)
     areas.area[chosen.seen], areas.share[chosen.seen] = found.areas
@@ -158,7 +159,7 @@ def clusters_of_rows(
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         members, found.stability, unknown, found.family, chosen.least, found.heir_of, found.new,
-        found.raw_stability, found.halves_agree, *areas,
+        found.raw_stability, found.halves_agree, found.by_requests, *areas,
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def clusters_of_map(
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
         members, np.full(clusters, np.nan), found.persistence, none, min_samples,
-        none, np.zeros(clusters, bool), np.empty(0), np.nan, *InAreas.none(len(points)),
+        none, np.zeros(clusters, bool), np.empty(0), np.nan, False, *InAreas.none(len(points)),
     )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def what_clusters_are(stage: Mapping[str, Any]) -> str:
         return (
             "Clusters are regions of a continuum: groupings of two halves of the requests agree by "
             f"{agree:.2f} only (1 is the same)."
-        )
+        ) + " Families are what the same requests do." * bool(stage.get("by_requests"))
     return (
         "Clusters are groups that other requests have as well: groupings of two halves of them "
         f"agree by {agree:.2f} (1 is the same)."

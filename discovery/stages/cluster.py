@@ -47,6 +47,8 @@ from .project import saved_projection
 HELD_OUT = 0.2
 # Borders are tried where prototypes have fewer of the held-out rows right.
 BORDERS_BELOW = 0.95
+# Of the clusters found, what is kept as an array of one number.
+SINGLE = ("min_samples", "halves_agree", "by_requests")
 # Quantiles of the distance to the nearest prototype; the last is the rejection distance.
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
@@ -78,7 +80,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     fit, points = context.saved("neighbors", "fit.npz"), context.saved("umap", "map.npz")["points"]
     if not context.checkpoint.has("fit.npz"):
         found = clusters_of_fit(context, fit, points)
-        single = {name: np.array(getattr(found, name)) for name in ("min_samples", "halves_agree")}
+        single = {name: np.array(getattr(found, name)) for name in SINGLE}
         arrays = found._asdict() | single
         context.checkpoint.write_arrays("fit.npz", **arrays.pop("members")._asdict(), **arrays)
     saved = context.checkpoint.read_arrays("fit.npz")
@@ -107,10 +109,13 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         agree = float(saved["halves_agree"])
         summary |= {"families": int(saved["family"].max()) + 1, "stability": float(stability),
                     "went_on": went_on, "halves_agree": agree,
-                    "regions": agree < CONTINUUM}  # fmt: skip
+                    "regions": agree < CONTINUUM,
+                    "by_requests": bool(saved["by_requests"])}  # fmt: skip
         says += f", {summary['families']} families; "
         if summary["regions"]:
             says += f"regions of a continuum, as trees of halves agree by {agree:.2f} only; "
+        if summary["by_requests"]:
+            says += "families are what the same requests do; "
         if context.parent:
             says += f"{went_on} go on from the run before; "
         says += f"half of the requests find them again by {stability:.0%}"

@@ -18,13 +18,7 @@ from test_consensus import neighbors_of
 
 from benchmarks.common import SAMPLE, make_store, read_records
 from discovery.algorithms.consensus import areas
-from discovery.algorithms.consensus.areas import (
-    DIMENSIONS,
-    STEPS,
-    areas_of,
-    evened,
-    profiles_of_rows,
-)
+from discovery.algorithms.consensus.areas import areas_of
 from discovery.algorithms.known_areas import (
     CORE,
     GONE,
@@ -89,29 +83,6 @@ def test_requests_that_share_nothing_or_everything_have_areas(kind):
     found = areas_of(near, requests, 0)
     assert found.area.min() >= 0 and np.isfinite(found.share).all()
     assert 0 <= found.share.min() <= found.share.max() <= 1
-
-
-@pytest.mark.parametrize("each", [1, 13])
-def test_profiles_are_those_of_the_whole_table(each):
-    rows, requests, _ = rows_of_tasks(40 if each > 1 else 600, each, 2)
-    near = neighbors_of(rows)
-    weight = np.bincount(requests)[requests] ** -0.5
-    n, k = near.shape
-    step = np.eye(n)
-    np.add.at(step, (np.repeat(np.arange(n), k), near.ravel()), 1.0)
-    step /= k + 1
-    table = np.linalg.matrix_power(step, STEPS) @ (
-        weight[:, None] * np.eye(requests.max() + 1)[requests]
-    )
-    table /= table.sum(axis=1, keepdims=True)
-    mass = weight / weight.sum()
-    mean = mass @ table
-    apart = np.sqrt(mass)[:, None] * (table - mean) / np.sqrt(mean)
-    left, values, _ = np.linalg.svd(apart, full_matrices=False)
-    wanted = evened(left[:, :DIMENSIONS] * values[:DIMENSIONS] / np.sqrt(mass)[:, None])
-    found = profiles_of_rows(near, requests, weight)
-    # Axes have no sign, and axes of the same size no order.
-    assert np.allclose(found @ found.T, wanted @ wanted.T, atol=1e-3)
 
 
 def test_a_row_is_in_the_area_of_most_of_its_neighbours_that_vote():

@@ -15,12 +15,14 @@ from sklearn.neighbors import NearestNeighbors
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consensus.cell_tree import cell_centres, nearest_cells
-from discovery.algorithms.consensus.clusters import agreement_of_halves, halves, stable_clusters
+from discovery.algorithms.consensus.clusters import halves, stable_clusters
 from discovery.algorithms.consensus.loops import best_of_starts
-from discovery.algorithms.consensus.partition import adjusted_rand
+from discovery.algorithms.consensus.partition import adjusted_rand, agreement_of_halves
 from discovery.algorithms.consensus.regions import (
     MOST_FAMILIES,
     REGIONS,
+    RowRegions,
+    RowsInAtoms,
     best_means,
     best_of_rows,
     inverse_root,
@@ -64,6 +66,15 @@ def atoms_of(rows: np.ndarray, seed: int, count: int = 300) -> np.ndarray:
 def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
     found = NearestNeighbors(n_neighbors=k + 1).fit(rows).kneighbors(rows, return_distance=False)
     return found[:, 1:].astype(np.int32)
+
+
+def regions_by_place(
+    rows: np.ndarray, requests: np.ndarray, atom: np.ndarray, size: int
+) -> RowRegions:
+    near = np.empty((len(rows), 0), np.int32)
+    of = RowsInAtoms(rows, near, requests, atom, atom.max() + 1, size, halves(requests, RNG(0)))
+    with ThreadPoolExecutor(2) as pool:
+        return regions_of(of, RNG(1), pool)
 
 
 @given(
@@ -157,10 +168,7 @@ def test_modes_that_grow_into_each_other_are_families(modes):
     mode = RNG(modes).integers(0, modes, len(rows))
     rows[:, :2] += (14.0 * corners[mode]).astype(np.float32)
     atom = atoms_of(rows, 0)
-    with ThreadPoolExecutor(2) as pool:
-        found = regions_of(
-            rows, requests, atom, atom.max() + 1, 60, halves(requests, RNG(0)), RNG(1), pool
-        )
+    found = regions_by_place(rows, requests, atom, 60)
     assert found.family.max() + 1 == modes and len(found.family) == REGIONS
     assert adjusted_rand_score(mode, found.family[found.label]) > 0.7
 
@@ -172,10 +180,7 @@ def test_a_request_counts_as_the_root_of_its_rows():
     both = np.concatenate([rows, one])
     of = np.concatenate([requests, np.full(4_000, requests.max() + 1)])
     atom = atoms_of(both, 0)
-    with ThreadPoolExecutor(2) as pool:
-        found = regions_of(
-            both, of, atom, atom.max() + 1, 80, halves(of, RNG(0)), RNG(1), pool
-        ).label[4_000:]
+    found = regions_by_place(both, of, atom, 80).label[4_000:]
     assert np.sort(np.bincount(found))[-2:].sum() > 0.9 * len(found)
 
 
@@ -195,13 +200,7 @@ def test_the_space_of_regions_evens_out_what_rows_of_a_request_vary_by():
 def test_rows_of_any_number_have_regions_in_families(count):
     rows, requests = continuum(count, count)
     atom = np.arange(count) % min(count, 300)
-    with ThreadPoolExecutor(2) as pool:
-        found = regions_of(
-            rows, requests, atom, atom.max() + 1, 20, halves(requests, RNG(0)), RNG(1), pool
-        )
-        same = regions_of(
-            rows, requests, atom, atom.max() + 1, 20, halves(requests, RNG(0)), RNG(1), pool
-        )
+    found, same = (regions_by_place(rows, requests, atom, 20) for _ in range(2))
     assert found.label.shape == (count,) and found.label.max() < len(found.family)
     assert len(found.family) <= max(1, min(REGIONS, count // 40))
     assert found.family.max() < MOST_FAMILIES

@@ -11,6 +11,7 @@ After a parent run, its clusters go on where nothing has changed (`continued`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from discovery.algorithms.threads import one_thread, usable_cpus
 from discovery.artifacts.memberships import Memberships
 from discovery.artifacts.schema import NOISE
 
-from .areas import AREAS, DIMENSIONS, STEPS, VOTES, areas_of
+from .areas import AREAS, areas_of
 from .cell_tree import POWER, ROUNDS, Tree, cell_centres, nearest_cells, trees_of
 from .continued import (
     LEAST_REQUESTS,
@@ -55,12 +56,13 @@ from .partition import (
     RELATED,
     STARTS,
     TOGETHER,
-    adjusted_rand,
+    agreement_of_halves,
     families_of,
     median_partition,
     rows_inside,
     without_small,
 )
+from .profiled import AGREED, MANY_REQUESTS, PROFILED_FAMILIES, parts_found, profiled_regions
 from .regions import (
     ALIKE,
     FINE,
@@ -74,8 +76,10 @@ from .regions import (
     STARTS_OF_ALL,
     STARTS_OF_HALF,
     TIMES,
+    RowsInAtoms,
     regions_of,
 )
+from .request_profiles import DIMENSIONS, STEPS, VOTES
 from .row_shares import memberships, row_shares
 
 # Trees, two of each division of the requests into halves.
@@ -109,7 +113,8 @@ class Clusters(NamedTuple):
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
     their place: noise has many such. halves_agree: how far trees of two halves of the requests
-    agree, below `CONTINUUM` where clusters are regions. areas: of the rows there, none elsewhere.
+    agree, below `CONTINUUM` where clusters are regions; by_requests: whether their families are of
+    what requests do, as of `profiled_regions`. areas: of the rows there, none elsewhere.
     """
 
     members: Memberships
@@ -119,6 +124,7 @@ class Clusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    by_requests: bool
     areas: InAreas
 
     @property
@@ -152,7 +158,8 @@ def settings() -> dict[str, Any]:
             PROBED_FAMILIES,
             COARSE,
         ),
-        "areas": (STEPS, DIMENSIONS, AREAS, VOTES),
+        "profiles": (STEPS, DIMENSIONS, VOTES, PROFILED_FAMILIES, MANY_REQUESTS, AGREED),
+        "areas": AREAS,
     }
 
 
@@ -213,15 +220,22 @@ def stable_clusters(
         def rows_of(of: Ints) -> Doubles:
             return rows_inside(of, atoms).sum(axis=1)
 
+        found_in = stability_of
+
         def stability_of_atoms(of: Ints) -> Doubles:
-            return stability_of(rows_inside(of, atoms), groups, atoms)
+            return found_in(rows_inside(of, atoms), groups, atoms)
 
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
+        found_of = RowsInAtoms(rows, near, requests, atom, len(atoms), size, divided)
         if halves_agree < CONTINUUM:
-            regions = regions_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
+            # By place with the same random numbers, whether profiles are tried or not.
+            regions = profiled_regions(found_of, copy.deepcopy(rng), pool) or regions_of(
+                found_of, rng, pool
+            )
             taken = groups = regions.of_halves
+            found_in = parts_found if regions.profiled else stability_of
             # A region that is merged stays in its family.
             family_of_atoms = regions.family[regions.of_atoms]
             together = agreement(taken)[0] + np.equal.outer(family_of_atoms, family_of_atoms)
@@ -238,7 +252,7 @@ def stable_clusters(
             reference_atom = nearest_cells(parent.references, centres[used])
             may_be_new = np.ones(labels.max() + 1, bool)
             if regions is not None:
-                probe = probe_of(rows, requests, atom, len(atoms), size, divided, rng, pool)
+                probe = probe_of(found_of, rng, pool)
                 before = rows_before(parent, reference_atom, atoms)
                 regions, labels, may_be_new = with_new_areas(
                     regions, labels, probe.areas(lambda of: is_new(of, before, atoms), atoms),
@@ -250,7 +264,7 @@ def stable_clusters(
                 parent, labels, stability, atom, reference_atom, divided, size, may_be_new
             )
         inside = counted(found.labels, atom, len(found.heir_of), len(atoms))
-        stability = stability_of(inside, groups, atoms)
+        stability = found_in(inside, groups, atoms)
         if regions is None:
             shares = row_shares(inside, found, together, atom, near)
             likest_of, family = shares.argmax(axis=1), families_of(inside, together)
@@ -265,6 +279,7 @@ def stable_clusters(
             found.new[order],
             raw_stability,
             halves_agree,
+            regions is not None and regions.profiled,
             areas_of(near, requests, seed) if regions is not None else InAreas.none(len(rows)),
         )
 
@@ -355,17 +370,6 @@ def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:
         together += share.T @ share
         partitions.append(share.argmax(axis=0) if len(share) else np.zeros(count, np.int64))
     return together / len(taken), partitions
-
-
-def agreement_of_halves(partitions: list[Ints], atoms: Ints) -> float:
-    """The mean adjusted Rand index of the trees of one half of the requests and of the other, whose
-    partitions int64[a] follow each other. Trees that find fewer than two groups agree on nothing.
-    """
-    found = []
-    for one, other in zip(partitions[0::2], partitions[1::2], strict=True):
-        nothing = one.max() == 0 or other.max() == 0
-        found.append(0.0 if nothing else adjusted_rand(one, other, atoms))
-    return float(np.mean(found))
 
 
 def stability_of(inside: Doubles, groups: list[Floats], atoms: Ints) -> Doubles:

@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Floats, Ints, Mask
+from capture_kernels.arrays import Ints, Mask
 
 from .continued import counted, effective_requests, least_requests
 from .regions import (
-    REGIONS,
     REGIONS_OF_HALVES,
     STARTS_OF_ALL,
-    STARTS_OF_HALF,
     TIMES,
+    Half,
     RowRegions,
     Rows,
+    RowsInAtoms,
     Spaces,
     found_regions,
     inverse_root,
-    means_of,
+    regions_of_halves,
     spaces_of,
 )
 
@@ -62,38 +62,22 @@ class Probe(NamedTuple):
         return [(area, [of_half(own, area) for own in self.of_halves]) for area in areas]
 
 
-def probe_of(
-    rows: Floats,
-    requests: Ints,
-    atom: Ints,
-    atoms: int,
-    size: int,
-    halves: list[Mask],
-    rng: np.random.Generator,
-    pool: ThreadPoolExecutor,
-) -> Probe:
-    """Arguments are those of `regions_of`."""
-    count = max(1, min(REGIONS, len(rows) // (2 * size)))
-    values, fine = spaces_of(rows, requests)
+def probe_of(of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor) -> Probe:
+    """What is asked about all these rows."""
+    values, fine = spaces_of(of.rows, of.requests)
     covariance = values.T @ values / len(values)
     floor = COARSE * np.diag(covariance).mean() * np.eye(len(covariance))
     spaces = Spaces(values @ inverse_root(covariance + floor), fine)
-    weight = np.ones(len(rows))
-    everything = Rows(spaces, weight, atom, atoms)
-    means = Spaces(*(means_of(of, weight, atom, atoms)[0] for of in spaces))
-    families = min(PROBED_FAMILIES, count)
-
-    def of_half(half: Mask, own: np.random.Generator) -> Ints:
-        return found_regions(everything.taken(half), families, count, STARTS_OF_HALF, 0, own).of(
-            means
-        )
-
-    some = halves[:REGIONS_OF_HALVES]
-    whole = found_regions(everything, families, count, STARTS_OF_ALL, TIMES, rng, pool.map)
+    weight = np.ones(len(values))
+    everything = Rows(spaces, weight, of.atom, of.atoms)
+    means = of.means(spaces, weight)
+    families = min(PROBED_FAMILIES, of.regions)
+    whole = found_regions(everything, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
     label = whole.of(spaces)
+    halves = [Half(everything.taken(half), means) for half in of.halves[:REGIONS_OF_HALVES]]
     return Probe(
-        counted(label, atom, len(whole.family), atoms).argmax(axis=0),
-        list(pool.map(of_half, some, rng.spawn(len(some)))),
+        counted(label, of.atom, len(whole.family), of.atoms).argmax(axis=0),
+        [own.argmax(axis=0) for own in regions_of_halves(halves, families, of, rng, pool)],
     )
 
 

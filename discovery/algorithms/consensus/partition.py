@@ -93,6 +93,20 @@ def without_small(
         labels = np.where(labels == small, int(share.argmax()), labels)
 
 
+def agreement_of_halves(partitions: list[Ints], atoms: Ints) -> float:
+    """The mean adjusted Rand index of what one half of the requests and the other make of the
+    atoms, whose partitions int64[a] follow each other. Fewer than two groups agree on nothing.
+
+    Args:
+        atoms: int64[a], rows of each.
+    """
+    found = []
+    for one, other in zip(partitions[0::2], partitions[1::2], strict=True):
+        nothing = one.max() == 0 or other.max() == 0
+        found.append(0.0 if nothing else adjusted_rand(one, other, atoms))
+    return float(np.mean(found))
+
+
 def families_of(inside: Doubles, together: Doubles) -> Ints:
     """The family of each cluster, by average linkage as long as more than `RELATED` of the
     clusterings have two together: int64[clusters].

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Doubles, Floats, Ints, Mask
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
 
 from .continued import Continued, counted
 from .partition import adjusted_rand, numbered
@@ -53,6 +53,20 @@ class RowRegions(NamedTuple):
     of_atoms: Ints
     family: Ints
     of_halves: list[Floats]
+    profiled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        label: Ints,
+        family: Ints,
+        rows: RowsInAtoms,
+        of_halves: list[Floats],
+        profiled: bool = False,
+    ) -> RowRegions:
+        """Of the region int64[n] of each row and the family int64[r] of each region."""
+        of_atoms = counted(label, rows.atom, len(family), rows.atoms).argmax(axis=0)
+        return cls(label, of_atoms, family, of_halves, profiled)
 
     def with_area(self, area: Mask, of_halves: Sequence[Mask], atom: Ints) -> RowRegions:
         """The same with one region more, of the atoms bool[a].
@@ -70,6 +84,7 @@ class RowRegions(NamedTuple):
                 np.vstack([own * ~one, one]).astype(np.float32)
                 for own, one in zip(self.of_halves, of_halves, strict=True)
             ],
+            self.profiled,
         )
 
     def as_clusters(self, found: Continued) -> tuple[Ints, Ints]:
@@ -119,48 +134,85 @@ class Regions(NamedTuple):
         return found
 
 
-def regions_of(
-    rows: Floats,
-    requests: Ints,
-    atom: Ints,
-    atoms: int,
-    size: int,
-    halves: list[Mask],
+class RowsInAtoms(NamedTuple):
+    """What regions are found of: rows float32[n, d] of PCA space, as `stable_clusters` has them.
+
+    near: int32[n, k]; requests, atom: int64[n], of each row, of so many `atoms`; size: fewest rows
+    of a cluster; halves: bool[n] each, the rows of one half of the requests and of the other, in
+    turn.
+    """
+
+    rows: Floats
+    near: Int32s
+    requests: Ints
+    atom: Ints
+    atoms: int
+    size: int
+    halves: list[Mask]
+
+    @property
+    def regions(self) -> int:
+        """How many regions there are to be."""
+        return max(1, min(REGIONS, len(self.rows) // (2 * self.size)))
+
+    @property
+    def weight(self) -> Doubles:
+        """float64[n], of each row."""
+        return np.bincount(self.requests).astype(np.float64)[self.requests] ** -ALIKE
+
+    def means(self, spaces: Spaces, weight: Doubles) -> Spaces:
+        """The mean of each atom's rows in both spaces."""
+        return Spaces(*(means_of(of, weight, self.atom, self.atoms)[0] for of in spaces))
+
+
+class Half(NamedTuple):
+    """The rows of half of the requests; and where they have each of the a atoms."""
+
+    rows: Rows
+    means: Spaces
+
+
+def regions_of(of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor) -> RowRegions:
+    """Regions by where rows are."""
+    everything = Rows(spaces_of(of.rows, of.requests), of.weight, of.atom, of.atoms)
+    means = of.means(everything.spaces, everything.weight)
+    halves = [Half(everything.taken(half), means) for half in of.halves[:REGIONS_OF_HALVES]]
+    families = families_of_halves(halves, of, rng, pool)
+    whole = found_regions(everything, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
+    return RowRegions.of(
+        whole.of(everything.spaces),
+        whole.family,
+        of,
+        regions_of_halves(halves, families, of, rng, pool),
+    )
+
+
+def families_of_halves(
+    halves: list[Half], of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor
+) -> int:
+    """How many families the halves agree on best."""
+
+    def of_half(half: Half, own: np.random.Generator) -> list[Ints]:
+        return families_of_atoms(half.rows, half.means.coarse, of.regions, own)
+
+    found = list(pool.map(of_half, halves, rng.spawn(len(halves))))
+    return number_of_families(found, np.bincount(of.atom, minlength=of.atoms))
+
+
+def regions_of_halves(
+    halves: list[Half],
+    families: int,
+    of: RowsInAtoms,
     rng: np.random.Generator,
     pool: ThreadPoolExecutor,
-) -> RowRegions:
-    """Regions of the rows float32[n, d] of PCA space.
+) -> list[Floats]:
+    """How much of each atom is in each region of the halves, float32[g, a] each."""
 
-    Args:
-        requests, atom: int64[n], of each row; atoms: how many there are.
-        size: fewest rows of a cluster; halves: bool[n] each, the rows of one half of the requests
-            and of the other, in turn.
-    """
-    count = max(1, min(REGIONS, len(rows) // (2 * size)))
-    weight = np.bincount(requests).astype(np.float64)[requests] ** -ALIKE
-    everything = Rows(spaces_of(rows, requests), weight, atom, atoms)
-    means = Spaces(*(means_of(of, weight, atom, atoms)[0] for of in everything.spaces))
-    some = halves[:REGIONS_OF_HALVES]
+    def of_half(half: Half, own: np.random.Generator) -> Floats:
+        found = found_regions(half.rows, families, of.regions, STARTS_OF_HALF, 0, own)
+        return np.eye(len(found.family), dtype=np.float32)[found.of(half.means)].T
 
-    def families_of_half(half: Mask, own: np.random.Generator) -> list[Ints]:
-        return families_of_atoms(everything.taken(half), means.coarse, count, own)
-
-    def regions_of_half(half: Mask, own: np.random.Generator) -> Floats:
-        found = found_regions(everything.taken(half), families, count, STARTS_OF_HALF, 0, own)
-        return np.eye(len(found.family), dtype=np.float32)[found.of(means)].T
-
-    families = number_of_families(
-        list(pool.map(families_of_half, some, rng.spawn(len(some)))),
-        np.bincount(atom, minlength=atoms),
-    )
-    whole = found_regions(everything, families, count, STARTS_OF_ALL, TIMES, rng, pool.map)
-    label = whole.of(everything.spaces)
-    return RowRegions(
-        label,
-        counted(label, atom, len(whole.family), atoms).argmax(axis=0),
-        whole.family,
-        list(pool.map(regions_of_half, some, rng.spawn(len(some)))),
-    )
+    return list(pool.map(of_half, halves, rng.spawn(len(halves))))
 
 
 def spaces_of(rows: Floats, requests: Ints) -> Spaces:
