@@ -58,7 +58,7 @@ def gone_areas(context: RunContext, parent: Parent, shares: Doubles) -> Mask:
 
 def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
     """How much of each of the parent's clusters was in areas that are gone, float64[p]: for each
-    area only of the cluster that had most of it, among those that go on.
+    area only of the cluster that had most of it, and only if that goes on; its end says it already.
 
     Args:
         gone: bool[q]; heir_of: int64[c], as of `Match`.
@@ -68,8 +68,7 @@ def parts_lost(parent: Parent, gone: Mask, heir_of: Ints) -> Doubles:
     for area in np.flatnonzero(gone):
         inside = areas.rows.area == area
         rows = np.bincount(cluster[inside], areas.weight[inside], len(lost))
-        rows *= np.isin(np.arange(len(lost)), heir_of)
-        if rows.any():
-            most = int(rows.argmax())
+        most = int(rows.argmax())
+        if most in heir_of:
             lost[most] += rows[most] / parent.share[most]
     return lost

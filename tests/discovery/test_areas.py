@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ from discovery.algorithms.known_areas import (
     KnownAreas,
     weights_of,
 )
+from discovery.stages.areas import parts_lost
 
 RNG = np.random.default_rng
 
@@ -123,6 +125,23 @@ def test_references_stand_for_the_rows_of_their_cluster(labels):
     weight = weights_of(label, share)
     for cluster in set(labels):
         assert weight[label == cluster].sum() == pytest.approx(share[cluster])
+
+
+def test_an_area_is_a_part_that_the_cluster_with_most_of_it_lost_if_that_goes_on():
+    cluster, area = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 0, 2, 2], np.int32)
+    share = np.array([0.6, 0.3, 0.1])
+    areas = KnownAreas(
+        InAreas(area, np.ones(6, np.float32)), weights_of(cluster, share), np.full(3, 9.0)
+    )
+    parent = SimpleNamespace(
+        areas=areas, reference_cluster=cluster, share=share, ids=np.arange(3, dtype=np.int32)
+    )
+    of, every = np.arange(3), np.ones(3, bool)
+    assert parts_lost(parent, ~every, of).tolist() == [0, 0, 0]
+    assert parts_lost(parent, every, of) == pytest.approx([1, 0.5, 0])
+    assert parts_lost(parent, of == 0, of) == pytest.approx([2 / 3, 0, 0])
+    # That the first has ended is said already.
+    assert parts_lost(parent, of == 0, np.array([2, 1, -1])).tolist() == [0, 0, 0]
 
 
 def discovered(attn, runs: Path, records: pa.Table, night: int) -> dict:

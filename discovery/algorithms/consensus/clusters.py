@@ -228,11 +228,11 @@ def stable_clusters(
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
-        found_of = RowsInAtoms(rows, near, requests, atom, len(atoms), size, divided)
+        in_atoms = RowsInAtoms(rows, near, requests, atom, len(atoms), size, divided)
         if halves_agree < CONTINUUM:
             # By place with the same random numbers, whether profiles are tried or not.
-            regions = profiled_regions(found_of, copy.deepcopy(rng), pool) or regions_of(
-                found_of, rng, pool
+            regions = profiled_regions(in_atoms, copy.deepcopy(rng), pool) or regions_of(
+                in_atoms, rng, pool
             )
             taken = groups = regions.of_halves
             found_in = parts_found if regions.profiled else stability_of
@@ -252,7 +252,7 @@ def stable_clusters(
             reference_atom = nearest_cells(parent.references, centres[used])
             may_be_new = np.ones(labels.max() + 1, bool)
             if regions is not None:
-                probe = probe_of(found_of, rng, pool)
+                probe = probe_of(in_atoms, rng, pool)
                 before = rows_before(parent, reference_atom, atoms)
                 regions, labels, may_be_new = with_new_areas(
                     regions, labels, probe.areas(lambda of: is_new(of, before, atoms), atoms),

@@ -1,8 +1,8 @@
 """Regions in families by what requests have rows near a row, where there are many requests.
 
 Such a family follows what requests do, as a task, and not where rows are: it is of rows whose
-`request_profiles` are alike. Its regions are by place, as those of `regions`. Of 2,016 requests
-of the demo model halves agree better on these than AGREEMENT. Of few requests profiles say little.
+`request_profiles` are alike. Its regions are by place, as those of `regions`, which say less of
+tasks, and on which halves of the requests agree better (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .request_profiles import as_neighbours, profiles_of_atoms, profiles_of_rows
 # captures of seed 3171, in a trial).
 PROFILED_FAMILIES = 6
 # Fewest requests, and how far halves of them agree on the regions, as the mean adjusted Rand index.
-# Runs of 500 requests agree by 0.72 on the clusters of rows, runs of 250 by 0.42, where regions by
-# place agree by 0.85 and 0.65 (there).
+# Runs of 504 requests agree by 0.72 on the clusters of rows; runs of 250 by 0.42, and by 0.85 on
+# those by place (there).
 MANY_REQUESTS, AGREED = 800, 0.5
 
 
