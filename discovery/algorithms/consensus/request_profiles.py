@@ -93,19 +93,22 @@ def profiles_of_atoms(steps: Doubles, inside: Doubles) -> Doubles:
     Args:
         steps: as of `steps_of_atoms`; inside: float64[a, r], the weight of each request in each.
     """
-    found = steps @ inside
-    total = found.sum(axis=1, keepdims=True)
-    seen = total > 0
+    # There may be as many requests as rows: one table is changed in place.
+    apart = steps @ inside
+    total = apart.sum(axis=1)
     mass = inside.sum(axis=1) / inside.sum()
-    shares = np.where(seen, found / np.where(seen, total, 1.0), 0.0)
-    mean = mass @ shares
-    apart = np.where(seen, (shares - mean) / np.sqrt(np.where(mean > 0, mean, 1.0)), 0.0)
+    apart /= np.where(total > 0, total, 1.0)[:, None]
+    mean = mass @ apart
+    apart[total <= 0] = mean
+    apart -= mean
+    apart /= np.sqrt(np.where(mean > 0, mean, 1.0))
     # Of the products of atoms and of requests that of atoms is the smaller, as a rule.
-    table = np.sqrt(mass)[:, None] * apart
-    values, left = np.linalg.eigh(table @ table.T)
+    roots = np.sqrt(mass)[:, None]
+    products = apart @ apart.T
+    values, left = np.linalg.eigh(roots * products * roots.T)
     largest = np.sqrt(np.maximum(values[-DIMENSIONS:], 0.0))
-    axes = table.T @ left[:, -DIMENSIONS:] / np.where(largest > 0, largest, 1.0)
-    return evened(apart @ axes)
+    axes = roots * left[:, -DIMENSIONS:] / np.where(largest > 0, largest, 1.0)
+    return evened(products @ axes)
 
 
 def evened(profiles: Doubles) -> Doubles:
