@@ -217,10 +217,11 @@ def what_clusters_are(stage: Mapping[str, Any]) -> str:
     if agree is None:
         return ""
     if stage.get("regions"):
+        families = " Families are what the same requests do." if stage.get("by_requests") else ""
         return (
             "Clusters are regions of a continuum: groupings of two halves of the requests agree by "
-            f"{agree:.2f} only (1 is the same)."
-        ) + " Families are what the same requests do." * bool(stage.get("by_requests"))
+            f"{agree:.2f} only (1 is the same).{families}"
+        )
     return (
         "Clusters are groups that other requests have as well: groupings of two halves of them "
         f"agree by {agree:.2f} (1 is the same)."

@@ -21,6 +21,7 @@ from discovery.algorithms.consensus.partition import adjusted_rand, agreement_of
 from discovery.algorithms.consensus.regions import (
     MOST_FAMILIES,
     REGIONS,
+    REGIONS_OF_HALVES,
     RowRegions,
     RowsInAtoms,
     best_means,
@@ -72,7 +73,15 @@ def regions_by_place(
     rows: np.ndarray, requests: np.ndarray, atom: np.ndarray, size: int
 ) -> RowRegions:
     near = np.empty((len(rows), 0), np.int32)
-    of = RowsInAtoms(rows, near, requests, atom, atom.max() + 1, size, halves(requests, RNG(0)))
+    of = RowsInAtoms(
+        rows,
+        near,
+        requests,
+        atom,
+        atom.max() + 1,
+        size,
+        halves(requests, RNG(0))[:REGIONS_OF_HALVES],
+    )
     with ThreadPoolExecutor(2) as pool:
         return regions_of(of, RNG(1), pool)
 

@@ -228,7 +228,9 @@ def stable_clusters(
         labels = without_small(labels, together, atoms, size, rows_of)
         raw_stability = stability_of_atoms(labels)
         regions = None
-        in_atoms = RowsInAtoms(rows, near, requests, atom, len(atoms), size, divided)
+        in_atoms = RowsInAtoms(
+            rows, near, requests, atom, len(atoms), size, divided[:REGIONS_OF_HALVES]
+        )
         if halves_agree < CONTINUUM:
             # By place with the same random numbers, whether profiles are tried or not.
             regions = profiled_regions(in_atoms, copy.deepcopy(rng), pool) or regions_of(

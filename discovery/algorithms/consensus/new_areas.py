@@ -16,16 +16,13 @@ from capture_kernels.arrays import Ints, Mask
 
 from .continued import counted, effective_requests, least_requests
 from .regions import (
-    REGIONS_OF_HALVES,
-    STARTS_OF_ALL,
-    TIMES,
     Half,
     RowRegions,
     Rows,
     RowsInAtoms,
     Spaces,
-    found_regions,
     inverse_root,
+    regions_of_all,
     regions_of_halves,
     spaces_of,
 )
@@ -72,9 +69,9 @@ def probe_of(of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor
     everything = Rows(spaces, weight, of.atom, of.atoms)
     means = of.means(spaces, weight)
     families = min(PROBED_FAMILIES, of.regions)
-    whole = found_regions(everything, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
+    whole = regions_of_all(everything, families, of, rng, pool)
     label = whole.of(spaces)
-    halves = [Half(everything.taken(half), means) for half in of.halves[:REGIONS_OF_HALVES]]
+    halves = [Half(everything.taken(half), means) for half in of.halves]
     return Probe(
         counted(label, of.atom, len(whole.family), of.atoms).argmax(axis=0),
         [own.argmax(axis=0) for own in regions_of_halves(halves, families, of, rng, pool)],

@@ -15,23 +15,20 @@ from capture_kernels.arrays import Doubles, Floats, Ints, Mask
 
 from .partition import agreement_of_halves
 from .regions import (
-    REGIONS_OF_HALVES,
-    STARTS_OF_ALL,
-    TIMES,
     Half,
     RowRegions,
     Rows,
     RowsInAtoms,
     Spaces,
-    found_regions,
+    regions_of_all,
     regions_of_halves,
     spaces_of,
 )
 from .request_profiles import as_neighbours, profiles_of_atoms, profiles_of_rows, steps_of_atoms
 
-# Families by profiles. Halves of 1,000 requests agree on six by 0.79, and by 0.5 to 0.6 where each
-# has as many as its own halves agree on best, which are two to five (benchmarks/real_nights.py,
-# captures of seed 3171, in a trial).
+# Families by profiles. Runs of 504 requests agree on six by 0.79, and by 0.53 where each has as
+# many as its own halves agree on best, which are two to five (benchmarks/real_nights.py, captures
+# of seed 3171, in a trial).
 PROFILED_FAMILIES = 6
 # Fewest requests, and how far halves of them agree on the regions, as the mean adjusted Rand index.
 # Runs of 504 requests agree by 0.72 on the clusters of rows; runs of 250 by 0.42, and by 0.85 on
@@ -58,7 +55,7 @@ def profiled_regions(
         rows = Rows(Spaces(profiles[of.atom], fine), weight, of.atom, of.atoms)
         return Half(rows.taken(half), Spaces(profiles, fine_of_atoms))
 
-    halves = list(pool.map(of_half, of.halves[:REGIONS_OF_HALVES]))
+    halves = list(pool.map(of_half, of.halves))
     families = min(PROFILED_FAMILIES, of.regions)
     of_halves = regions_of_halves(halves, families, of, rng, pool)
     partitions = [own.argmax(axis=0) for own in of_halves]
@@ -66,7 +63,7 @@ def profiled_regions(
         return None
     profiles = profiles_of_rows(of.near, of.requests, weight)
     everything = Rows(Spaces(profiles, fine), weight, of.atom, of.atoms)
-    whole = found_regions(everything, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
+    whole = regions_of_all(everything, families, of, rng, pool)
     label = as_neighbours(whole.of(everything.spaces), of.near)
     return RowRegions.of(label, whole.family, of, of_halves, profiled=True)
 

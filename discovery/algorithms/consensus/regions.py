@@ -139,7 +139,7 @@ class RowsInAtoms(NamedTuple):
 
     near: int32[n, k]; requests, atom: int64[n], of each row, of so many `atoms`; size: fewest rows
     of a cluster; halves: bool[n] each, the rows of one half of the requests and of the other, in
-    turn.
+    turn, for some divisions of them.
     """
 
     rows: Floats
@@ -176,9 +176,9 @@ def regions_of(of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecut
     """Regions by where rows are."""
     everything = Rows(spaces_of(of.rows, of.requests), of.weight, of.atom, of.atoms)
     means = of.means(everything.spaces, everything.weight)
-    halves = [Half(everything.taken(half), means) for half in of.halves[:REGIONS_OF_HALVES]]
+    halves = [Half(everything.taken(half), means) for half in of.halves]
     families = families_of_halves(halves, of, rng, pool)
-    whole = found_regions(everything, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
+    whole = regions_of_all(everything, families, of, rng, pool)
     return RowRegions.of(
         whole.of(everything.spaces),
         whole.family,
@@ -197,6 +197,13 @@ def families_of_halves(
 
     found = list(pool.map(of_half, halves, rng.spawn(len(halves))))
     return number_of_families(found, np.bincount(of.atom, minlength=of.atoms))
+
+
+def regions_of_all(
+    rows: Rows, families: int, of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor
+) -> Regions:
+    """The regions by all rows, in so many families."""
+    return found_regions(rows, families, of.regions, STARTS_OF_ALL, TIMES, rng, pool.map)
 
 
 def regions_of_halves(
