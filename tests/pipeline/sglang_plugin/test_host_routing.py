@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.responses import mean_routing, routing_of  # noqa: E402
 from pipeline.engines.serving.rows import LayerRow  # noqa: E402
-from pipeline.engines.sglang.model_process.routing import (  # noqa: E402
+from pipeline.engines.serving.steps.routing import (  # noqa: E402
     HostRouting,
     RoutingRows,
 )

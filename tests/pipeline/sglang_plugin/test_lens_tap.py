@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.steps.states import NotedRow  # noqa: E402
-from pipeline.engines.sglang.model_process import lens  # noqa: E402
+from pipeline.engines.serving.steps import lens as steps_lens  # noqa: E402
 from pipeline.engines.sglang.model_process.lens import LensParts, LensTap  # noqa: E402
 
 SIZE, VOCABULARY, MOST_ROWS, LAYERS = 8, 40, 6, 3
@@ -87,7 +87,7 @@ def check(found, expected, wanted: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
 def test_it_names_the_most_likely_tokens_of_the_asked_rows(monkeypatch, rows_at_once):
-    monkeypatch.setattr(lens, "LOGITS_BYTES", 4 * VOCABULARY * rows_at_once)
+    monkeypatch.setattr(steps_lens, "LOGITS_BYTES", 4 * VOCABULARY * rows_at_once)
     wanted = {1: 3, 4: 20, 8: 1}
     check(*Model().step(9, wanted), wanted)
 

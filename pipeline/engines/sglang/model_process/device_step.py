@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from capture_kernels.serving.step import StepResults
+from pipeline.engines.serving.steps.lens import LikelyTokens
+from pipeline.engines.serving.steps.routing import RoutingRows
 from pipeline.engines.serving.steps.states import HostRows, NotedRow
-
-from .routing import RoutingRows
 
 
 def token_at(req: Any, position: int) -> int | None:
@@ -27,13 +27,17 @@ def token_at(req: Any, position: int) -> int | None:
 class LensRows(NamedTuple):
     """What a step's lens found for P pairs of an asked row and a layer of its request."""
 
-    logprobs: Tensor  # float32[P, n], natural, falling
-    tokens: Tensor  # int32[P, n]
+    logprobs: Tensor  # as `LikelyTokens` has them
+    tokens: Tensor
     # Keys of each row as the layers kept them, the row of the check first: int64[M, 1 + rows].
     written: Tensor
     # Largest deviation from the model's own logits, as a share of the largest of these; NaN if
     # there was no check.
     deviation: Tensor  # float32[]
+
+    @property
+    def likely(self) -> LikelyTokens:
+        return LikelyTokens(self.logprobs, self.tokens)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,5 @@
 """Full scores (`attn_capture`) of requests that SGLang runs: [T, H, T] of a prompt in any number of
-chunks and of every generated token.
-
-Rows of a prompt are computed as their layer runs, outside any graph. A decode step may be a CUDA
-graph's, in which no Python runs: there the layers only keep their queries (in a buffer that the
-graph writes, with the length of each row), and scores are computed after the step, from these and
-from the keys in the pool. Lengths that are not those of the step's rows say that the buffer was not
-written, and nothing is taken of it.
-"""
+chunks and of every generated token."""
 
 from __future__ import annotations
 
@@ -18,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture_kernels.fingerprint.vector import chosen_heads
-from capture_kernels.scores.plain import PlainScoresPlan
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest, RequestError
+from pipeline.engines.serving.steps.layer_scores import LayerScores, on_its_way
 from pipeline.engines.serving.steps.states import RequestState
-
-# With fewer queries a kernel would be compiled, and launched, for little.
-FEWEST_FOR_KERNEL = 32
 
 
 @dataclass(eq=False)
@@ -74,18 +63,11 @@ class ScoreTap:
         as_keys: Callable[[Any, Tensor], Tensor], slot_map: Tensor | None = None,
         on_host: bool | None = None,
     ) -> None:  # fmt: skip
-        self._kinds = {number: kind for kind in kinds for number in kind.numbers}
+        self._of_layers = LayerScores(
+            kinds, max_rows=max_rows, dtype=dtype, device=slots.device, on_host=on_host
+        )
         self._pool, self._slots, self._refuse, self._as_keys = pool, slots, refuse, as_keys
         self._slot_map = slot_map
-        self._on_host = not slots.is_cuda if on_host is None else on_host
-        self._queries = {
-            number: torch.zeros((max_rows, kind.heads, kind.head_dim), dtype=dtype,
-                                device=slots.device)
-            for number, kind in sorted(self._kinds.items())
-        }  # fmt: skip
-        # Of each layer, in their order: how many keys its rows had when their queries were kept.
-        self._written = torch.zeros((len(self._kinds), max_rows), dtype=torch.int64,
-                                    device=slots.device)  # fmt: skip
         # Of each layer what its last run came with: its scale of 8-bit keys, and learned sinks.
         self._run_with: dict[int, dict[str, Tensor | None]] = {}
         # Of this step.
@@ -96,12 +78,11 @@ class ScoreTap:
         """What takes the scores of a request; None if it asks for none."""
         if request.scores is None:
             return None
-        kinds = [self._kinds[number] for number in request.scores]
-        heads = sum(len(chosen_heads(k.heads, k.key_heads, request.heads)) for k in kinds)
         vision, audio = modalities(req)
         return FullScores(
-            request.scores, heads=heads, hidden=request.mask_prefix, vision=vision, audio=audio
-        )
+            request.scores, heads=self._of_layers.heads_of(request), hidden=request.mask_prefix,
+            vision=vision, audio=audio,
+        )  # fmt: skip
 
     def begin(self, *, is_decode: bool) -> None:
         """Begin a step, of which nothing is noted yet."""
@@ -144,7 +125,7 @@ class ScoreTap:
         Args:
             lengths: int64[R], the keys of each request.
         """
-        kind = self._kinds.get(layer.layer_id)
+        kind = self._of_layers.kinds.get(layer.layer_id)
         # A CUDA graph keeps the queries whether or not anybody asks for them now.
         if kind is None or not (self._rows or (decode and self._slots.is_cuda)):
             return
@@ -153,9 +134,7 @@ class ScoreTap:
         self._run_with[number] = {"descale": layer.k_scale if narrow else None, "sinks": sinks}
         queries = query.reshape(-1, kind.heads, layer.qk_head_dim)
         if decode:
-            at = list(self._queries).index(number)
-            self._queries[number][: len(queries)].copy_(queries)
-            self._written[at, : len(queries)].copy_(lengths)
+            self._of_layers.keep(number, queries, lengths)
         elif not self._is_decode:
             for rows in self._rows:
                 self._take(rows, number, queries[rows.row :], layer)
@@ -167,13 +146,11 @@ class ScoreTap:
             return inner
         written = None
         if self._is_decode:
-            for number, queries in self._queries.items():
-                for each in rows if number in self._run_with else ():
-                    self._take(each, number, queries[each.row :])
-            written = self._written[:, [each.row for each in rows]]
-            # What a later step does not write must not look like its own.
-            self._written.zero_()
-        return ScoresOnDevice(inner, rows, written, list(self._queries))
+            for number in self._run_with:
+                for each in rows:
+                    self._take(each, number, self._of_layers.kept(number)[each.row :])
+            written = self._of_layers.take_written([each.row for each in rows])
+        return ScoresOnDevice(inner, rows, written, self._of_layers.layers)
 
     def _take(self, rows: ScoreRows, number: int, queries: Tensor, layer: Any = None) -> None:
         """Compute scores of a layer; `layer` is the one that runs, over a prompt."""
@@ -181,38 +158,19 @@ class ScoreTap:
         if number not in (request.scores or ()):
             return
         started = time.perf_counter()
-        kind, count = self._kinds[number], rows.end - rows.begin
-        plan = self._plan(kind, request, count, rows.end)
-        found, queries = plan.output(count, rows.end), queries[:count]
+        queries = queries[: rows.end - rows.begin]
         if layer is not None:
             queries = self._as_keys(layer, queries)
-        slots = rows.slots if kind.mapped else None
-        slots = self._slots[rows.pool_index] if slots is None else slots
-        plan.run(
-            queries, self._pool.get_key_buffer(number), slots, rows.begin, found,
+        slots = rows.slots if self._of_layers.kinds[number].mapped else None
+        found = self._of_layers.of_rows(
+            number, request, queries, self._pool.get_key_buffer(number),
+            self._slots[rows.pool_index] if slots is None else slots, rows.begin,
             **self._run_with[number],
         )  # fmt: skip
-        if layer is not None and found.is_cuda:
-            # As large as a request may have: no step holds several of them on the device. The copy
-            # is under way before SGLang's own, with whose arrival the step is consumed.
-            host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            found = host.copy_(found, non_blocking=True)
-        rows.found[number] = found
+        # The copy of a prompt's is under way before SGLang's own, with whose arrival the step is
+        # consumed.
+        rows.found[number] = found if layer is None else on_its_way(found)
         rows.seconds += time.perf_counter() - started
-
-    def _plan(self, kind: LayerKind, request: CaptureRequest, rows: int, length: int) -> Any:
-        own: dict[str, Any] = {
-            "max_rows": rows, "max_length": length, "heads": kind.heads,
-            "key_heads": kind.key_heads, "head_dim": kind.head_dim, "scale": kind.scale,
-            "soft_cap": kind.soft_cap, "window": kind.window, "chosen": request.heads,
-            "mask_prefix": request.mask_prefix, "device": self._slots.device,
-        }  # fmt: skip
-        if self._on_host or rows < FEWEST_FOR_KERNEL:
-            return PlainScoresPlan(**own)
-        from capture_kernels.scores.plan import ScoresPlan, prompt_tuning
-
-        # The same for prompts of all lengths, as a kernel that is compiled holds up the server.
-        return ScoresPlan(tuning=prompt_tuning(kind.head_dim), **own)
 
 
 @dataclass(frozen=True)

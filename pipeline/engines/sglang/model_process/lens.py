@@ -26,12 +26,10 @@ from torch import Tensor, nn
 
 from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
 from pipeline.engines.serving.rows import Lens
+from pipeline.engines.serving.steps.lens import deviation_of, likely_tokens
 from pipeline.engines.serving.steps.states import NotedRow
 
 from .device_step import LensRows, LensStep
-
-# Of float32 logits that are computed at once.
-LOGITS_BYTES = 32 << 20
 
 
 class LensParts(NamedTuple):
@@ -155,11 +153,7 @@ class LensTap:
         if not self._noted or self._is_verified or is_penalised(sampling_info):
             return
         last = self._numbers.index(max(self._numbers))
-        found, own = self._logits(self._kept[last, :1])[0], logits[0].float()
-        if found.shape != own.shape:
-            self._deviation = torch.full((), math.inf, device=own.device)
-            return
-        self._deviation = (found - own).abs().max() / own.abs().max()
+        self._deviation = deviation_of(self._logits(self._kept[last, :1])[0], logits[0])
 
     def end(self) -> LensStep | None:
         """What the step's lens found; None if nobody asks."""
@@ -172,16 +166,12 @@ class LensTap:
         count = max(note.state.collector.request.lens for _, note in self._noted)
         places = torch.tensor(pairs, dtype=torch.int64).to(self._kept.device)
         hidden = self._kept.flatten(0, 1)
-        vocabulary = self._parts.vocabulary
-        room = max(1, LOGITS_BYTES // (4 * vocabulary))
-        parts = [self._most_likely(hidden[own], min(count, vocabulary))
-                 for own in places.split(room)]  # fmt: skip
-        logprobs, tokens = map(torch.cat, zip(*parts, strict=True))
+        likely = likely_tokens(hidden[places], self._logits, count, self._parts.vocabulary)
         deviation = self._deviation
         if deviation is None:
             deviation = torch.full((), math.nan, device=hidden.device)
         written = self._written[:, : 1 + len(self._noted)].clone()
-        rows = LensRows(logprobs, tokens, written, deviation)
+        rows = LensRows(*likely, written, deviation)
         return LensStep(self._noted, self._keys, rows, time.perf_counter() - began)
 
     def by_row(self, step: LensStep | None) -> dict[int, dict[int, Lens]]:
@@ -206,7 +196,7 @@ class LensTap:
             if self._is_refused or not self._is_verified or not is_there:
                 continue
             found[at] = {
-                self._numbers[layer]: self._lens(step.rows, place, request.lens)
+                self._numbers[layer]: step.rows.likely.lens(place, request.lens, self._text)
                 for place, layer in enumerate(layers, begin)
             }
         return found
@@ -215,19 +205,9 @@ class LensTap:
         self._is_refused, self._noted = True, []
         self._refuse(reason)
 
-    def _most_likely(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        logits = self._logits(hidden)
-        best = logits.topk(count, dim=-1)
-        logprobs = best.values - logits.logsumexp(dim=-1, keepdim=True)
-        return logprobs, best.indices.to(torch.int32)
-
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32[R, V] of float[R, D], as the model computes its own."""
         return self._parts.logits(self._parts.norm(hidden), self._head).float()
-
-    def _lens(self, rows: LensRows, pair: int, count: int) -> Lens:
-        tokens = rows.tokens[pair, :count].tolist()
-        return Lens(tokens, list(map(self._text, tokens)), rows.logprobs[pair, :count].tolist())
 
 
 def hidden_states(output: Any, stream: Any) -> tuple[Tensor, Tensor | None]:

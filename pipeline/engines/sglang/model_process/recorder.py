@@ -36,6 +36,7 @@ from pipeline.engines.serving.steps.ranks import (
     ends_capture_not_serving,
 )
 from pipeline.engines.serving.steps.records import RecordRow, StepRows
+from pipeline.engines.serving.steps.routing import RoutingRows
 from pipeline.engines.serving.steps.states import (
     ExtendRows,
     HostRows,
@@ -51,7 +52,6 @@ from .captured_model import CapturedModel
 from .device_step import DeviceStep, LensStep, token_at
 from .full_scores import ScoreTap, refuse_request
 from .outputs import ATTRIBUTE, outputs_of
-from .routing import RoutingRows
 
 LOG = logging.getLogger("attn.capture")
 

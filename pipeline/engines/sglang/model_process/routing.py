@@ -5,49 +5,30 @@ Source: SGLang 0.5.23, srt/layers/moe/topk.py; its operators are modules whose f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.engines.serving.rows import Routing
+from pipeline.engines.serving.steps.routing import RoutingBuffer
 
 
-class RoutingRows(NamedTuple):
-    """The routing of R rows in the M captured layers with a router."""
-
-    experts: Tensor  # int32[M, R, k]
-    weights: Tensor  # float32[M, R, k]
-    entropy: Tensor  # float32[M, R], in nats
-
-
-class Routers:
+class Routers(RoutingBuffer):
     """The routers of the captured layers.
 
     Args:
         routers: the `TopK` of each, by layer.
         max_rows: the most rows of a step.
-
-    Attributes:
-        layers: ascending.
     """
 
     def __init__(
         self, routers: Mapping[int, Any], max_rows: int, device: torch.device | str
     ) -> None:
-        self._of, self.layers = routers, tuple(sorted(routers))
+        self._of = routers
         configs = [topk.topk_config for topk in routers.values()]
-        count = max(config.top_k - config.num_shared_topk_slots for config in configs)
-        shape = (len(self.layers), max_rows)
-        self._kept = RoutingRows(
-            torch.zeros((*shape, count), dtype=torch.int32, device=device),
-            torch.zeros((*shape, count), device=device),
-            torch.zeros(shape, device=device),
-        )
-        self._scales = [1.0] * len(self.layers)
+        top_k = max(config.top_k - config.num_shared_topk_slots for config in configs)
+        super().__init__(list(routers), top_k=top_k, max_rows=max_rows, device=device)
 
     def observed_by(self, observe: Callable[[int, Any], None]) -> None:
         """Have `observe` called with the index and the output of each router after it has run."""
@@ -57,54 +38,13 @@ class Routers:
             )
 
     def take(self, index: int, output: Any, rows: Tensor | None) -> None:
-        """Keep the output of a router. It neither waits nor copies to the host, so that a CUDA
-        graph can hold it.
+        """Keep the output of a router.
 
         Args:
             rows: of the step, int64[R] among its tokens; None for the first tokens.
         """
-        kept, count = self._kept, self._kept.experts.shape[2]
-        experts, weights, logits = output.topk_ids, output.topk_weights, output.router_logits
-        if rows is not None:
-            experts, weights, logits = experts[rows], weights[rows], logits[rows]
-        here = slice(min(len(experts), kept.entropy.shape[1]))
-        own = min(count, experts.shape[1])
-        kept.experts[index, here, :own] = experts[here, :own].to(torch.int32)
-        kept.weights[index, here, :own] = weights[here, :own].float()
-        p = logits[here].float().softmax(dim=-1)
-        kept.entropy[index, here] = torch.special.entr(p).sum(dim=-1)
-        self._scales[index] = 1 / math.log(max(logits.shape[-1], 2))
-
-    def results(self, rows: int) -> RoutingRows:
-        """Copies for the first rows of the step that ran last."""
-        kept = self._kept
-        return RoutingRows(
-            kept.experts[:, :rows].clone(), kept.weights[:, :rows].clone(),
-            kept.entropy[:, :rows].clone(),
-        )  # fmt: skip
-
-    def on_host(self, found: RoutingRows) -> HostRouting:
-        """Results whose copies have arrived."""
-        return HostRouting(self.layers, self._scales, found)
-
-
-class HostRouting:
-    """The routing of a step's rows, as arrays: one row of tensors after the other took as long as
-    the step of a small model."""
-
-    def __init__(self, layers: Sequence[int], scales: Sequence[float], found: RoutingRows) -> None:
-        self._at = {number: index for index, number in enumerate(layers)}
-        order = np.argsort(-found.weights.numpy(), axis=2, kind="stable")
-        self._experts = np.take_along_axis(found.experts.numpy(), order, axis=2)
-        entropy = found.entropy.numpy().astype(np.float64) * np.array(scales)[:, None]
-        self._entropy: list[list[float]] = entropy.clip(0, 1).tolist()
-
-    def of_row(self, row: int) -> dict[int, Routing]:
-        """The routing of one row by layer."""
-        return {
-            number: Routing(self._experts[index, row], self._entropy[index][row])
-            for number, index in self._at.items()
-        }
+        chosen = output.topk_ids, output.topk_weights, output.router_logits
+        self.keep(index, *(each if rows is None else each[rows] for each in chosen))
 
 
 def routers_of(model: Any) -> dict[int, Any]:
