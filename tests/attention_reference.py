@@ -81,3 +81,20 @@ class AttentionReference:
         first = [max(0, position + 1 - self._windows[layer]) for layer in layers]
         found = fingerprint(rows, position, layout, visibility, first)
         return None if found is None else found.vector
+
+
+def routed(folder: Path, tokens: list[int], layers: int) -> list[Doubles]:
+    """Natural logarithms of the routers' probabilities, float64[T, experts] of each layer."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    found: list[Doubles] = [np.empty(0)] * layers
+    for number, layer in enumerate(model.model.layers):
+
+        def keep(module, given, output, number=number):
+            found[number] = output[0].double().log_softmax(dim=1).numpy()
+
+        layer.mlp.gate.register_forward_hook(keep)
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+    return found

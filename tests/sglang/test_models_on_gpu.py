@@ -201,25 +201,10 @@ def test_latent_keys(tmp_path, heads, keys, share, logit):
     checked(tmp_path, model, len(LAYERS), share, logit, "--kv-cache-dtype", keys, full=True)
 
 
-def routed(folder: Path, tokens: list[int], layers: int) -> list[np.ndarray]:
-    """Natural logarithms of the routers' probabilities, float64[T, experts] of each layer."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    ).eval()
-    found: list[np.ndarray] = [np.empty(0)] * layers
-    for number, layer in enumerate(model.model.layers):
-
-        def keep(module, given, output, number=number):
-            found[number] = output[0].double().log_softmax(dim=1).numpy()
-
-        layer.mlp.gate.register_forward_hook(keep)
-    with torch.inference_mode():
-        model(torch.tensor([tokens]))
-    return found
-
-
 def test_experts_are_those_of_the_models_routers(tmp_path):
     """Of rows of the prompt, and of generated ones, which pass in graphs."""
+    from attention_reference import routed
+
     layers, used = 3, 2
     model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
         **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,

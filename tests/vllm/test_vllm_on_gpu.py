@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = ON_A_GPU
 # Half precision moves the hidden states of four layers.
-SHARE, LOGIT = 2e-2, 5e-2
+SHARE, LOGIT, ENTROPY = 2e-2, 5e-2, 2e-2
+# By how much an expert's logit must be ahead for half precision not to choose another.
+CLEAR = 0.05
 SHAPE = {
     "vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
     "max_position_embeddings": 2048, "initializer_range": 0.1,
@@ -203,11 +206,13 @@ def checked(
     folder: Path, model: Path, layers: int, share: float, logit: float, *options: str,
     mean: float | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's; the
-    `AttentionReference` of each answer. `mean` bounds errors of shares on average."""
+    """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's, and
+    full scores of the longest prompt; the `AttentionReference` of each answer. `mean` bounds errors
+    of shares on average."""
     from attention_reference import AttentionReference
 
     prompts, rows, errors, truths = prompts_of(4), 3, [], []
+    longest = [max(prompts, key=len)]
     with start(folder, *options, model=model) as running:
         url = running.wait().url
         # The prompts are in the prefix cache after the first, so that only it can have their rows.
@@ -218,6 +223,8 @@ def checked(
                 {"attention_fingerprint_mode": True},
             )
         )
+        whole = asyncio.run(generate(url, longest, attn_capture=1))
+    check_full_scores(whole, longest, model, list(range(layers)), share)
     for prompt, answer, said in zip(prompts, raw, vectors, strict=True):
         truths.append(AttentionReference(model, prompt + answer["output_ids"]))
         errors += check_raw(answer, truths[-1], layers, rows, share, logit)
@@ -231,6 +238,118 @@ def checked(
     # Attention that tells positions apart, or any answer would do.
     assert max(truths[0].p[0, :, -1].max(axis=1)) > 3 * (mean or share)
     return truths
+
+
+def check_full_scores(
+    answers: list[dict[str, Any]], prompts: list[list[int]], model: Path, layers: list[int],
+    share: float, hidden: int = 0,
+) -> None:  # fmt: skip
+    """Every row of the prompt and of all generated tokens but the last, in each of `layers`."""
+    from attention_reference import AttentionReference
+
+    from pipeline.analysis import extract_attention_from_response
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        # A row whose query no graph kept would be missing, and named.
+        assert "missing_score_rows" not in answer["usage"], answer["usage"]
+        assert not answer["entries"]
+        found = extract_attention_from_response(answer["whole"])
+        assert found is not None and list(found) == layers
+        fed = len(prompt) + NEW - 1
+        truth = AttentionReference(model, prompt + answer["output_ids"])
+        for number, layer in found.items():
+            scores = layer["scores"]
+            assert scores.shape[::2] == (fed - hidden, fed - hidden)
+            for position in range(hidden, fed):
+                p, _ = truth.row(number, position, mask=hidden)
+                row = scores[position - hidden]
+                np.testing.assert_allclose(row[:, : p.shape[1]], p, atol=share)
+                assert not row[:, p.shape[1] :].any()
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, count):
+    prompts, layers, hidden = prompts_of(count), [0, 3], 2
+    fields = {"attn_capture": 1, "attn_capture_layers": layers, "attention_mask_prefix": hidden}
+    # Asked for twice: the prefix cache must not have its rows.
+    for _ in range(1 + (count == 3)):
+        answers = asyncio.run(generate(server.url, prompts, **fields))
+        check_full_scores(answers[:4], prompts[:4], Path(MODEL), layers, SHARE, hidden)
+    plain = asyncio.run(generate(server.url, prompts))
+    assert not any(answer["usage"] for answer in plain)
+
+
+@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
+def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, options):
+    """Prompts in several chunks, batches of other sizes than the graphs', some that do not ask."""
+    prompts, rows = prompts_of(10), 40
+    with start(tmp_path, "--attention-logit-lens", *options) as running:
+        url = running.wait().url
+
+        async def mixed() -> list[list[dict]]:
+            return await asyncio.gather(
+                generate(url, prompts[::2], return_attention_tokens=True),
+                generate(url, prompts[1::2], return_attention_tokens=True,
+                         include_prompt_attention=rows, attention_logit_lens=4),
+            )  # fmt: skip
+
+        silent, asking = asyncio.run(mixed())
+        log = running.end_of_log(30)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
+    head, norm = model.get_output_embeddings(), model.get_decoder().norm
+    seen = 0
+    for prompt, answer in zip(prompts[1::2], asking, strict=True):
+        assert "rows_without_logit_lens" not in answer["usage"], log
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + answer["output_ids"]])
+            *before, last = model(ids, output_hidden_states=True).hidden_states[1:]
+            truth = [head(state[0]).log_softmax(-1) for state in (*map(norm, before), last)]
+        for entry in answer["entries"]:
+            expected = truth[entry["layer_id"]][entry["position"]]
+            said = [one["logprob"] for one in entry["logit_lens"]]
+            assert said == pytest.approx(expected.topk(4).values.tolist(), abs=2 * LOGIT)
+            named = expected[[one["token_id"] for one in entry["logit_lens"]]]
+            assert said == pytest.approx(named.tolist(), abs=2 * LOGIT)
+            seen += 1
+    assert seen == sum(4 * (NEW - 1 + min(rows, len(each))) for each in prompts[1::2])
+    entries = [entry for each in silent for entry in each["entries"]]
+    assert entries and not any("logit_lens" in entry for entry in entries)
+
+
+def test_experts_are_those_of_the_models_routers(tmp_path):
+    """Of rows of the prompt, some of them in pieces that are graphs, and of generated ones."""
+    from attention_reference import routed
+
+    layers, used = 3, 2
+    model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
+        **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=used, mlp_only_layers=[],
+    ))  # fmt: skip
+    # The last is so short that its prompt runs in a graph of a piece.
+    prompts, rows = [*prompts_of(4), [7, 8, 9, 11]], 3
+    with start(tmp_path, model=model) as running:
+        url = running.wait().url
+        answers = [
+            *asyncio.run(generate(url, prompts[:4], return_attention_tokens=True,
+                                  attention_moe_routing=True, include_prompt_attention=rows)),
+            *asyncio.run(generate(url, prompts[4:], return_attention_tokens=True,
+                                  attention_moe_routing=True, include_prompt_attention=rows)),
+        ]  # fmt: skip
+        log = running.end_of_log(40)
+    clear = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer["entries"]) == layers * (NEW - 1 + rows), log
+        truth = routed(model, prompt + answer["output_ids"], layers)
+        for entry in answer["entries"]:
+            logits = truth[entry["layer_id"]][entry["position"]]
+            entropy = -(np.exp(logits) * logits).sum() / math.log(len(logits))
+            assert entry["router_entropy"] == pytest.approx(entropy, abs=ENTROPY)
+            order = np.argsort(-logits)
+            assert len(set(entry["top_experts"])) == used
+            if np.diff(-logits[order[: used + 1]]).min() > CLEAR:
+                assert entry["top_experts"] == order[:used].tolist()
+                clear += 1
+    assert clear > len(prompts) * layers * NEW / 2
 
 
 @pytest.mark.parametrize("keys", ["auto", "fp8"])

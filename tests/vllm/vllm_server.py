@@ -27,7 +27,8 @@ NEW = 24
 async def generate(
     url: str, prompts: list[list[int]], *, new: int = NEW, **fields: object
 ) -> list[dict[str, Any]]:
-    """Of each prompt `output_ids`, `entries` and `usage` (of attention), all asked at once."""
+    """Of each prompt `output_ids`, `entries` and `usage` (of attention), and the `whole` answer;
+    all asked at once."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
         async def one(prompt: list[int]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ async def generate(
             return {
                 "id": found["id"], "output_ids": choice["token_ids"],
                 "entries": choice.get("attention_tokens"),
-                "usage": found["usage"].get("attention"),
+                "usage": found["usage"].get("attention"), "whole": found,
             }  # fmt: skip
 
         return await asyncio.gather(*map(one, prompts))
@@ -55,7 +56,8 @@ def start(folder: Path, *options: str, model: Path = MODEL, **environment: str):
         model, folder / "log", "--dtype", "float16", "--served-model-name", "demo",
         "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "256",
         "--gpu-memory-utilization", "0.3", "--cudagraph-capture-sizes", "1", "4", "16",
-        "--return-attention-tokens", "--attention-capture-layers", "all", *options,
+        "--return-attention-tokens", "--attention-capture-layers", "all",
+        "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all", *options,
         environment={"VLLM_LOGGING_LEVEL": "INFO", **environment},
     )  # fmt: skip
 

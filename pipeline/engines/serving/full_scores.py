@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .body import RequestError
+from .request import CaptureRequest, ModelFacts
 from .responses import Ranges, capture_data, named_ranges, ranges_of
 
 Halves = NDArray[np.float16]
@@ -16,6 +18,19 @@ Halves = NDArray[np.float16]
 SCORES_BYTES = 256 << 20
 # How the error of a request that takes more begins.
 TOO_LARGE = "attn_capture of "
+
+
+def check_prompt(wanted: CaptureRequest, facts: ModelFacts, tokens: int) -> None:
+    """RequestError if the scores of a prompt of so many tokens are too large already."""
+    if wanted.scores is not None:
+        heads = facts.heads if wanted.heads is None else len(wanted.heads)
+        check_room(tokens, heads * len(wanted.scores))
+
+
+def salted(salt: str | None) -> str:
+    """A client's `cache_salt`, made unlike all others: full scores need every row of the prompt,
+    and rows whose keys are in the prefix cache do not pass through the model."""
+    return (salt or "") + secrets.token_hex(16)
 
 
 def check_room(tokens: int, heads: int) -> None:
@@ -30,6 +45,22 @@ def check_room(tokens: int, heads: int) -> None:
             "attn_capture_layers or attention_capture_head_ids, or set max_tokens",
             "attn_capture",
         )
+
+
+class ScoreBlock(NamedTuple):
+    """Rows of a layer at positions `begin` and after: float16[R, H, begin + R]."""
+
+    layer: int
+    begin: int
+    rows: Halves
+
+    def before(self, end: int) -> ScoreBlock:
+        """Its rows before a position."""
+        count = min(len(self.rows), end - self.begin)
+        if count == len(self.rows):
+            return self
+        kept = self.rows[:count, :, : self.begin + count]
+        return ScoreBlock(self.layer, self.begin, np.ascontiguousarray(kept))
 
 
 class FullScores:

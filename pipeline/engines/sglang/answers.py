@@ -1,24 +1,19 @@
 """In the process that answers: attention, which came as `meta_info`, for `AnswerWriter`.
 
 `heard` listens to what the model's process says of a request.
-
-Full scores need every row of the prompt, and rows whose keys are in the prefix cache do not pass
-through the model: a request for them has a `cache_salt` of its own, SGLang's way to keep the caches
-of requests apart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from pipeline.engines.serving.answer_writer import CURRENT, ENTRIES, SCORES, Heard
 from pipeline.engines.serving.facts_file import LiveFacts
-from pipeline.engines.serving.full_scores import TOO_LARGE, check_room
+from pipeline.engines.serving.full_scores import TOO_LARGE, check_prompt, salted
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.responses import decoded
@@ -37,7 +32,9 @@ async def heard(
     """Around `TokenizerManager.generate_request`: note what comes of attention."""
     current, wanted = CURRENT.get(), wanted_of(obj)
     if wanted is not None and wanted.scores is not None:
-        obj.cache_salt = salted(obj.cache_salt)
+        salt: Any = obj.cache_salt
+        several = isinstance(salt, list)
+        obj.cache_salt = list(map(salted, salt)) if several else salted(salt)
     if wanted is not None and current is not None:
         current.wants_entries = wanted.stream_entries
     if current is not None:
@@ -72,13 +69,6 @@ def wanted_of(obj: Any) -> CaptureRequest | None:
     return CaptureRequest.from_custom_params(params, secret)
 
 
-def salted(salt: str | list[str] | None) -> str | list[str]:
-    """A client's `cache_salt`, made unlike all others."""
-    if isinstance(salt, list):
-        return [str(salted(one)) for one in salt]
-    return (salt or "") + secrets.token_hex(16)
-
-
 def check_scores(self: Any, obj: Any, input_ids: list[int] | None, *_: Any) -> None:
     """Before `TokenizerManager._validate_one_request`: whether the full scores of a prompt are too
     large, before any work.
@@ -89,9 +79,8 @@ def check_scores(self: Any, obj: Any, input_ids: list[int] | None, *_: Any) -> N
     wanted = wanted_of(obj)
     if wanted is None or wanted.scores is None:
         return
-    heads = len(wanted.heads) if wanted.heads is not None else LiveFacts()().heads
     try:
-        check_room(len(input_ids or ()), heads * len(wanted.scores))
+        check_prompt(wanted, LiveFacts()(), len(input_ids or ()))
     except RequestError as error:
         raise ValueError(error.message) from None
 

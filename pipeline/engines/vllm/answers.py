@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.engines.serving.answer_writer import CURRENT, Heard
+from pipeline.engines.serving.facts_file import LiveFacts
+from pipeline.engines.serving.full_scores import FullScores, check_prompt, salted
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
 from pipeline.engines.serving.token_names import NamedOutput, named_prompt, roles_of
@@ -69,10 +71,7 @@ async def rendered_chat(
         if not wanted.stream_entries:  # nobody asked: it is answered, and not recorded
             del extra[CUSTOM_PARAM]
             return found
-        from vllm.exceptions import VLLMValidationError
-
-        current.refused = error
-        raise VLLMValidationError(str(error)) from None
+        refuse(current, error)
     hidden = max(wanted.mask_prefix, count)
     extra[CUSTOM_PARAM] = wanted.with_mask(hidden).signed(current.secret)
     return found
@@ -86,13 +85,16 @@ async def heard(
     current = CURRENT.get()
     extra = dict(getattr(sampling_params, "extra_args", None) or {})
     wanted = None if current is None else CaptureRequest.from_custom_params(extra, current.secret)
-    reply, count = None, 0
+    reply, count, fed = None, 0, 0
     if current is not None and wanted is not None:
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         # What only records are made of is reported to nobody; of embeddings there are none.
-        if wanted.stream_entries and tokens is not None:
-            reply = replies().expect()
-            current.wants_entries = True
+        if (wanted.stream_entries or wanted.scores is not None) and tokens is not None:
+            fed = len(tokens)
+            if wanted.scores is not None:
+                prompt = {**prompt, "cache_salt": salted(prompt.get("cache_salt"))}
+            reply = replies().expect(scores_of(current, wanted, prompt))
+            current.wants_entries = wanted.stream_entries
             await name_prompt(current, wanted, list(tokens), self)
         to = None if reply is None else reply.to
         wanted = wanted.answered(response_id_of(request_id), to)
@@ -108,6 +110,8 @@ async def heard(
                     new = tokens_of(output, sampling_params, count)
                     count += len(new)
                     note(current, reply, count)
+                    if output.finished and not is_aborted(output):
+                        await put_scores(current, reply, fed, fed + count - 1)
                     if current.output is not None:
                         named_tokens = current.output.push(new)
                         current.names.setdefault("output_tokens", []).extend(named_tokens)
@@ -115,6 +119,58 @@ async def heard(
     finally:
         if reply is not None:
             reply.close()
+
+
+def scores_of(current: Heard, wanted: CaptureRequest, prompt: dict[str, Any]) -> FullScores | None:
+    """What takes the full scores of a request; None if it asks for none.
+
+    Raises:
+        VLLMValidationError: those of its prompt are too large; vLLM answers 400.
+    """
+    if wanted.scores is None:
+        return None
+    facts = LiveFacts()()
+    try:
+        check_prompt(wanted, facts, len(prompt["prompt_token_ids"]))
+    except RequestError as error:
+        refuse(current, error)
+    vision: list[tuple[int, int]] = []
+    audio: list[tuple[int, int]] = []
+    for modality, places in (prompt.get("mm_placeholders") or {}).items():
+        ranges = [(place.offset, place.offset + place.length) for place in places]
+        (audio if modality == "audio" else vision).extend(ranges)
+    return FullScores(
+        wanted.scores, heads=facts.heads, hidden=wanted.mask_prefix, vision=sorted(vision),
+        audio=sorted(audio),
+    )  # fmt: skip
+
+
+async def put_scores(current: Heard, reply: Reply, prompt: int, tokens: int) -> None:
+    """Note the full scores of a request that has ended.
+
+    Args:
+        prompt: how many tokens it had; tokens: how many were fed to the model.
+
+    Raises:
+        VLLMValidationError: they became too large; vLLM answers 400.
+    """
+    if reply.scores is None:
+        return
+    if reply.no_scores is not None:
+        refuse(current, RequestError(reply.no_scores, "attn_capture"))
+    missing = sum(end - begin for begin, end in reply.scores.missing(tokens))
+    if missing and current.usage is not None:
+        current.usage = {**current.usage, "missing_score_rows": missing}
+    # Compressed in a thread, so that other requests go on.
+    current.scores = await asyncio.to_thread(reply.scores.entries, tokens, prompt)
+
+
+def refuse(current: Heard, error: RequestError) -> NoReturn:
+    """Have vLLM answer 400, with what our gate says of errors."""
+    from vllm.exceptions import VLLMValidationError
+
+    current.refused = error
+    raise VLLMValidationError(str(error)) from None
 
 
 async def name_prompt(

@@ -25,6 +25,7 @@ PARAMETERS = {
     SCHEDULER + "schedule": ("self",),
     SCHEDULER + "_free_request": ("self", "request"),
     WORKER + "determine_available_memory": ("self",),
+    RUNNER + "load_model": ("self", "load_dummy_weights"),
     RUNNER + "initialize_kv_cache": ("self", "kv_cache_config", "is_profiling"),
     RUNNER + "execute_model": ("self", "scheduler_output", "intermediate_tensors", "dummy_run"),
     RUNNER + "prepare_attn": ("self", "input_batch"),
@@ -58,6 +59,7 @@ def hook_runner(worker: Any, **_: Any) -> None:
             "VLLM_USE_V2_MODEL_RUNNER=0 or a feature of the model turns off"
         )
         return
+    hook(RUNNER + "load_model", after(with_hidden_states))
     hook(RUNNER + "initialize_kv_cache", with_recorder)
     hook(RUNNER + "execute_model", before_step)
     hook(RUNNER + "prepare_attn", with_rows)
@@ -78,6 +80,24 @@ def without_ours(found: int, worker: Any) -> int:
     except AttnError:  # said when the recorder starts
         return found
     return found - ours
+
+
+def with_hidden_states(found: Any, runner: Any) -> Any:
+    """After `GPUModelRunner.load_model`, before anything is compiled: have the model hand out what
+    a logit lens looks at."""
+    from .model_process.captured_model import CapturedModel
+    from .model_process.layers import ranks_of_this_process
+    from .model_process.lens import hand_out
+
+    options = ServeOptions.from_environment(os.environ)
+    if options.logit_lens:
+        try:
+            layers = CapturedModel(runner, options, ranks_of_this_process().count).handed_out
+        except AttnError:  # said when the recorder starts
+            layers = ()
+        if layers:
+            hand_out(runner, layers)
+    return found
 
 
 def with_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +134,7 @@ def start_recorder(runner: Any) -> None:
         if ranks.answers:
             facts_file.write(str(reason))
         return
-    for layer in recorder.model.layers.values():
+    for layer in recorder.model.tapped.values():
         setattr(layer, ATTRIBUTE, recorder)
     setattr(runner, ATTRIBUTE, recorder)
     atexit.register(recorder.close)
@@ -166,10 +186,11 @@ def dummy_step(runner: Any, *given: Any, **named: Any) -> None:
 def with_results(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def sample_tokens(runner: Any, *given: Any, **named: Any) -> Any:
+        ran = runner.execute_model_state  # which it takes away
         output = original(runner, *given, **named)
         recorder = getattr(runner, ATTRIBUTE, None)
         if recorder is not None and output is not None:
-            recorder.results(output)
+            recorder.results(output, ran)
         return output
 
     return sample_tokens
@@ -179,6 +200,6 @@ def close_recorder(runner: Any, *given: Any) -> None:
     recorder = getattr(runner, ATTRIBUTE, None)
     if recorder is not None:
         recorder.close()
-        for layer in recorder.model.layers.values():
+        for layer in recorder.model.tapped.values():
             delattr(layer, ATTRIBUTE)
         delattr(runner, ATTRIBUTE)

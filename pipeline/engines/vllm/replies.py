@@ -10,14 +10,17 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
 from pipeline.engines.serving.facts_file import folder
+from pipeline.engines.serving.full_scores import FullScores, ScoreBlock
 from pipeline.engines.serving.responses import decoded
 
 LOG = logging.getLogger("attn.capture")
@@ -41,11 +44,15 @@ def replies_refusal() -> str | None:
 
 
 class Report(msgspec.Struct, array_like=True):
-    """What is new of a request. entries: JSON; usage: at the end."""
+    """What is new of a request. entries: JSON; usage: at the end; blocks: of full scores the layer,
+    the position of the first row, and the shape; their float16 follow, a part of the message each;
+    no_scores: why there are no more of them."""
 
     key: str
     entries: list[bytes] = []
     usage: dict[str, Any] | None = None
+    blocks: list[tuple[int, int, tuple[int, int, int]]] = []
+    no_scores: str | None = None
 
 
 class Reply:
@@ -53,18 +60,26 @@ class Reply:
 
     Attributes:
         to: for `CaptureRequest.reply`.
+        scores: that were asked for, as far as they came; no_scores: why there are no more.
     """
 
-    def __init__(self, replies: Replies) -> None:
+    def __init__(self, replies: Replies, scores: FullScores | None = None) -> None:
         self._replies, self._key = replies, secrets.token_hex(8)
         self.to = f"{replies.address} {self._key}"
         self._entries: list[dict[str, Any]] = []
         self.usage: dict[str, Any] | None = None
+        self.scores = scores
+        self.no_scores: str | None = None
         self._ended = asyncio.Event()
         replies.waiting[self._key] = self
 
-    def add(self, report: Report) -> None:
+    def add(self, report: Report, parts: Sequence[Any]) -> None:
+        """parts: buffers of the report's blocks."""
         self._entries += decoded(report.entries)
+        for (layer, begin, shape), part in zip(report.blocks, parts, strict=True):
+            if self.scores is not None:
+                self.scores.add(layer, begin, np.frombuffer(part, np.float16).reshape(shape))
+        self.no_scores = report.no_scores or self.no_scores
         if report.usage is not None:
             self.usage = report.usage
             self._ended.set()
@@ -106,17 +121,18 @@ class Replies:
         self.waiting: dict[str, Reply] = {}
         self._task = asyncio.get_running_loop().create_task(self._listen())
 
-    def expect(self) -> Reply:
-        return Reply(self)
+    def expect(self, scores: FullScores | None = None) -> Reply:
+        """Of a request; scores: that it asks for, without any row."""
+        return Reply(self, scores)
 
     async def _listen(self) -> None:
         decoder = msgspec.msgpack.Decoder(Report)
         while True:
-            message = await self._socket.recv()
+            head, *parts = await self._socket.recv_multipart(copy=False)
             try:
-                report = decoder.decode(message)
+                report = decoder.decode(head.buffer)
                 if (reply := self.waiting.get(report.key)) is not None:
-                    reply.add(report)
+                    reply.add(report, [part.buffer for part in parts])
             except Exception:  # of one message: others are for other requests
                 LOG.exception("a report of attention cannot be read")
 
@@ -134,16 +150,23 @@ class Reporter:
         self._encoder = msgspec.msgpack.Encoder()
         self.dropped = 0
 
-    def report(self, to: str, entries: list[bytes], usage: dict[str, Any] | None) -> None:
-        """Send it to the `Reply.to` of a request."""
+    def report(
+        self, to: str, entries: list[bytes], usage: dict[str, Any] | None,
+        blocks: Sequence[ScoreBlock] = (), no_scores: str | None = None,
+    ) -> None:  # fmt: skip
+        """Send it to the `Reply.to` of a request. The rows of blocks must not be changed any more:
+        they are not copied."""
         address, _, key = to.rpartition(" ")
         socket = self._sockets.get(address)
         if socket is None:
             socket = self._sockets[address] = self._context.socket(zmq.PUSH)
             socket.set(zmq.SNDHWM, 100_000)
             socket.connect(address)
+        shapes = [(block.layer, block.begin, block.rows.shape) for block in blocks]
+        head = self._encoder.encode(Report(key, entries, usage, shapes, no_scores))
         try:
-            socket.send(self._encoder.encode(Report(key, entries, usage)), zmq.NOBLOCK)
+            rows = [block.rows.data for block in blocks]
+            socket.send_multipart([head, *rows], zmq.NOBLOCK, copy=not rows)
         except zmq.Again:
             if not self.dropped:
                 LOG.warning("reports of attention are dropped: a process that answers takes none")

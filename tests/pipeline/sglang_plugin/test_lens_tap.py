@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeline.engines.serving.steps.states import NotedRow  # noqa: E402
 from pipeline.engines.serving.steps import lens as steps_lens  # noqa: E402
+from pipeline.engines.serving.steps.states import NotedRow  # noqa: E402
 from pipeline.engines.sglang.model_process.lens import LensParts, LensTap  # noqa: E402
 
 SIZE, VOCABULARY, MOST_ROWS, LAYERS = 8, 40, 6, 3

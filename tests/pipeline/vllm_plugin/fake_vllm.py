@@ -91,6 +91,9 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         def __init__(self, like: SimpleNamespace) -> None:
             vars(self).update(vars(like))
 
+        def load_model(self, load_dummy_weights: bool = False) -> None:
+            pass
+
         def initialize_kv_cache(
             self, kv_cache_config: Any, is_profiling: bool = False, allocation: Any = None
         ) -> None:
@@ -114,6 +117,11 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
             pass
 
     def init_entrypoints_middleware(args: Any, app: Any, supported_tasks: Any) -> None:
+        pass
+
+    import torch
+
+    class MoERunner(torch.nn.Module):
         pass
 
     Attention = type("Attention", (SimpleNamespace,), {})  # noqa: N806
@@ -142,6 +150,10 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
             "TritonAttentionBackend": triton, "TritonAttentionImpl": impls[1],
         },
         "model_executor.layers.attention": {"Attention": Attention},
+        "model_executor.layers.fused_moe.layer": {"MoERunner": MoERunner},
+        "model_executor.models.interfaces": {
+            "supports_eagle3": lambda model: hasattr(model, "set_aux_hidden_state_layers")
+        },
         "model_executor.models.utils": {
             "extract_layer_index": lambda name: next(int(p) for p in name.split(".") if p.isdigit())
         },
@@ -164,7 +176,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
     return SimpleNamespace(
         EngineArgs=EngineArgs, AsyncLLM=AsyncLLM, OnlineRenderer=OnlineRenderer,
         Scheduler=Scheduler, Worker=Worker, GPUModelRunner=GPUModelRunner, Attention=Attention,
-        registered=registered, group=group,
+        MoERunner=MoERunner, registered=registered, group=group,
     )  # fmt: skip
 
 

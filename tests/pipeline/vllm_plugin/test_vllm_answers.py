@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_vllm import VLLMValidationError
 from starlette.applications import Starlette
@@ -18,7 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pipeline.analysis import extract_attention_from_response
+from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.answer_writer import CHAT, COMPLETIONS, CURRENT, AnswerWriter
+from pipeline.engines.serving.full_scores import ScoreBlock
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
@@ -26,7 +30,7 @@ from pipeline.engines.vllm import answers, hooking
 from pipeline.engines.vllm import replies as replies_module
 from pipeline.engines.vllm.replies import Reporter
 
-FACTS = ModelFacts("demo", 4, (1, 3), 8, 4096, capture_id="abc")
+FACTS = ModelFacts("demo", 4, (1, 3), 8, 4096, score_layers=(1, 3), capture_id="abc")
 ASKING = {"return_attention_tokens": True}
 STEPS = 3  # tokens of an answer: A, B, C
 PATIENCE_S = 10.0
@@ -77,7 +81,8 @@ class Engine:
 
     Attributes:
         wanted, extra: of each request, in turn. ends: whether the worker says how they ended.
-        past_end: rows that it captured of tokens that no answer has. tag: of its template.
+        past_end: rows that it captured of tokens that no answer has. tag: of its template. blocks:
+        what it says of full scores; no_scores: why it has no more of them; salts: of prompts.
     """
 
     def __init__(self, secret: str) -> None:
@@ -85,6 +90,9 @@ class Engine:
         self.wanted: list[CaptureRequest | None] = []
         self.extra: list[Any] = []
         self.closed, self.ends, self.fails, self.past_end, self.tag = 0, True, False, 0, ""
+        self.blocks: list[ScoreBlock] = []
+        self.no_scores: str | None = None
+        self.salts: list[str | None] = []
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -105,6 +113,7 @@ class Engine:
         wanted = CaptureRequest.from_custom_params(sampling_params.extra_args, self._secret)
         self.wanted.append(wanted)
         self.extra.append(sampling_params.extra_args)
+        self.salts.append(prompt.get("cache_salt"))
         kind = sampling_params.output_kind.name
         tokens = list(map(ord, TEXT))
         to = None if wanted is None else wanted.reply
@@ -116,7 +125,9 @@ class Engine:
         def say_end() -> None:
             for step in range(STEPS, STEPS + self.past_end):
                 say(step)
-            self.reporter.report(to, [], {"mode": wanted.mode, "rows": STEPS - 1 + self.past_end})
+            usage = {"mode": wanted.mode, "rows": STEPS - 1 + self.past_end}
+            self.reporter.report(to, [], None, self.blocks)
+            self.reporter.report(to, [], usage, (), self.no_scores)
 
         try:
             for step in range(1, STEPS + 1):
@@ -172,10 +183,10 @@ class Server:
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         assert body.keys() <= {
-            "messages", "prompt", "stream", "vllm_xargs", "chat_template_kwargs"
+            "messages", "prompt", "stream", "vllm_xargs", "chat_template_kwargs", "cache_salt"
         }, "our fields do not reach vLLM"  # fmt: skip
         chat, stream = request.url.path == CHAT, body.get("stream", False)
-        prompt = {"prompt_token_ids": body.get("prompt")}
+        prompt = {"prompt_token_ids": body.get("prompt"), "cache_salt": body.get("cache_salt")}
         if chat:
             messages = [Message(body["messages"][0]), *body["messages"][1:]]
             arguments = body.get("chat_template_kwargs")
@@ -523,3 +534,68 @@ def test_a_request_that_the_engine_dropped_is_not_waited_for(serve, caplog):
 
     served(test, server.app)
     assert caplog.text == ""
+
+
+@pytest.fixture
+def score_server(serve) -> Server:
+    server = serve(enable_attention_instrumentation=True)
+    facts_file.write(FACTS)
+    return server
+
+
+def blocks_of(*ranges: tuple[int, int], layers: tuple[int, ...] = (1, 3)) -> list[ScoreBlock]:
+    """Scores of some rows, of as many heads as the layer's number says."""
+    random = np.random.default_rng(2)
+    return [
+        ScoreBlock(layer, begin, random.random((end - begin, layer, end)).astype(np.float16))
+        for begin, end in ranges for layer in layers
+    ]  # fmt: skip
+
+
+FULL = {"attn_capture": 1}
+
+
+def test_full_scores_come_whole_with_the_answer(score_server):
+    blocks = score_server.engine.blocks = blocks_of((0, 2), (2, 4), (4, 5))
+    answer = asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **FULL)).json()
+    assert "attention_tokens" not in answer["choices"][0]
+    assert answer["usage"]["attention"] == {"mode": "fingerprint", "rows": STEPS - 1}
+    found = extract_attention_from_response(answer)
+    assert found is not None and list(found) == [1, 3]
+    for block in blocks:
+        rows = found[block.layer]["scores"][block.begin : block.begin + len(block.rows)]
+        np.testing.assert_array_equal(rows[:, :, : block.rows.shape[2]], block.rows)
+        assert not rows[:, :, block.rows.shape[2] :].any()
+
+
+def test_rows_of_full_scores_that_did_not_come_are_named(score_server):
+    score_server.engine.blocks = [*blocks_of((0, 3)), *blocks_of((3, 5), layers=(1,))]
+    answer = asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **FULL)).json()
+    assert answer["usage"]["attention"]["missing_score_rows"] == 2
+    meta = [layer["token_meta"]["missing_rows"] for layer in answer["attn_capture_data"]]
+    assert meta[0] == meta[1] and len(meta[0]) == 1
+
+
+def test_requests_of_full_scores_share_no_prefix_cache(score_server):
+    score_server.engine.blocks = blocks_of((0, 5))
+    for fields in (FULL, FULL, FULL | {"cache_salt": "tenant"}, ASKING | {"cache_salt": "tenant"}):
+        asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **fields))
+    first, second, third, other = score_server.engine.salts
+    assert len({first, second, third}) == 3 and all((first, second, third))
+    assert third.startswith("tenant") and other == "tenant"
+
+
+def test_full_scores_that_are_too_large_are_refused_before_and_as_they_grow(score_server):
+    body = prompt_of(COMPLETIONS, prompt=[1] * 5000, **FULL)
+    answer = asked(score_server, COMPLETIONS, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "attn_capture"
+    assert "attn_capture of 5000 tokens takes more than" in answer.json()["error"]["message"]
+    assert score_server.engine.salts == []
+    score_server.engine.blocks, score_server.engine.no_scores = blocks_of((0, 3)), "too many"
+    answer = asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **FULL))
+    assert answer.status_code == 400
+    assert answer.json()["error"] | {"message": "", "type": ""} == {
+        "message": "", "type": "", "param": "attn_capture", "code": answer.json()["error"]["code"]
+    }  # fmt: skip
+    assert answer.json()["error"]["message"] == "too many"

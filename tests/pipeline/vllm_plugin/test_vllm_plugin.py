@@ -412,11 +412,17 @@ def test_steps_of_the_runner_are_captured_and_its_end_is_the_recorders(running):
     assert LiveFacts()().layers == (0, 1)
     recorder = some.recorder = runner._attn_recorder
     assert all(layer._attn_recorder is recorder for layer in some.layers)
+
+    def sample(output: Any, ran: Any) -> None:
+        runner.execute_model_state = ran
+        runner.sample_tokens(output)
+
     # As vLLM calls them, and its attention ours.
     hooked = SimpleNamespace(
         begin=lambda scheduled: runner.execute_model(scheduled), prepare=runner.prepare_attn,
         layer=lambda layer, *given: layer._attn_recorder.layer(layer, *given),
-        results=runner.sample_tokens, _reporter=recorder._reporter, close=recorder.close,
+        results=sample, _reporter=recorder._reporter, close=recorder.close,
+        model=recorder.model,
     )  # fmt: skip
     some.recorder = hooked
     req = some.request("r", 6, prompt_rows=1)

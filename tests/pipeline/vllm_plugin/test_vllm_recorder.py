@@ -471,7 +471,7 @@ def test_a_dummy_step_between_two_is_not_captured(steps):
     metadata = SimpleNamespace(max_query_len=6, seq_lens=torch.zeros(1), block_table=None)
     some.run_layer(layer, req.queries[0, :6], metadata)
     output = SimpleNamespace(get_output=None)
-    some.recorder.results(output)
+    some.recorder.results(output, None)
     assert output.get_output is None
     some.decode(req)
     some.end(req)
@@ -651,10 +651,10 @@ def test_what_requests_may_know_of_the_model(steps):
     facts = steps(layers="1").recorder.model.facts
     assert (facts.name, facts.num_layers, facts.layers, facts.heads) == ("demo", 2, (1,), 4)
     assert facts.max_context == 128
-    missing = dict.fromkeys(("attn_capture", "logit_lens", "moe_routing"), "not with vLLM yet")
+    lens = {"logit_lens": "start the server with --attention-logit-lens"}
     hubs = {"attention_hubs": "start the server with --attention-hub-slots"}
-    assert facts.reasons == missing | hubs
-    assert steps(hub_slots=1).recorder.model.facts.reasons == missing
+    assert facts.reasons == lens | hubs
+    assert steps(hub_slots=1).recorder.model.facts.reasons == lens
 
 
 def test_a_model_without_attention_to_capture_is_refused(steps, monkeypatch):

@@ -26,7 +26,7 @@ from pipeline.engines.vllm.model_process.recorder import Recorder  # noqa: E402
 from pipeline.engines.vllm.replies import Report  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, LAYERS, SCALE = 4, 2, 8, 2, 0.3
-MOST_RUNNING, LONGEST, WINDOW = 4, 128, 12
+MOST_RUNNING, LONGEST, WINDOW, VOCABULARY = 4, 128, 12, 50
 PAGES = (8, 4)  # tokens of a page, by KV-cache group
 FIRST_TOKEN = 100  # the first generated token of a request; the others follow
 PATIENCE_MS = 10_000
@@ -83,7 +83,7 @@ def runner_of(
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             served_model_name="demo", model="/none", hf_config=None, skip_tokenizer_init=True,
-            hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS),
+            hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), dtype=torch.float32,
         ),
         structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         parallel_config=SimpleNamespace(
@@ -91,13 +91,15 @@ def runner_of(
             prefill_context_parallel_size=1, use_ubatching=False, data_parallel_size=1, nnodes=1,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
+        speculative_config=None, additional_config={},
     )  # fmt: skip
     names = [SimpleNamespace(layer_names=[one.layer_name for one in own]) for own in groups]
     return SimpleNamespace(
         vllm_config=config, layers=dict(enumerate(layers)), device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=names), max_num_reqs=MOST_RUNNING,
         max_model_len=LONGEST, is_pooling_model=False, is_encoder_decoder=False,
+        model=torch.nn.Module(), max_num_tokens=LONGEST, vocab_size=VOCABULARY,
+        execute_model_state=None,
     )  # fmt: skip
 
 
@@ -128,13 +130,20 @@ class Steps:
         ]
         groups = [[self.layers[0]], [self.layers[1]]] if windowed else [self.layers]
         self.runner = runner_of(self.layers, groups, parser)
+        self.made(self.runner)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self.address = f"ipc://{folder / 'answers'}{0 if ranks is None else ranks.number}"
         self._inbox.bind(self.address)
         self._inbox.set(zmq.RCVTIMEO, PATIENCE_MS)
         self._said: list[Report] = []
+        self.reports: list[Report] = []
+        # Of full scores, by request: layer, position and shape, and what follows them.
+        self.blocks: dict[str, list[tuple[Any, bytes]]] = {}
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
+
+    def made(self, runner: SimpleNamespace) -> None:
+        """The model is there, and no recorder yet."""
 
     def close(self) -> None:
         self.recorder.close()
@@ -218,7 +227,7 @@ class Steps:
             for req, length in zip(reqs, lengths, strict=True)
         ]
         output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=sampled))
-        self.recorder.results(output)
+        self.recorder.results(output, self.ran(at, padding))
 
         def read(*, stale: bool = False) -> None:
             found = output.get_output().sampled_token_ids
@@ -228,8 +237,17 @@ class Steps:
 
         return read
 
+    def ran(self, at: list[tuple[Req, int]], padding: int) -> SimpleNamespace:
+        """What vLLM keeps of a step over some positions until it has sampled."""
+        return SimpleNamespace(attn_metadata=CONTEXT.attn_metadata)
+
     def run_layer(self, layer: Any, query: Any, metadata: Any) -> None:
+        if self.number_of(layer) not in self.recorder.model.tapped:
+            return
         self.recorder.layer(layer, query, metadata)
+
+    def number_of(self, layer: Any) -> int:
+        return next(number for number, one in enumerate(self.layers) if one is layer)
 
     def decode(self, *reqs: Req, times: int = 1, **given: Any) -> None:
         """Steps of a token of each, whose tokens are read at once."""
@@ -282,8 +300,13 @@ class Steps:
         # What one socket is sent arrives in order.
         self.recorder._reporter.report(f"{self.address} mark", [], None)
         decoder = msgspec.msgpack.Decoder(Report)
-        while (one := decoder.decode(self._inbox.recv())).key != "mark":
+        while True:
+            head, *parts = self._inbox.recv_multipart()
+            if (one := decoder.decode(head)).key == "mark":
+                break
             self._said.append(one)
+            self.reports.append(one)
+            self.blocks.setdefault(one.key, []).extend(zip(one.blocks, parts, strict=True))
         own = [one for one in self._said if one.key == req.request_id]
         self._said = [one for one in self._said if one.key != req.request_id]
         ends = [one.usage for one in own if one.usage is not None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from capture_kernels.errors import OptionError
@@ -11,10 +14,10 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.served_model import ServedModel
 
 from .layers import attention_layers
+from .lens import LensTap, lens_refusal
+from .routing import Routers, routers_of, routing_refusal
 
-NOT_YET = "not with vLLM yet"
-# What SGLang's plug-in and `attn serve` have besides.
-MISSING = ("attn_capture", "logit_lens", "moe_routing")
+LOG = logging.getLogger("attn.capture")
 
 # vLLM's other names of what `PARSERS` has: the same parser, or one derived from it with its tags
 # (vLLM 0.33.0, vllm/reasoning/__init__.py, vllm/parser).
@@ -33,7 +36,9 @@ class CapturedModel(ServedModel):
         ranks: how many processes share the heads of each layer.
 
     Attributes:
-        layers: the captured ones' `Attention`, by number.
+        layers: the captured ones' `Attention`, by number; score_layers: those of full scores;
+            tapped: all of these.
+        handed_out: after which layers a logit lens needs the hidden states; empty for no lens.
         facts: for the gate.
 
     Raises:
@@ -59,21 +64,67 @@ class CapturedModel(ServedModel):
         count = config.hf_text_config.num_hidden_layers
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
-        reasons = dict.fromkeys(MISSING, NOT_YET)
+        scored = options.choose_score_layers(list(found), count) if ranks == 1 else ()
+        self.score_layers = {number: found[number] for number in scored}
+        self.tapped = self.layers | self.score_layers
+        reasons: dict[str, str] = {}
         if not options.hub_slots:
             reasons["attention_hubs"] = "start the server with --attention-hub-slots"
         if ranks > 1:
             several = "with tensor parallelism the heads lie on several ranks"
-            reasons |= dict.fromkeys(("head_filtering", "attention_hubs"), several)
+            of_heads = ("head_filtering", "attention_hubs", "attn_capture")
+            reasons |= dict.fromkeys(of_heads, several)
+        lensless: str | None = "start the server with --attention-logit-lens"
+        if options.logit_lens:
+            lensless = lens_refusal(runner, ranks)
+        self.handed_out: tuple[int, ...] = ()
+        if lensless:
+            reasons["logit_lens"] = lensless
+        else:
+            self.handed_out = tuple(sorted({*chosen, count - 1}))
+        routers = routers_of(runner.model)
+        self._routers = {number: routers[number] for number in chosen if number in routers}
+        if routers and not self._routers:
+            reasons["moe_routing"] = "the captured layers route no experts"
+        elif reason := routing_refusal(self._routers):
+            reasons["moe_routing"] = reason
         self.facts = ModelFacts(
             name=self.name,
             num_layers=count,
             layers=tuple(chosen),
+            score_layers=tuple(scored),
             heads=self.layers[chosen[0]].num_heads * ranks,
             max_context=runner.max_model_len,
             reasons=reasons,
+            moe=bool(routers),
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
+
+    def routers(self, runner: Any) -> Routers | None:
+        """The routers of the captured layers; None if there are none that can be captured."""
+        if not self._routers or "moe_routing" in self.facts.reasons:
+            return None
+        return Routers(self._routers, runner.max_num_tokens, runner.device)
+
+    def lens(self, runner: Any, refused: Callable[[ModelFacts], None]) -> LensTap | None:
+        """What looks at hidden states after the captured layers; None without a lens.
+
+        Args:
+            refused: is given the facts that hold once the lens has turned out not to be one.
+        """
+        if not self.handed_out:
+            return None
+
+        def refuse(reason: str) -> None:
+            LOG.warning("logit_lens is not available: %s", reason)
+            reasons = {**self.facts.reasons, "logit_lens": reason}
+            self.facts = dataclasses.replace(self.facts, reasons=reasons)
+            refused(self.facts)
+
+        return LensTap(
+            runner.model, self.facts.layers, self.handed_out, vocabulary=runner.vocab_size,
+            text=lambda token: self._text(token), refuse=refuse,
+        )  # fmt: skip
 
 
 def parser_of(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeline.engines.serving.steps.base_recorder import (
     top_k_of_heads,
     top_k_of_mean,
 )
+from pipeline.engines.serving.steps.layer_scores import LayerScores
 from pipeline.engines.serving.steps.ranks import Ranks
 
 from .captured_model import CapturedModel
@@ -22,14 +23,14 @@ from .layers import LayerKeys, kinds_of
 
 
 def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
-    """Where the captured layers have their keys, by number."""
+    """Where the layers that are looked at have their keys, by number."""
     groups = group_of_layers(runner.kv_cache_config.kv_cache_groups)
     return {
         number: LayerKeys.of_layer(
             layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
             and layer.impl.supports_quant_query_input,
         )
-        for number, layer in model.layers.items()
+        for number, layer in model.tapped.items()
     }  # fmt: skip
 
 
@@ -41,10 +42,20 @@ def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
     # As vLLM will group them, of whose groups each has a table of pages.
     groups = get_kv_cache_groups(runner.vllm_config, deepcopy(runner.get_kv_cache_spec()))
     of_layers = group_of_layers(groups)
-    tables = {number: of_layers[layer.layer_name] for number, layer in model.layers.items()}
+    tables = {number: of_layers[layer.layer_name] for number, layer in model.tapped.items()}
     kinds = kinds_of(model.layers, tables)
-    made = captures(runner, kinds, options, Ranks())
-    return sum(each.bytes for each in made if each is not None)
+    made = *captures(runner, kinds, options, Ranks()), layer_scores(runner, model, tables)
+    return sum(each.bytes for each in (*made, model.routers(runner)) if each is not None)
+
+
+def layer_scores(
+    runner: Any, model: CapturedModel, tables: Mapping[int, Hashable]
+) -> LayerScores:  # fmt: skip
+    """The layers of full scores. tables: as `kinds_of` takes them."""
+    return LayerScores(
+        kinds_of(model.score_layers, tables), max_rows=runner.max_num_reqs + GRAPH_PADDING,
+        dtype=runner.vllm_config.model_config.dtype, device=runner.device,
+    )  # fmt: skip
 
 
 def group_of_layers(groups: Sequence[Any]) -> dict[str, int]:

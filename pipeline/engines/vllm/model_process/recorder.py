@@ -1,17 +1,15 @@
-"""In a worker: which rows of a step are captured, and what became of them.
+"""In a worker: which rows of a step are captured.
 
 vLLM begins a step (`begin`), prepares it (`prepare`), runs the model (`layer`, in a CUDA graph or
 not), samples (`results`), and copies to the host what it sampled; what was captured is copied with
-it. With its asynchronous scheduling the next step is prepared before that. So rows of a step wait
-here until the engine says that the token they led to is kept.
+it.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,35 +18,24 @@ from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.fused import FusedCapture
-from capture_kernels.serving.step import StepCapture, StepResults
+from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.options import ServeOptions
-from pipeline.engines.serving.request import CaptureRequest, ModelFacts
-from pipeline.engines.serving.steps.base_recorder import BaseRecorder
+from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
-from pipeline.engines.serving.steps.records import RecordRow, StepRows
-from pipeline.engines.serving.steps.states import (
-    HostRows,
-    NotedRow,
-    Stage,
-    nearest,
-    take_row,
-    wants_lists,
-)
+from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest, wants_lists
 
-from ..replies import Reporter
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
+from .full_scores import ScoreTap, wide
 from .layers import kinds_of
-from .plans import captures, keys_of
-from .states import SampledStep, VllmState, WaitingRow
-
-LOG = logging.getLogger("attn.capture")
-ADAPTER = "the attention of an adapter (LoRA) is not captured"
+from .plans import captures, keys_of, layer_scores
+from .request_recorder import RequestRecorder
+from .states import SampledStep, StepTaken, VllmState, WaitingRow
 
 
-class Recorder(BaseRecorder):
+class Recorder(RequestRecorder):
     """Captures for one model.
 
     Args:
@@ -73,28 +60,33 @@ class Recorder(BaseRecorder):
         self._device = runner.device
         self.on_gpu = torch.device(self._device).type == "cuda"
         self._keys = keys_of(runner, model)
-        kinds = kinds_of(model.layers, {number: keys.table for number, keys in self._keys.items()})
+        tables = {number: keys.table for number, keys in self._keys.items()}
+        kinds = kinds_of(model.layers, tables)
         self._first_of = [min(kind.numbers) for kind in kinds]
         # The second takes the place of vLLM's attention in decode steps, if it is to.
         self.capture, self._fused = captures(runner, kinds, options, ranks)
-        self._hubs = HubSlots(self.capture)
+        self._scores = ScoreTap(layer_scores(runner, model, tables), self._keys)
+        self._routers = model.routers(runner) if ranks.answers else None
+        if self._routers is not None:
+            self._routers.observed_by(self.routed)
+        self._lens = model.lens(runner, switched_off)
         # A row of a decode step is the request of its number in the batch.
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
-        self._numbers = {layer.layer_name: number for number, layer in model.layers.items()}
+        self._numbers = {layer.layer_name: number for number, layer in model.tapped.items()}
         self._names = {number: name for name, number in self._numbers.items()}
         self._copy_stream = torch.cuda.Stream(self._device) if self.on_gpu else None
-        super().__init__(options, model, switched_off, ranks)
-        self._reporter = Reporter()
-        self._states: dict[str, VllmState] = {}
-        # Those that are over, of the step that is being run, with how many tokens were kept.
-        self._ended: list[tuple[VllmState, int]] = []
-        # Which vLLM may put back, though they were reported to have ended.
-        self._captured_at_fault: set[str] = set()
+        super().__init__(
+            options, model, switched_off, ranks, layers=self.capture.layers,
+            hubs=HubSlots(self.capture),
+        )  # fmt: skip
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
         self._noted: list[NotedRow] = []
-        self._rows, self._stage = 0, Stage.REPLAYED
+        self._rows, self._stage, self._is_decode = 0, Stage.REPLAYED, False
+        # Whether it is one of no requests, as graphs are captured with.
+        self._is_dummy = False
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
+        self._queries: list[int] = []  # which of its tokens the noted rows are
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
         self._spent_s, self._began = 0.0, time.perf_counter()
@@ -103,105 +95,18 @@ class Recorder(BaseRecorder):
 
     def begin(self, scheduled: Any) -> None:
         """Before vLLM takes in a `SchedulerOutput`: settle what is decided of earlier steps."""
-        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        self._clear()
+        self._is_dummy = False
         began = time.perf_counter()
         self._take_sampled()
         decided: Decided = getattr(scheduled, DECIDED, None) or Decided()
-        self._ended = []
-        self._take_in(scheduled.scheduled_new_reqs, decided)
-        self._settle_all(decided)
-        if self.failed:
-            begun = scheduled.scheduled_new_reqs
-            self._refuse([new for new in begun if new.req_id not in self._captured_at_fault])
+        self.take_requests(scheduled.scheduled_new_reqs, decided)
         self._spent_s += time.perf_counter() - began
 
-    @all_or_none
-    def _take_in(self, requests: Sequence[Any], decided: Decided) -> None:
-        """Requests that begin, and those that are over."""
-        for new in requests:
-            self._begin_request(new)
-        for name, kept in decided.ended.items():
-            if (state := self._states.pop(name, None)) is not None:
-                self._ended.append((state, kept))
-
-    @ends_capture_not_serving
-    def _settle_all(self, decided: Decided) -> None:
-        """Take the rows whose tokens are kept by now, and report them."""
-        recorded: dict[int, tuple[WaitingRow, list[RecordRow]]] = {}
-        for name, kept in decided.kept.items():
-            if (state := self._states.get(name)) is not None:
-                self._settle(state, kept, recorded)
-                self._report(state, None)
-        for state, kept in self._ended:
-            self._settle(state, kept, recorded)
-            state.waiting.clear()
-            self._report(state, state.usage(self.off))
-        if self._records is not None:
-            for row, rows in recorded.values():
-                self._records.put(StepRows(rows, row.found.mean, row.at))
-
-    def _begin_request(self, new: Any) -> None:
-        known = self._states.get(new.req_id)
-        if known is not None:
-            known.begin_again(new.prefill_token_ids or [])
-            return
-        extra = None if new.sampling_params is None else new.sampling_params.extra_args
-        request = CaptureRequest.from_custom_params(extra, self.options.secret)
-        if request is None or new.prompt_token_ids is None:
-            return
-        if new.lora_request is not None:
-            self._refuse([new], ADAPTER)
-            return
-        prompt = list(new.prompt_token_ids)
-        collector = self.new_collector(
-            request, prompt, request.response_id or new.req_id, is_thinking=False
-        )
-        layers = tuple(self.capture.layers.index(number) for number in request.layers)
-        self._states[new.req_id] = state = VllmState(collector, layers, prompt=prompt)
-        self._hubs.give(state)
-
-    def _refuse(self, requests: Sequence[Any], reason: str | None = None) -> None:
-        """Report why nothing is captured of requests that passed the gate: that capture has failed
-        since, or a reason of their own."""
-        for new in requests:
-            extra = None if new.sampling_params is None else new.sampling_params.extra_args
-            request = CaptureRequest.from_custom_params(extra, self.options.secret)
-            if request is not None and request.reply is not None and self.ranks.answers:
-                usage = {"mode": request.mode, "rows": 0, "off": reason or self.off}
-                self._reporter.report(request.reply, [], usage)
-
-    def _settle(
-        self, state: VllmState, kept: int, recorded: dict[int, tuple[WaitingRow, list[RecordRow]]]
-    ) -> None:
-        """Take the rows that led to a token that is kept, and those of the prompt."""
-        collector, waiting = state.collector, state.waiting
-        while waiting:
-            row = waiting[0]
-            position = row.note.position
-            step = position - collector.prompt_len + 1
-            if step >= kept and position >= collector.prompt_len:
-                return
-            waiting.popleft()
-            for token in state.tokens[state.fed : step]:
-                collector.feed(token)
-                state.fed += 1
-            made = take_row(
-                row.note, row.found, self.capture.layers, state.token_at(position), row.at,
-                record=self._records is not None,
-            )  # fmt: skip
-            if row.hubs is not None:
-                state.hubs = row.hubs.copy()
-            if made is not None:
-                recorded.setdefault(id(row.found), (row, []))[1].append(made)
-
-    def _report(self, state: VllmState, usage: dict[str, Any] | None) -> None:
-        entries, state.entries = state.entries, []
-        to = state.collector.request.reply
-        if to is None or state.ended or not self.ranks.answers:
-            return
-        state.ended = usage is not None
-        if entries or usage is not None:
-            self._reporter.report(to, entries, usage)
+    def _clear(self) -> None:
+        """Forget what was noted of a step."""
+        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        self._scores.begin()
 
     @all_or_none
     def prepare(self, batch: Any) -> None:
@@ -217,39 +122,46 @@ class Recorder(BaseRecorder):
         began = time.perf_counter()
         self._stage = Stage.REPLAYED
         firsts, counts = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
-        is_decode = max(counts) == 1
+        self._is_decode = is_decode = max(counts) == 1
         self._rows = batch.num_reqs if is_decode else 0
+        starts = batch.query_start_loc_np.tolist()
         for index, name in enumerate(batch.req_ids):
-            state = self._states.get(name)
+            state, first = self._states.get(name), firsts[index]
             if state is not None:
                 self._captured.append((index, state, state.times))
-            self._note(index, state, firsts[index], firsts[index] + counts[index], is_decode)
-        if not is_decode and self._noted:
-            self._prepare_extend(batch, firsts, counts)
+            # Ranks must agree: only one of them knows what was spent so far.
+            if self.ranks.alone and self._budget.exceeded:
+                state = None
+            self._note(index, state, first, first + counts[index])
+            if state is not None:
+                self._scores.note(index, state, first, first + counts[index], starts[index])
+        if is_decode:
+            self._queries = [note.row for note in self._noted]
+        elif self._noted:
+            self._prepare_extend(starts, firsts, counts)
         self.capture.requests.copy()
         self._spent_s += time.perf_counter() - began
 
-    def _prepare_extend(self, batch: Any, firsts: list[int], counts: list[int]) -> None:
+    def _prepare_extend(self, starts: list[int], firsts: list[int], counts: list[int]) -> None:
         lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
         self._noted = noted = nearest(self._noted, lengths, self.capture.max_rows)
         self._rows = len(noted)
-        starts = batch.query_start_loc_np.tolist()
+        self._queries = [
+            starts[note.request] + note.position - firsts[note.request] for note in noted
+        ]
         columns = [
             [note.request for note in noted],
             [note.position + 1 for note in noted],
-            [starts[note.request] + note.position - firsts[note.request] for note in noted],
+            self._queries,
         ]
         table = torch.tensor(columns, dtype=torch.int64, pin_memory=self.on_gpu)
         requests, keys, queries = table.to(self._device, non_blocking=True)
         self._extend = (requests, keys, queries)
 
-    def _note(
-        self, index: int, state: VllmState | None, first: int, after: int, is_decode: bool
-    ) -> None:  # fmt: skip
+    def _note(self, index: int, state: VllmState | None, first: int, after: int) -> None:
         """Note the wanted rows of a request among those at positions first to before `after`."""
         requests = self.capture.requests
-        # Ranks must agree: only one of them knows what was spent so far.
-        if state is None or (self.ranks.alone and self._budget.exceeded):
+        if state is None:
             requests.disable(index)
             return
         collector = state.collector
@@ -264,14 +176,21 @@ class Recorder(BaseRecorder):
         request = collector.request
         requests.enable(index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
-            at = index if is_decode else len(self._noted)
+            at = index if self._is_decode else len(self._noted)
             self._noted.append(NotedRow(index, at, state, position, None))
         state.noted = wanted[-1]
 
     def prepare_dummy(self) -> None:
         """A step of no requests, as graphs are captured with: none of its rows is captured."""
-        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
-        self._stage = Stage.REPLAYED
+        self._clear()
+        self._stage, self._is_dummy = Stage.REPLAYED, True
+
+    @ends_capture_not_serving
+    def routed(self, index: int, experts: Tensor, weights: Tensor, logits: Tensor) -> None:
+        """The router of a captured layer has run over all tokens of a step."""
+        # A CUDA graph keeps them whether or not anybody asks for them now.
+        if self._routers is not None and (self._noted or self._is_dummy):
+            self._routers.keep(index, experts, weights, logits)
 
     def decodes(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> bool:
         """Run a layer of a decode step in the place of vLLM's attention. Arguments are as those of
@@ -283,15 +202,18 @@ class Recorder(BaseRecorder):
         Returns:
             Whether it did; if not, vLLM's attention has to run.
         """
-        if self._fused is None or metadata.max_query_len != 1:
+        number = self._numbers[layer.layer_name]
+        is_captured = number in self.capture.layers
+        if self._fused is None or metadata.max_query_len != 1 or not is_captured:
             return False
-        return bool(self._decode(self._fused, layer, query, metadata, output))
+        return bool(self._decode(self._fused, number, layer, query, metadata, output))
 
     @all_or_none
     def _decode(
-        self, fused: FusedCapture, layer: Any, query: Tensor, metadata: Any, output: Tensor
-    ) -> bool:
-        number, rows = self._numbers[layer.layer_name], len(metadata.seq_lens)
+        self, fused: FusedCapture, number: int, layer: Any, query: Tensor, metadata: Any,
+        output: Tensor,
+    ) -> bool:  # fmt: skip
+        rows = len(metadata.seq_lens)
         if not self._is_in_turn(number, fused, metadata, is_decode=True):
             return False
         own = self._keys[number]
@@ -299,6 +221,8 @@ class Recorder(BaseRecorder):
             number, query[:rows], own.keys, own.values, output[:rows], sinks=layer.impl.sinks
         )
         self._end_after(number, fused)
+        if done:
+            self._scores.layer(number, query, metadata, is_decode=True, sinks=layer.impl.sinks)
         return done
 
     @all_or_none
@@ -308,28 +232,29 @@ class Recorder(BaseRecorder):
         Args:
             layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
         """
-        # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
         is_decode = metadata.max_query_len == 1
+        number, sinks = self._numbers[layer.layer_name], layer.impl.sinks
+        if getattr(metadata, "causal", True) is not True:
+            return  # such a step attends to both sides: none of its rows is captured
+        self._scores.layer(number, query, metadata, is_decode=is_decode, sinks=sinks)
+        if number not in self.capture.layers:
+            return
+        # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
         if is_decode and (self._fused is not None or not (self.on_gpu or self._noted)):
             return
         if not is_decode and self._extend is None:
             return
-        number = self._numbers[layer.layer_name]
         if not self._is_in_turn(number, self.capture, metadata, is_decode):
             return
         rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
         own = self._keys[number]
-        if rows.element_size() == 1:
-            rows = rows.to(torch.bfloat16)  # exactly; its scale is with the keys'
-        self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=layer.impl.sinks)
+        self.capture.layer(number, wide(rows), own.keys, descale=own.scale, sinks=sinks)
         self._end_after(number, self.capture)
 
     def _is_in_turn(
         self, number: int, capture: StepCapture, metadata: Any, is_decode: bool
     ) -> bool:
         """Whether a layer of this number may be captured now; the first begins the step."""
-        if getattr(metadata, "causal", True) is not True:
-            return False  # such a step attends to both sides: none of its rows is captured
         if number == capture.layers[0]:
             capture.begin(*self._tables(metadata, is_decode))
             self._stage = Stage.BEGUN
@@ -363,16 +288,17 @@ class Recorder(BaseRecorder):
         return tables
 
     @ends_capture_not_serving
-    def results(self, output: Any) -> None:
+    def results(self, output: Any, ran: Any) -> None:
         """vLLM has sampled: have what was captured copied with it.
 
         Args:
             output: vLLM's `AsyncOutput`, whose `get_output` is called once, in any thread.
+            ran: its `ExecuteModelState` of the step.
         """
         if not self._captured or not self.ranks.answers:
             return
-        found, copied = self._copies()
-        step = SampledStep(self._captured, self._noted, found, copied, datetime.now(UTC), [])
+        taken, copied = self._copied(self._taken(ran))
+        step = SampledStep(self._captured, self._noted, taken, copied, datetime.now(UTC), [])
         original = output.get_output
 
         def get_output() -> Any:
@@ -383,26 +309,47 @@ class Recorder(BaseRecorder):
 
         output.get_output = get_output
 
-    def _copies(self) -> tuple[StepResults | None, Any]:
+    def _taken(self, ran: Any) -> StepTaken:
+        """What was captured of the step that has run, on the device."""
+        tables = None
+        if self._is_decode:
+            tables = {n: ran.attn_metadata[name].block_table for n, name in self._names.items()}
+        scores = self._scores.end(tables)
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
-            return None, None
+            return StepTaken(None, scores=scores)
         lists = any(wants_lists(note.state.collector.request) for note in self._noted)
-        is_decode = self._extend is None
-        capture = self._fused if self._fused is not None and is_decode else self.capture
+        capture = self._fused if self._fused is not None and self._is_decode else self.capture
         found = capture.results(
             self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
         )
-        if self._copy_stream is None:
-            return found, None
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copy_stream):
-            for each in found:
-                each.record_stream(self._copy_stream)
+        routing = lens = None
+        if self._routers is not None:
+            routing = self._routers.results(self._rows if self._extend is None else self._extend[2])
+        if self._lens is not None:
+            lens = self._lens.of_step(
+                self._noted, self._queries, ran.hidden_states, ran.aux_hidden_states
+            )
+        return StepTaken(found, routing, lens, scores)
+
+    def _copied(self, taken: StepTaken) -> tuple[StepTaken, Any]:
+        """The same on its way to the host, and the event that says that it is there."""
+        if self._copy_stream is None or taken == StepTaken(None):
+            return taken, None
+        stream = self._copy_stream
+
+        def copy(each: Tensor) -> Tensor:
+            if not each.is_cuda:
+                return each
+            each.record_stream(stream)
             # Copies of nothing cost as much as others.
-            host = StepResults(*(each.to("cpu", non_blocking=each.numel() > 0) for each in found))
+            return each.to("cpu", non_blocking=each.numel() > 0)
+
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            host = taken.copied(copy)
             copied = torch.cuda.Event(blocking=True)
-            copied.record(self._copy_stream)
+            copied.record(stream)
         return host, copied
 
     @ends_capture_not_serving
@@ -415,19 +362,11 @@ class Recorder(BaseRecorder):
                 if state.times == times:
                     state.tokens += step.sampled[index]
             # With several ranks requests are captured to their ends, but nothing is said of them.
-            if step.found is None or self._budget.exceeded:
+            if step.taken == StepTaken(None) or self._budget.exceeded:
                 continue
             if step.copied is not None:
                 step.copied.synchronize()
-            found = HostRows(step.found)
-            # A request that was put back since then is run again.
-            current = {i: state for i, state, times in step.requests if state.times == times}
-            hubs = hubs_after(step.noted, found)
-            for note in step.noted:
-                # A step that was incomplete says nothing.
-                if found.complete[note.row] and note.request in current:
-                    of_slot = hubs.get((note.state, note.position))
-                    current[note.request].add(WaitingRow(note, found, step.at, of_slot))
+            self._have_wait(step)
             now = time.perf_counter()
             for note in step.noted:
                 note.state.collector.add_seconds((now - began) / len(step.noted))
@@ -435,22 +374,31 @@ class Recorder(BaseRecorder):
             self.add_seconds(now - self._began, spent)
             self._began = now
 
-    # What became of it ---------------------------------------------------------------------------
+    def _have_wait(self, step: SampledStep) -> None:
+        """Have the rows of a step wait until their tokens are kept."""
+        found, routing, lens, scores = step.taken
+        # A request that was put back since then is run again.
+        current = {i: state for i, state, times in step.requests if state.times == times}
+        for number, rows in enumerate([] if scores is None else scores.rows):
+            if scores is not None and rows.request in current:
+                rows.state.add_blocks(scores.blocks(number), rows.end)
+                rows.state.collector.add_seconds(rows.seconds)
+        if found is None:
+            return
+        host = HostRows(found)
+        routed = self._routers.on_host(routing) if self._routers and routing else None
+        lenses = {} if self._lens is None else self._lens.by_row(lens)
+        hubs = hubs_after(step.noted, host)
+        for number, note in enumerate(step.noted):
+            # A step that was incomplete says nothing.
+            if host.complete[note.row] and note.request in current:
+                current[note.request].add(WaitingRow(
+                    note, host, step.at, hubs.get((note.state, note.position)),
+                    routed.of_row(note.row) if routed else None, lenses.get(number),
+                ))  # fmt: skip
 
     def fail(self) -> None:
         """Switch capture off for good."""
-        self.failed = True
-        self._captured_at_fault |= self._states.keys()
         if self.ranks.alone:
-            self._captured, self._noted, self._extend = [], [], None
-            states, self._states = self._states, {}
-        else:  # whose other ranks go on with the steps of these requests
-            states = self._states
-        for state in [*states.values(), *(state for state, _ in self._ended)]:
-            self._report(state, state.usage(self.off))
-        self.report_off(self.off)
-
-    def close(self) -> None:
-        """As `BaseRecorder.close`."""
-        super().close()
-        self._reporter.close()
+            self._clear()
+        super().fail()

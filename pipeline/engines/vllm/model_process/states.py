@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from capture_kernels.arrays import Floats
 from capture_kernels.serving.step import StepResults
+from pipeline.engines.serving.full_scores import ScoreBlock
+from pipeline.engines.serving.rows import Lens, Routing
 from pipeline.engines.serving.steps.hubs import ROW_TWICE
+from pipeline.engines.serving.steps.lens import LikelyTokens
+from pipeline.engines.serving.steps.routing import RoutingRows
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, RequestState
 
 
@@ -18,13 +24,18 @@ from pipeline.engines.serving.steps.states import HostRows, NotedRow, RequestSta
 class VllmState(RequestState):
     """One captured request of vLLM's. prompt: its tokens; tokens: that were sampled; noted:
     position of the last row that a step was prepared with; times: how often it was put back and
-    began again; waiting: rows whose token may yet not be kept, ascending."""
+    began again; waiting: rows whose token may yet not be kept, ascending; score_blocks: the same of
+    full scores, of which `scored` is the end, and `score_noted` the end of those that a step was
+    prepared with; no_scores: why none are taken any more."""
 
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     noted: int = -1
     times: int = 0
     waiting: deque[WaitingRow] = field(default_factory=deque)
+    score_blocks: deque[ScoreBlock] = field(default_factory=deque)
+    score_noted: int = 0
+    no_scores: str | None = None
 
     def token_at(self, position: int) -> int:
         before = len(self.prompt)
@@ -37,6 +48,27 @@ class VllmState(RequestState):
             self.no_hubs = ROW_TWICE
         self.tokens = list(tokens[len(self.prompt) :])
         self.noted = -1  # of all ranks, though only one of them has rows
+        self.score_noted = self.scored
+
+    def add_blocks(self, blocks: Sequence[ScoreBlock], end: int) -> None:
+        """Have blocks of a step, whose rows end before a position, wait until they are kept."""
+        if end > self.scored:
+            self.scored = end
+            self.score_blocks.extend(blocks)
+
+    def take_blocks(self, kept: int, *, has_ended: bool) -> list[ScoreBlock]:
+        """Take the blocks whose rows led to one of so many tokens that are kept, and those of the
+        prompt. The others of a request that has ended belong to no answer."""
+        prompt = self.collector.prompt_len
+        end, taken = max(prompt, prompt + kept - 1), []
+        while self.score_blocks:
+            block = self.score_blocks[0]
+            if block.begin + len(block.rows) > end and not has_ended:
+                break
+            self.score_blocks.popleft()
+            if block.begin < end:
+                taken.append(block.before(end))
+        return taken
 
     def add(self, row: WaitingRow) -> None:
         """Have a row wait, unless it was computed before the request was put back."""
@@ -45,26 +77,106 @@ class VllmState(RequestState):
             self.waiting.append(row)
 
 
+@dataclass(eq=False)
+class ScoreRows:
+    """The rows of one request in a step, at positions begin to before `end`.
+
+    Attributes:
+        request: its number in the batch.
+        row: of the step's queries, its first.
+        found: by layer float16[R, H, end]; its copy to the host is under way, or it is there.
+        seconds: spent on them.
+    """
+
+    request: int
+    state: VllmState
+    row: int
+    begin: int
+    end: int
+    found: dict[int, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class StepScores(NamedTuple):
+    """The full scores of a step. written: int64[L, rows] of a decode step, what the kept queries'
+    lengths were; None of prompts; layers: of `written`."""
+
+    rows: list[ScoreRows]
+    written: Tensor | None
+    layers: list[int]
+
+    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepScores:
+        for each in self.rows:
+            each.found = {number: copy_tensor(found) for number, found in each.found.items()}
+        written = None if self.written is None else copy_tensor(self.written)
+        return self._replace(written=written)
+
+    def blocks(self, number: int) -> list[ScoreBlock]:
+        """Those of a request's rows, once they are on the host."""
+        rows = self.rows[number]
+        return [
+            ScoreBlock(layer, rows.begin, found.numpy())
+            for layer, found in rows.found.items()
+            if self.written is None
+            or int(self.written[self.layers.index(layer), number]) == rows.end
+        ]
+
+
+class LensStep(NamedTuple):
+    """The lens of a step. noted: its asked rows, with their numbers among the noted ones; likely:
+    of all pairs of these and a layer of their request; deviation: of the lens after the last layer
+    from the model's own logits, float32[]; seconds: spent on it."""
+
+    noted: list[tuple[int, NotedRow]]
+    likely: LikelyTokens
+    deviation: Tensor
+    seconds: float
+
+    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
+        likely = LikelyTokens(*map(copy_tensor, self.likely))
+        return self._replace(likely=likely, deviation=copy_tensor(self.deviation))
+
+
 class WaitingRow(NamedTuple):
     """A row, and the results of its step. hubs: float32[n], what the slot of its request held after
-    the step, if it is the step's last row of a request with a slot."""
+    the step, if it is the step's last row of a request with a slot; routing, lens: by layer."""
 
     note: NotedRow
     found: HostRows
     at: datetime
     hubs: Floats | None = None
+    routing: dict[int, Routing] | None = None
+    lens: dict[int, Lens] | None = None
+
+
+class StepTaken(NamedTuple):
+    """What was taken of a step. found: of its captured rows; None where none was captured, or some
+    layer is missing; so are routing and lens then."""
+
+    found: StepResults | None
+    routing: RoutingRows | None = None
+    lens: LensStep | None = None
+    scores: StepScores | None = None
+
+    def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepTaken:
+        return StepTaken(
+            self.found and StepResults(*map(copy_tensor, self.found)),
+            self.routing and RoutingRows(*map(copy_tensor, self.routing)),
+            self.lens and self.lens.copied(copy_tensor),
+            self.scores and self.scores.copied(copy_tensor),
+        )
 
 
 class SampledStep(NamedTuple):
     """A step whose results are on their way to the host.
 
     requests: the captured ones among its batch, by their number in it, and how often each had
-    begun again. found: None where no row was captured.
+    begun again.
     """
 
     requests: list[tuple[int, VllmState, int]]
     noted: list[NotedRow]
-    found: StepResults | None
-    copied: Any  # a CUDA event, once `found` is there; None on a CPU
+    taken: StepTaken
+    copied: Any  # a CUDA event, once `taken` is there; None on a CPU
     at: datetime
     sampled: list[list[int]]  # by number in the batch, once they are there

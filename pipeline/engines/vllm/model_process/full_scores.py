@@ -1,0 +1,127 @@
+"""Full scores (`attn_capture`) of requests that vLLM runs: of a prompt in any number of chunks and
+of every generated token, as blocks of rows that go to the process that answers once they are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engines.serving.full_scores import check_room
+from pipeline.engines.serving.request import RequestError
+from pipeline.engines.serving.steps.layer_scores import LayerScores, on_its_way
+
+from .layers import LayerKeys
+from .states import ScoreRows, StepScores, VllmState
+
+
+class ScoreTap:
+    """Takes the full scores of the requests that ask for them.
+
+    Args:
+        of_layers: the layers of full scores.
+        keys: where each has its keys.
+    """
+
+    def __init__(self, of_layers: LayerScores, keys: Mapping[int, LayerKeys]) -> None:
+        self._of_layers, self._keys = of_layers, keys
+        # Of each layer what its last run came with: its scale of 8-bit keys, and learned sinks.
+        self._run_with: dict[int, dict[str, Tensor | None]] = {}
+        # Of this step.
+        self._rows: list[ScoreRows] = []
+
+    def begin(self) -> None:
+        """Begin a step, of which nothing is noted yet."""
+        self._rows = []
+
+    def note(self, index: int, state: VllmState, first: int, after: int, row: int) -> None:
+        """Note a request of a step, whose rows are at positions first to before `after`.
+
+        Args:
+            row: of the step's queries, its first.
+        """
+        request = state.collector.request
+        # Those that were taken before the request was put back are not taken twice.
+        begin = max(first, state.score_noted)
+        if request.scores is None or state.no_scores is not None or begin >= after:
+            return
+        try:
+            tokens = max(after, state.collector.prompt_len)
+            check_room(tokens, self._of_layers.heads_of(request))
+        except RequestError as error:
+            state.no_scores = error.message
+            return
+        state.score_noted = after
+        self._rows.append(ScoreRows(index, state, row + begin - first, begin, after))
+
+    def layer(
+        self, number: int, query: Tensor, metadata: Any, *, is_decode: bool, sinks: Tensor | None
+    ) -> None:
+        """A layer has run, and its keys were written.
+
+        Args:
+            query: [tokens, heads, head_dim]; metadata: of the layer.
+        """
+        # A CUDA graph keeps the queries whether or not anybody asks for them now.
+        if number not in self._of_layers.kinds or not (self._rows or (is_decode and query.is_cuda)):
+            return
+        self._run_with[number] = {"descale": self._keys[number].scale, "sinks": sinks}
+        queries = wide(query)
+        if is_decode:
+            rows = len(metadata.seq_lens)
+            self._of_layers.keep(number, queries[:rows], metadata.seq_lens)
+            return
+        for rows_of in self._rows:
+            self._take(rows_of, number, queries[rows_of.row :], metadata.block_table)
+            if number in rows_of.found:
+                rows_of.found[number] = on_its_way(rows_of.found[number])
+
+    def end(self, tables: Mapping[int, Tensor] | None) -> StepScores | None:
+        """After a step: its scores, on their way to the host or on the device; None if nobody asks.
+
+        Args:
+            tables: of a decode step, each layer's table of pages; None of others.
+        """
+        rows, self._rows = self._rows, []
+        if not rows:
+            return None
+        written = None
+        if tables is not None:
+            for number in self._run_with:
+                for each in rows:
+                    kept = self._of_layers.kept(number)[each.row :]
+                    self._take(each, number, kept, tables[number])
+            written = self._of_layers.take_written([each.row for each in rows])
+        return StepScores(rows, written, self._of_layers.layers)
+
+    def _take(self, rows: ScoreRows, number: int, queries: Tensor, table: Tensor) -> None:
+        request = rows.state.collector.request
+        if number not in (request.scores or ()):
+            return
+        started = time.perf_counter()
+        own = self._keys[number]
+        rows.found[number] = self._of_layers.of_rows(
+            number, request, queries[: rows.end - rows.begin], own.keys,
+            slots_of(table[rows.request], own, rows.end), rows.begin, **self._run_with[number],
+        )  # fmt: skip
+        rows.seconds += time.perf_counter() - started
+
+
+def wide(queries: Tensor) -> Tensor:
+    """Queries of 8 bits as bfloat16, exactly: their scale is with the keys'."""
+    return queries.to(torch.bfloat16) if queries.element_size() == 1 else queries
+
+
+def slots_of(pages: Tensor, keys: LayerKeys, length: int) -> Tensor:
+    """int64[length]: where the first keys of a request are.
+
+    Args:
+        pages: int32[P], its row of the table.
+    """
+    first = pages[: -(-length // keys.page)].long() * keys.page_slots
+    within = torch.arange(keys.page, device=pages.device)
+    return (first[:, None] + within).flatten()[:length]

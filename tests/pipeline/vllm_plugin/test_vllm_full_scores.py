@@ -1,0 +1,149 @@
+"""Full scores in a worker of vLLM: of chunks of prompts, of steps of tokens, of requests that are
+put back, and of rows whose token is not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_steps import HEADS, KEY_HEADS, LAYERS, SCALE, Req, Steps  # noqa: E402
+
+from pipeline.engines.serving import full_scores  # noqa: E402
+
+Scored = dict[int, dict[int, Any]]
+
+
+def scored(some: Steps, req: Req) -> Scored:
+    """What was said of a request since the last time: by layer and position, the row."""
+    some.said(req)
+    found: Scored = {}
+    for (layer, begin, shape), part in some.blocks.pop(req.request_id, []):
+        rows = np.frombuffer(part, np.float16).reshape(shape)
+        assert shape[2] == begin + len(rows)
+        for position, row in enumerate(rows, begin):
+            assert position not in found.setdefault(layer, {}), "a row came twice"
+            found[layer][position] = row
+    return found
+
+
+def check(
+    some: Steps, req: Req, found: Scored, positions: range, *, layers: tuple[int, ...] = (0, 1),
+    heads: list[int] | None = None, mask: int = 0,
+) -> None:  # fmt: skip
+    """They are those of the reference, of the masked prefix 0, and of every row once."""
+    assert {layer: sorted(rows) for layer, rows in found.items()} == {
+        layer: list(positions) for layer in layers
+    }
+    for layer, rows in found.items():
+        window = some.windows[layer]
+        for position, row in rows.items():
+            first = max(mask, position - window + 1 if window else 0)
+            keys = req.keys[layer, first : position + 1].double()
+            keys = keys.repeat_interleave(HEADS // KEY_HEADS, dim=1)
+            logits = torch.einsum("hd,thd->ht", req.queries[layer, position].double(), keys)
+            p = (logits * SCALE).softmax(dim=1).numpy()[slice(None) if heads is None else heads]
+            np.testing.assert_allclose(row[:, first : position + 1], p, atol=1e-3)
+            assert not row[:, :first].any() and not row[:, position + 1 :].any()
+
+
+@pytest.fixture
+def scores(steps):
+    def make(**options: Any) -> Steps:
+        given = {"enable_attention_instrumentation": True, "instrumentation_layers": "all"}
+        return steps(**given | options)
+
+    return make
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_chunks_of_prompts_and_steps_of_tokens(scores, layout, windowed):
+    some = scores(layout=layout, windowed=windowed)
+    req, other = some.request("r", 37, scores=[0, 1]), some.request("o", 5, prompt_rows=1)
+    some.run((req, 16))()
+    some.run((req, 20), (other, 5))()
+    some.run((req, 1), (other, 1), padding=2)()
+    some.decode(other, req, times=12, padding=1)
+    some.end(req)
+    some.run()
+    check(some, req, scored(some, req), range(37 + 12))
+
+
+def test_chosen_heads_layers_and_a_masked_prefix(scores):
+    some = scores()
+    req = some.request("r", 9, scores=[1], heads=[0, 3], mask_prefix=4)
+    some.answer(req, tokens=4)
+    some.run()
+    check(some, req, scored(some, req), range(12), layers=(1,), heads=[0, 3], mask=4)
+
+
+def test_rows_wait_until_their_token_is_kept(scores):
+    """A step is prepared before the tokens of the one before are known."""
+    some = scores()
+    req = some.request("r", 6, scores=[0, 1])
+    first = some.run((req, 6))
+    second = some.run((req, 1))
+    first()
+    third = some.run((req, 1))
+    second()
+    some.run((req, 1))
+    check(some, req, scored(some, req), range(7))
+    third()
+    # It ended at its third token: two more steps were run in vain.
+    req.outputs = req.outputs[:3]
+    some.end(req)
+    some.run()
+    check(some, req, scored(some, req), range(7, 8))
+
+
+def test_a_request_that_is_put_back_has_each_row_once(scores):
+    some = scores()
+    req = some.request("r", 11, scores=[0, 1])
+    some.run((req, 11))()
+    some.decode(req, times=3)
+    stale = some.run((req, 1))
+    some.put_back(req)
+    stale(stale=True)
+    some.run((req, 8))()
+    some.run((req, req.num_output_tokens + 11 - 8))()
+    some.decode(req, times=2)
+    some.end(req)
+    some.run()
+    check(some, req, scored(some, req), range(11 + req.num_output_tokens - 1))
+
+
+def test_rows_whose_query_was_not_kept_are_left_out(scores):
+    some = scores()
+    req = some.request("r", 6, scores=[0, 1])
+    some.run((req, 6))()
+    some.decode(req, times=1, leave_out=1)
+    some.decode(req, times=1)
+    some.end(req)
+    some.run()
+    found = scored(some, req)
+    assert sorted(found[0]) == list(range(8))
+    assert sorted(found[1]) == [0, 1, 2, 3, 4, 5, 7]
+
+
+def test_a_request_that_takes_too_much_is_told_why(scores, monkeypatch):
+    some = scores()
+    monkeypatch.setattr(full_scores, "SCORES_BYTES", 2 * LAYERS * HEADS * 9 * 9)
+    req = some.request("r", 6, scores=[0, 1])
+    some.answer(req, tokens=8)
+    some.run()
+    some.recorder._reporter.report(f"{some.address} r", [], None)
+    some.said(req)
+    refused = [one.no_scores for one in some.reports if one.key == "r" and one.no_scores]
+    assert refused and "attn_capture of 10 tokens takes more than" in refused[0]
+
+
+def test_nobody_else_is_looked_at(scores):
+    some = scores()
+    req = some.request("r", 6, prompt_rows=1)
+    some.answer(req, tokens=4)
+    entries, _ = some.ended(req)
+    assert some.check(req, entries) and not some.blocks.get("r")
