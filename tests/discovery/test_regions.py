@@ -24,6 +24,7 @@ from discovery.algorithms.consensus.regions import (
     REGIONS_OF_HALVES,
     RowRegions,
     RowsInAtoms,
+    Task,
     best_means,
     best_of_rows,
     inverse_root,
@@ -143,8 +144,8 @@ def test_centres_moved_on_by_all_rows_are_no_worse(count, centres, seed):
     def squares(of: np.ndarray) -> float:
         return float(weights @ ((rows[:, None] - of) ** 2).sum(axis=2).min(axis=1))
 
-    found, said = best_of_rows(rows, weights, means, of_atoms, centres, 5, 3, RNG(1))
-    by_atoms, _ = best_of_rows(rows, weights, means, of_atoms, centres, 5, 0, RNG(1))
+    found, said = best_of_rows(Task(rows, weights, means, of_atoms, centres, RNG(1)), 5, 3)
+    by_atoms, _ = best_of_rows(Task(rows, weights, means, of_atoms, centres, RNG(1)), 5, 0)
     assert squares(found) <= said * (1 + 1e-9) + 1e-9
     assert squares(found) <= squares(by_atoms) * (1 + 1e-9) + 1e-9
 
@@ -155,7 +156,7 @@ def test_other_atoms_lead_to_the_same_centres():
     for seed in range(4):
         atom = atoms_of(rows, seed, 200)
         means, of_atoms = means_of(values, weights, atom, atom.max() + 1)
-        centres, _ = best_of_rows(values, weights, means, of_atoms, 6, 10, 10, RNG(seed))
+        centres, _ = best_of_rows(Task(values, weights, means, of_atoms, 6, RNG(seed)), 10, 10)
         found.append(((values[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1))
     assert all(adjusted_rand_score(found[0], other) > 0.95 for other in found[1:])
 

@@ -33,7 +33,8 @@ SHAPE = {
 def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     store = ["--attention-store", str(folder / "store")]
-    with start(folder, "--attention-backend", request.param, *store) as running:
+    hubs = ["--attention-hub-slots", "4"]
+    with start(folder, "--attention-backend", request.param, *store, *hubs) as running:
         running.store = folder / "store"
         yield running.wait()
 
@@ -279,30 +280,53 @@ def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, co
     assert not any(answer["usage"] for answer in plain)
 
 
-@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
-def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, options):
+def test_hubs_are_where_each_request_looked_most(server):
+    """Several at once, over the rows of their answers and the last row of their prompts."""
+    from attention_reference import AttentionReference
+
+    prompts = [prompt[::-1] for prompt in prompts_of(3)]
+    answers = asyncio.run(
+        generate(server.url, prompts, return_attention_tokens=True, attention_hubs=True,
+                 attention_fingerprint_mode=True, include_prompt_attention=True)
+    )  # fmt: skip
+    for prompt, answer in zip(prompts, answers, strict=True):
+        usage = answer["usage"]
+        assert usage["rows"] == NEW and "hubs_missing" not in usage, server.end_of_log(30)
+        tokens = prompt + answer["output_ids"]
+        truth, sums = AttentionReference(Path(MODEL), tokens), np.zeros(len(tokens))
+        for position in range(len(prompt) - 1, len(tokens) - 1):
+            for layer in range(4):
+                p = truth.row(layer, position)[0].mean(axis=0)
+                sums[: len(p)] += p / 4
+        places, found = (np.array(each) for each in zip(*usage["hubs"], strict=True))
+        # The sum of many rows, whose errors need not cancel.
+        off = SHARE * NEW / 4
+        assert len(set(places)) == len(places) == min(32, len(tokens) - 1)
+        assert all(np.diff(found) <= 0) and found.sum() <= NEW * (1 + 1e-3)
+        np.testing.assert_allclose(found, sums[places], atol=off)
+        assert found.min() >= np.sort(sums)[-len(found)] - off
+
+
+def check_lens(url: str, model: Path) -> None:
     """Prompts in several chunks, batches of other sizes than the graphs', some that do not ask."""
     prompts, rows = prompts_of(10), 40
-    with start(tmp_path, "--attention-logit-lens", *options) as running:
-        url = running.wait().url
 
-        async def mixed() -> list[list[dict]]:
-            return await asyncio.gather(
-                generate(url, prompts[::2], return_attention_tokens=True),
-                generate(url, prompts[1::2], return_attention_tokens=True,
-                         include_prompt_attention=rows, attention_logit_lens=4),
-            )  # fmt: skip
+    async def mixed() -> list[list[dict]]:
+        return await asyncio.gather(
+            generate(url, prompts[::2], return_attention_tokens=True),
+            generate(url, prompts[1::2], return_attention_tokens=True, cache_salt="lens",
+                     include_prompt_attention=rows, attention_logit_lens=4),
+        )  # fmt: skip
 
-        silent, asking = asyncio.run(mixed())
-        log = running.end_of_log(30)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
-    head, norm = model.get_output_embeddings(), model.get_decoder().norm
+    silent, asking = asyncio.run(mixed())
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    head, norm = reference.get_output_embeddings(), reference.get_decoder().norm
     seen = 0
     for prompt, answer in zip(prompts[1::2], asking, strict=True):
-        assert "rows_without_logit_lens" not in answer["usage"], log
+        assert "rows_without_logit_lens" not in answer["usage"], answer["usage"]
         with torch.inference_mode():
             ids = torch.tensor([prompt + answer["output_ids"]])
-            *before, last = model(ids, output_hidden_states=True).hidden_states[1:]
+            *before, last = reference(ids, output_hidden_states=True).hidden_states[1:]
             truth = [head(state[0]).log_softmax(-1) for state in (*map(norm, before), last)]
         for entry in answer["entries"]:
             expected = truth[entry["layer_id"]][entry["position"]]
@@ -316,29 +340,30 @@ def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, opt
     assert entries and not any("logit_lens" in entry for entry in entries)
 
 
-def test_experts_are_those_of_the_models_routers(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
+def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, options):
+    with start(tmp_path, "--attention-logit-lens", *options) as running:
+        check_lens(running.wait().url, Path(MODEL))
+
+
+def check_experts(url: str, model: Path, layers: int, used: int) -> None:
     """Of rows of the prompt, some of them in pieces that are graphs, and of generated ones."""
     from attention_reference import routed
 
-    layers, used = 3, 2
-    model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
-        **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
-        num_key_value_heads=2, num_experts=8, num_experts_per_tok=used, mlp_only_layers=[],
-    ))  # fmt: skip
     # The last is so short that its prompt runs in a graph of a piece.
     prompts, rows = [*prompts_of(4), [7, 8, 9, 11]], 3
-    with start(tmp_path, model=model) as running:
-        url = running.wait().url
-        answers = [
-            *asyncio.run(generate(url, prompts[:4], return_attention_tokens=True,
-                                  attention_moe_routing=True, include_prompt_attention=rows)),
-            *asyncio.run(generate(url, prompts[4:], return_attention_tokens=True,
-                                  attention_moe_routing=True, include_prompt_attention=rows)),
-        ]  # fmt: skip
-        log = running.end_of_log(40)
+    fields = {
+        "return_attention_tokens": True, "attention_moe_routing": True,
+        "include_prompt_attention": rows,
+    }  # fmt: skip
+    answers = [
+        answer
+        for some in (prompts[:4], prompts[4:])
+        for answer in asyncio.run(generate(url, some, **fields))
+    ]
     clear = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer["entries"]) == layers * (NEW - 1 + rows), log
+        assert len(answer["entries"]) == layers * (NEW - 1 + rows), answer["usage"]
         truth = routed(model, prompt + answer["output_ids"], layers)
         for entry in answer["entries"]:
             logits = truth[entry["layer_id"]][entry["position"]]
@@ -350,6 +375,16 @@ def test_experts_are_those_of_the_models_routers(tmp_path):
                 assert entry["top_experts"] == order[:used].tolist()
                 clear += 1
     assert clear > len(prompts) * layers * NEW / 2
+
+
+def test_experts_are_those_of_the_models_routers(tmp_path):
+    layers, used = 3, 2
+    model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
+        **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=used, mlp_only_layers=[],
+    ))  # fmt: skip
+    with start(tmp_path, model=model) as running:
+        check_experts(running.wait().url, model, layers, used)
 
 
 @pytest.mark.parametrize("keys", ["auto", "fp8"])

@@ -8,7 +8,7 @@ the centres within each. Rows of one request are much alike, so that it counts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -286,22 +286,27 @@ def found_regions(
         starts, times: as of `best_of_rows`; mapped: `map`, or that of a pool.
     """
 
-    def centres(rows: Rows, values: Doubles, counts: Sequence[int]) -> list[tuple[Doubles, float]]:
+    def tasks(rows: Rows, values: Doubles, counts: Sequence[int]) -> list[Task]:
         atoms = seen_atoms(values, rows.weight, rows.atom, rows.atoms)
+        return [
+            Task(values, rows.weight, *atoms, k, own)
+            for k, own in zip(counts, rng.spawn(len(counts)), strict=True)
+        ]
 
-        def some(k: int, rng: np.random.Generator) -> tuple[Doubles, float]:
-            return best_of_rows(values, rows.weight, *atoms, k, starts, times, rng)
+    def done(some: list[Task]) -> Iterator[tuple[Doubles, float]]:
+        return iter(mapped(lambda task: best_of_rows(task, starts, times), some))
 
-        return list(mapped(some, counts, rng.spawn(len(counts))))
-
-    [(of_families, _)] = centres(rows, rows.spaces.coarse, [families])
+    [(of_families, _)] = done(tasks(rows, rows.spaces.coarse, [families]))
     used, home = np.unique(nearest_centre(rows.spaces.coarse, of_families), return_inverse=True)
     # By family the centres of one region, of two and so on, and the squares about them.
-    choices = []
+    wanted = []
     for family in range(len(used)):
         own = rows.taken(home == family)
         most = min(MOST_OF_FAMILY, len(np.unique(own.atom)))
-        choices.append(centres(own, own.spaces.fine, range(1, most + 1)))
+        wanted.append(tasks(own, own.spaces.fine, range(1, most + 1)))
+    # All families' at once, as one's are few for many threads.
+    found = done([task for own in wanted for task in own])
+    choices = [[next(found) for _ in own] for own in wanted]
     parts = [1] * len(choices)
     while sum(parts) < count:
         gains = [
@@ -319,25 +324,28 @@ def found_regions(
     )
 
 
-def best_of_rows(
-    rows: Doubles,
-    weights: Doubles,
-    atoms: Doubles,
-    of_atoms: Doubles,
-    count: int,
-    starts: int,
-    times: int,
-    rng: np.random.Generator,
-) -> tuple[Doubles, float]:
-    """The centres float64[count, d] of rows float64[n, d], and the squares about them.
+class Task(NamedTuple):
+    """Rows float64[n, d] with weights float64[n], means float64[a, d] and weights float64[a] of
+    their atoms, how many centres are wanted, and the random numbers for them."""
+
+    rows: Doubles
+    weights: Doubles
+    atoms: Doubles
+    of_atoms: Doubles
+    centres: int
+    rng: np.random.Generator
+
+
+def best_of_rows(task: Task, starts: int, times: int) -> tuple[Doubles, float]:
+    """The centres float64[count, d] of rows, and the squares about them.
 
     Args:
-        weights: float64[n]; atoms, of_atoms: float64[a, d] and float64[a], means and weights.
         starts: of k-means on the atoms, which is done so many `times`, and moved on by all rows;
             with 0 it is done once, and the squares are those of the atoms.
     """
     from .loops import settled
 
+    rows, weights, atoms, of_atoms, count, rng = task
     if not times:
         return best_means(atoms, of_atoms, count, starts, rng)
     found = []

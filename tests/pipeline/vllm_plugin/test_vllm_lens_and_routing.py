@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ class LensSteps(Steps):
         model_hooks.with_hidden_states(None, runner)
 
     def state(self, req: Req, position: int, number: int) -> Any:
-        seed = hash((req.request_id, position, number)) % (1 << 31)
+        seed = crc32(f"{req.request_id} {position} {number}".encode())
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
     def ran(self, at: list[tuple[Req, int]], padding: int) -> SimpleNamespace:
@@ -188,7 +189,7 @@ class RoutedSteps(Steps):
         runner.model = torch.nn.ModuleList([moe])
 
     def logits(self, req: Req, position: int) -> Any:
-        generator = torch.Generator().manual_seed(hash((req.request_id, position)) % (1 << 31))
+        generator = torch.Generator().manual_seed(crc32(f"{req.request_id} {position}".encode()))
         return torch.randn(EXPERTS, generator=generator)
 
     def ran(self, at: list[tuple[Req, int]], padding: int) -> SimpleNamespace:
