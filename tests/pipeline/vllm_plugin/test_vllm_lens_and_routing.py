@@ -251,6 +251,17 @@ def test_experts_that_no_hook_sees_are_refused_by_name(routed, field, reason):
     assert "_compute_routing" not in vars(some.runner.model[0].router)
 
 
+def test_a_graph_that_is_captured_while_nobody_asks_keeps_them(routed):
+    """vLLM captures its graphs over tokens of no request, with nothing of ours called before."""
+    some = routed()
+    logits = torch.randn((3, EXPERTS))
+    some.runner.model[0].router._compute_routing(None, logits, None)
+    found = some.recorder._routers.on_host(some.recorder._routers.results(3))
+    for row, own in enumerate(logits):
+        expected = own.topk(USED).indices.tolist()
+        assert found.of_row(row)[1].experts.tolist() == expected
+
+
 def test_of_layers_that_are_not_captured_experts_are_not_known(routed):
     reasons = routed(layers="0").recorder.model.facts.reasons
     assert reasons["moe_routing"] == "the captured layers route no experts"

@@ -83,8 +83,6 @@ class Recorder(RequestRecorder):
         self._captured: list[tuple[int, VllmState, int]] = []
         self._noted: list[NotedRow] = []
         self._rows, self._stage, self._is_decode = 0, Stage.REPLAYED, False
-        # Whether it is one of no requests, as graphs are captured with.
-        self._is_dummy = False
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         self._queries: list[int] = []  # which of its tokens the noted rows are
         # Steps whose sampled tokens have come; another thread appends.
@@ -96,7 +94,6 @@ class Recorder(RequestRecorder):
     def begin(self, scheduled: Any) -> None:
         """Before vLLM takes in a `SchedulerOutput`: settle what is decided of earlier steps."""
         self._clear()
-        self._is_dummy = False
         began = time.perf_counter()
         self._take_sampled()
         decided: Decided = getattr(scheduled, DECIDED, None) or Decided()
@@ -183,13 +180,13 @@ class Recorder(RequestRecorder):
     def prepare_dummy(self) -> None:
         """A step of no requests, as graphs are captured with: none of its rows is captured."""
         self._clear()
-        self._stage, self._is_dummy = Stage.REPLAYED, True
+        self._stage = Stage.REPLAYED
 
     @ends_capture_not_serving
     def routed(self, index: int, experts: Tensor, weights: Tensor, logits: Tensor) -> None:
-        """The router of a captured layer has run over all tokens of a step."""
-        # A CUDA graph keeps them whether or not anybody asks for them now.
-        if self._routers is not None and (self._noted or self._is_dummy):
+        """The router of a captured layer has run over all tokens of a step. Whether or not anybody
+        asks for them now: it may be one that a CUDA graph is captured of, which nothing tells."""
+        if self._routers is not None:
             self._routers.keep(index, experts, weights, logits)
 
     def decodes(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> bool:
