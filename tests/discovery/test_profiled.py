@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
 from shared import NOW
 from sklearn.metrics import adjusted_rand_score
 from test_areas import rows_of_tasks
@@ -71,7 +72,7 @@ def test_profiles_of_atoms_are_those_of_rows_that_are_atoms(rows, requests, seed
     inside = np.eye(of.max() + 1)[of] * rng.random(count)[:, None]
     steps = steps_of_atoms(near, np.arange(count), count)
     assert steps.sum(axis=1) == pytest.approx(1)
-    found = profiles_of_atoms(steps, inside)
+    found = profiles_of_atoms(steps, csr_array(inside))
     assert found.shape == (count, min(DIMENSIONS, count)) and np.isfinite(found).all()
     # By what each leads to, as a table.
     shares = steps @ inside
@@ -87,7 +88,7 @@ def test_profiles_of_atoms_are_those_of_rows_that_are_atoms(rows, requests, seed
 def test_an_atom_that_no_row_of_the_requests_is_near_has_the_mean_profile():
     near = np.array([[1], [0], [3], [2]], np.int32)
     inside = np.array([[1.0, 0], [1, 1], [0, 0], [0, 0]])
-    found = profiles_of_atoms(steps_of_atoms(near, np.arange(4), 4), inside)
+    found = profiles_of_atoms(steps_of_atoms(near, np.arange(4), 4), csr_array(inside))
     assert np.isfinite(found).all() and found[2:] == pytest.approx(0)
 
 

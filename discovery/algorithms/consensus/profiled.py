@@ -41,17 +41,19 @@ def profiled_regions(
 ) -> RowRegions | None:
     """Regions in families by profiles; None where there are few requests, or halves of them do not
     agree on these."""
+    from scipy.sparse import csr_array
+
     requests = int(of.requests.max()) + 1
     if requests < MANY_REQUESTS:
         return None
     weight, fine = of.weight, spaces_of(of.rows, of.requests).fine
     fine_of_atoms = of.means(Spaces(fine, fine), weight).fine
     steps = steps_of_atoms(of.near, of.atom, of.atoms)
-    inside = np.zeros((of.atoms, requests))
-    np.add.at(inside, (of.atom, of.requests), weight)
 
     def of_half(half: Mask) -> Half:
-        profiles = profiles_of_atoms(steps, inside[:, np.unique(of.requests[half])])
+        where = of.atom[half], of.requests[half]
+        inside = csr_array((weight[half], where), shape=(of.atoms, requests))
+        profiles = profiles_of_atoms(steps, inside)
         rows = Rows(Spaces(profiles[of.atom], fine), weight, of.atom, of.atoms)
         return Half(rows.taken(half), Spaces(profiles, fine_of_atoms))
 

@@ -6,6 +6,8 @@ what some requests do is one, whatever shapes it has, and what others do between
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,10 +16,15 @@ from discovery.algorithms.known_areas import InAreas
 
 from .continued import counted
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
 # Steps from a row to its neighbours, and coordinates of profiles.
 STEPS, DIMENSIONS = 2, 6
 # Of the search for coordinates, as `scipy.sparse.linalg.svds` has them.
 TOLERANCE, LANCZOS = 1e-3, 40
+# Of singular values, which are 1 at most: what is less is left by rounding.
+ROUNDED = 1e-6
 # Rounds in which each row is put to what most of its neighbours and itself are in.
 VOTES = 3
 
@@ -86,28 +93,27 @@ def steps_of_atoms(near: Int32s, atom: Ints, atoms: int) -> Doubles:
     return np.asarray(np.linalg.matrix_power(step, STEPS))
 
 
-def profiles_of_atoms(steps: Doubles, inside: Doubles) -> Doubles:
+def profiles_of_atoms(steps: Doubles, inside: csr_array) -> Doubles:
     """As `profiles_of_rows`, of atoms: float64[a, DIMENSIONS]. One that no row of the requests is
     near has the mean.
 
     Args:
         steps: as of `steps_of_atoms`; inside: float64[a, r], the weight of each request in each.
     """
-    # There may be as many requests as rows: one table is changed in place.
-    apart = steps @ inside
-    total = apart.sum(axis=1)
-    mass = inside.sum(axis=1) / inside.sum()
-    apart /= np.where(total > 0, total, 1.0)[:, None]
-    mean = mass @ apart
-    apart[total <= 0] = mean
-    apart -= mean
-    apart /= np.sqrt(np.where(mean > 0, mean, 1.0))
-    # Of the products of atoms and of requests that of atoms is the smaller, as a rule.
+    of_atoms = np.asarray(inside.sum(axis=1))
+    total, mass = steps @ of_atoms, of_atoms / of_atoms.sum()
+    is_near = total > 0
+    shares = steps / np.where(is_near, total, 1.0)[:, None]
+    # With profiles p, their mean m and 1 / m as the weight of a request, (p - m) . (q - m) is
+    # p . q - 1, as p . m, q . m and m . m are sums of shares. So no table of all atoms and requests
+    # is made: there may be as many requests as rows.
+    mean = inside.T @ (shares.T @ mass)
+    weighted = inside * (1.0 / np.where(mean > 0, mean, 1.0))
+    products = shares @ (weighted @ inside.T).toarray() @ shares.T - np.outer(is_near, is_near)
     roots = np.sqrt(mass)[:, None]
-    products = apart @ apart.T
     values, left = np.linalg.eigh(roots * products * roots.T)
     largest = np.sqrt(np.maximum(values[-DIMENSIONS:], 0.0))
-    axes = roots * left[:, -DIMENSIONS:] / np.where(largest > 0, largest, 1.0)
+    axes = roots * left[:, -DIMENSIONS:] / np.where(largest > ROUNDED, largest, np.inf)
     return evened(products @ axes)
 
 
