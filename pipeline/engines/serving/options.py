@@ -141,8 +141,8 @@ class ServeOptions:
         int, 0, low=0, high=4096,
     )  # fmt: skip
     head_lists: bool = option(
-        "--attention-head-lists", "Raw entries list each head that a request chooses (SGLang).",
-        bool, False,
+        "--attention-head-lists",
+        "Raw entries list each head that a request chooses (SGLang, vLLM).", bool, False,
     )  # fmt: skip
     fused_decode: bool = option(
         "--attention-fused-decode",
@@ -150,7 +150,10 @@ class ServeOptions:
         bool, False,
     )  # fmt: skip
     logit_lens: bool = option(
-        "--attention-logit-lens", "Let clients ask for attention_logit_lens (SGLang).", bool, False
+        "--attention-logit-lens",
+        "Let clients ask for attention_logit_lens (SGLang, vLLM).",
+        bool,
+        False,
     )
     layout: Layout = option(
         "--attention-layout", "Vector layout: log16 or layered.", Layout, Layout.LOG16
