@@ -83,12 +83,12 @@ class AttentionReference:
         return None if found is None else found.vector
 
 
-def routed(folder: Path, tokens: list[int], layers: int) -> list[Doubles]:
+def routed(folder: Path, tokens: list[int]) -> list[Doubles]:
     """Natural logarithms of the routers' probabilities, float64[T, experts] of each layer."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     ).eval()
-    found: list[Doubles] = [np.empty(0)] * layers
+    found: list[Doubles] = [np.empty(0)] * len(model.model.layers)
     for number, layer in enumerate(model.model.layers):
 
         def keep(module, given, output, number=number):

@@ -1,7 +1,7 @@
 """Chosen heads, the list of each, and hubs on a real GPU, CUDA graphs on: transformers in float64.
 
 Half precision moves the hidden states of four layers: `SHARE` for a probability, `LOGIT` for a
-natural logarithm. A hub is the sum of many rows, whose errors need not cancel.
+natural logarithm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 pytestmark = ON_A_GPU
 SHARE, LOGIT = 2e-2, 5e-2
-LAYERS, HUB_SLOTS = range(4), 4
+HUB_SLOTS = 4
 CHOSEN = ([0, 3], [2], [1, 2, 3])
 
 
@@ -78,7 +78,7 @@ def test_entries_are_of_the_heads_that_each_request_chose(server, count):
 
 def test_hubs_are_where_each_request_looked_most(server):
     """Several at once, over the rows of their answers and the last row of their prompts."""
-    from attention_reference import AttentionReference
+    from engine_checks import check_hubs
 
     prompts = [prompt[::-1] for prompt in prompts_of(3)]
     answers = asyncio.run(
@@ -88,18 +88,7 @@ def test_hubs_are_where_each_request_looked_most(server):
     for prompt, answer in zip(prompts, answers, strict=True):
         usage = answer["meta_info"]["attention_usage"][-1]
         assert usage["rows"] == NEW and "hubs_missing" not in usage, server.end_of_log(30)
-        tokens = prompt + answer["output_ids"]
-        truth, sums = AttentionReference(Path(MODEL), tokens), np.zeros(len(tokens))
-        for position in range(len(prompt) - 1, len(tokens) - 1):
-            for layer in LAYERS:
-                p = truth.row(layer, position)[0].mean(axis=0)
-                sums[: len(p)] += p / len(LAYERS)
-        places, found = (np.array(each) for each in zip(*usage["hubs"], strict=True))
-        off = SHARE * NEW / 4
-        assert len(set(places)) == len(places) == min(32, len(tokens) - 1)
-        assert all(np.diff(found) <= 0) and found.sum() <= NEW * (1 + 1e-3)
-        np.testing.assert_allclose(found, sums[places], atol=off)
-        assert found.min() >= np.sort(sums)[-len(found)] - off
+        check_hubs(Path(MODEL), prompt, answer["output_ids"], usage)
 
 
 def test_who_finds_no_slot_for_hubs_is_answered_with_the_reason(server):

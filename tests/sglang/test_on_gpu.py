@@ -157,6 +157,8 @@ def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, co
 
 def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path):
     """Prompts in several chunks, batches of other sizes than the graphs', some that do not ask."""
+    from engine_checks import LensReference
+
     prompts, rows = prompts_of(10), 40
     with start(tmp_path, "--attention-logit-lens") as running:
         url = running.wait().url
@@ -170,23 +172,13 @@ def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path):
 
         silent, asking = asyncio.run(mixed())
         log = running.end_of_log(30)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
-    head, norm = model.get_output_embeddings(), model.get_decoder().norm
-    seen = 0
+    reference, seen = LensReference(Path(MODEL)), 0
     for prompt, answer in zip(prompts[1::2], asking, strict=True):
         usage = answer["meta_info"]["attention_usage"][-1]
+        entries = answer["meta_info"]["attention_tokens"]
         assert "rows_without_logit_lens" not in usage, log
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + answer["output_ids"]])
-            *before, last = model(ids, output_hidden_states=True).hidden_states[1:]
-            truth = [head(state[0]).log_softmax(-1) for state in (*map(norm, before), last)]
-        for entry in answer["meta_info"]["attention_tokens"]:
-            expected = truth[entry["layer_id"]][entry["position"]]
-            said = [one["logprob"] for one in entry["logit_lens"]]
-            assert said == pytest.approx(expected.topk(4).values.tolist(), abs=2 * LOGIT)
-            named = expected[[one["token_id"] for one in entry["logit_lens"]]]
-            assert said == pytest.approx(named.tolist(), abs=2 * LOGIT)
-            seen += 1
+        reference.check(prompt + answer["output_ids"], entries, 4)
+        seen += len(entries)
     assert seen == sum(4 * (NEW - 1 + min(rows, len(each))) for each in prompts[1::2])
     entries = [entry for each in silent for entry in each["meta_info"]["attention_tokens"]]
     assert entries and not any("logit_lens" in entry for entry in entries)

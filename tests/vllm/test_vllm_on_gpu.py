@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = ON_A_GPU
 # Half precision moves the hidden states of four layers.
-SHARE, LOGIT, ENTROPY = 2e-2, 5e-2, 2e-2
-# By how much an expert's logit must be ahead for half precision not to choose another.
-CLEAR = 0.05
+SHARE, LOGIT = 2e-2, 5e-2
 SHAPE = {
     "vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
     "max_position_embeddings": 2048, "initializer_range": 0.1,
@@ -281,34 +278,25 @@ def test_full_scores_are_the_models_attention_in_chunks_and_in_graphs(server, co
 
 
 def test_hubs_are_where_each_request_looked_most(server):
-    """Several at once, over the rows of their answers and the last row of their prompts."""
-    from attention_reference import AttentionReference
+    """Several at once."""
+    from engine_checks import check_hubs
 
     prompts = [prompt[::-1] for prompt in prompts_of(3)]
+    fields = {"attention_hubs": True, "attention_fingerprint_mode": True}
     answers = asyncio.run(
-        generate(server.url, prompts, return_attention_tokens=True, attention_hubs=True,
-                 attention_fingerprint_mode=True, include_prompt_attention=True)
+        generate(server.url, prompts, return_attention_tokens=True, include_prompt_attention=True,
+                 **fields)
     )  # fmt: skip
     for prompt, answer in zip(prompts, answers, strict=True):
         usage = answer["usage"]
-        assert usage["rows"] == NEW and "hubs_missing" not in usage, server.end_of_log(30)
-        tokens = prompt + answer["output_ids"]
-        truth, sums = AttentionReference(Path(MODEL), tokens), np.zeros(len(tokens))
-        for position in range(len(prompt) - 1, len(tokens) - 1):
-            for layer in range(4):
-                p = truth.row(layer, position)[0].mean(axis=0)
-                sums[: len(p)] += p / 4
-        places, found = (np.array(each) for each in zip(*usage["hubs"], strict=True))
-        # The sum of many rows, whose errors need not cancel.
-        off = SHARE * NEW / 4
-        assert len(set(places)) == len(places) == min(32, len(tokens) - 1)
-        assert all(np.diff(found) <= 0) and found.sum() <= NEW * (1 + 1e-3)
-        np.testing.assert_allclose(found, sums[places], atol=off)
-        assert found.min() >= np.sort(sums)[-len(found)] - off
+        assert usage["rows"] == NEW and "hubs_missing" not in usage, usage
+        check_hubs(Path(MODEL), prompt, answer["output_ids"], usage)
 
 
 def check_lens(url: str, model: Path) -> None:
     """Prompts in several chunks, batches of other sizes than the graphs', some that do not ask."""
+    from engine_checks import LensReference
+
     prompts, rows = prompts_of(10), 40
 
     async def mixed() -> list[list[dict]]:
@@ -319,22 +307,11 @@ def check_lens(url: str, model: Path) -> None:
         )  # fmt: skip
 
     silent, asking = asyncio.run(mixed())
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    head, norm = reference.get_output_embeddings(), reference.get_decoder().norm
-    seen = 0
+    reference, seen = LensReference(model), 0
     for prompt, answer in zip(prompts[1::2], asking, strict=True):
         assert "rows_without_logit_lens" not in answer["usage"], answer["usage"]
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + answer["output_ids"]])
-            *before, last = reference(ids, output_hidden_states=True).hidden_states[1:]
-            truth = [head(state[0]).log_softmax(-1) for state in (*map(norm, before), last)]
-        for entry in answer["entries"]:
-            expected = truth[entry["layer_id"]][entry["position"]]
-            said = [one["logprob"] for one in entry["logit_lens"]]
-            assert said == pytest.approx(expected.topk(4).values.tolist(), abs=2 * LOGIT)
-            named = expected[[one["token_id"] for one in entry["logit_lens"]]]
-            assert said == pytest.approx(named.tolist(), abs=2 * LOGIT)
-            seen += 1
+        reference.check(prompt + answer["output_ids"], answer["entries"], 4)
+        seen += len(answer["entries"])
     # A step has room for 16 rows more than there are requests at once.
     left = [answer["usage"].get("missing_prompt_rows", 0) for answer in asking]
     asked = [NEW - 1 + min(rows, len(each)) for each in prompts[1::2]]
@@ -351,7 +328,7 @@ def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, opt
 
 def check_experts(url: str, model: Path, layers: int, used: int) -> None:
     """Of rows of the prompt, some of them in pieces that are graphs, and of generated ones."""
-    from attention_reference import routed
+    from engine_checks import count_clear_experts
 
     # The last is so short that its prompt runs in a graph of a piece.
     prompts, rows = [*prompts_of(4), [7, 8, 9, 11]], 3
@@ -367,16 +344,7 @@ def check_experts(url: str, model: Path, layers: int, used: int) -> None:
     clear = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer["entries"]) == layers * (NEW - 1 + rows), answer["usage"]
-        truth = routed(model, prompt + answer["output_ids"], layers)
-        for entry in answer["entries"]:
-            logits = truth[entry["layer_id"]][entry["position"]]
-            entropy = -(np.exp(logits) * logits).sum() / math.log(len(logits))
-            assert entry["router_entropy"] == pytest.approx(entropy, abs=ENTROPY)
-            order = np.argsort(-logits)
-            assert len(set(entry["top_experts"])) == used
-            if np.diff(-logits[order[: used + 1]]).min() > CLEAR:
-                assert entry["top_experts"] == order[:used].tolist()
-                clear += 1
+        clear += count_clear_experts(model, prompt + answer["output_ids"], answer["entries"], used)
     assert clear > len(prompts) * layers * NEW / 2
 
 

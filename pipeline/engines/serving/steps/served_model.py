@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -61,6 +62,21 @@ class ServedModel:
             layout=options.layout,
             windowed=self._windowed,
         )
+
+    def refuser(self, feature: str, said: Callable[[ModelFacts], None]) -> Callable[[str], None]:
+        """What is to be called with the reason once a feature has turned out not to be available.
+
+        Args:
+            said: is given the facts that hold then.
+        """
+
+        def refuse(reason: str) -> None:
+            LOG.warning("%s is not available: %s", feature, reason)
+            reasons = {**self.facts.reasons, feature: reason}
+            self.facts = dataclasses.replace(self.facts, reasons=reasons)
+            said(self.facts)
+
+        return refuse
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Find the tags of --reasoning-parser in the model's tokens, and have texts of tokens."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +18,6 @@ from .layers import attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
 from .windows import WindowPool
-
-LOG = logging.getLogger("attn.capture")
 
 
 class CapturedModel(ServedModel):
@@ -121,16 +117,9 @@ class CapturedModel(ServedModel):
         Args:
             refused: is given the facts that hold once the lens has turned out not to be one.
         """
-
-        def refuse(reason: str) -> None:
-            LOG.warning("logit_lens is not available: %s", reason)
-            reasons = {**self.facts.reasons, "logit_lens": reason}
-            self.facts = dataclasses.replace(self.facts, reasons=reasons)
-            refused(self.facts)
-
         return LensTap(
             self._lens, self.facts.layers, max_rows=max_rows, device=device,
-            text=lambda token: self._text(token), refuse=refuse,
+            text=lambda token: self._text(token), refuse=self.refuser("logit_lens", refused),
         )  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +14,6 @@ from pipeline.engines.serving.steps.served_model import ServedModel
 from .layers import attention_layers
 from .lens import LensTap, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
-
-LOG = logging.getLogger("attn.capture")
 
 # vLLM's other names of what `PARSERS` has: the same parser, or one derived from it with its tags
 # (vLLM 0.33.0, vllm/reasoning/__init__.py, vllm/parser).
@@ -114,16 +110,9 @@ class CapturedModel(ServedModel):
         """
         if not self.handed_out:
             return None
-
-        def refuse(reason: str) -> None:
-            LOG.warning("logit_lens is not available: %s", reason)
-            reasons = {**self.facts.reasons, "logit_lens": reason}
-            self.facts = dataclasses.replace(self.facts, reasons=reasons)
-            refused(self.facts)
-
         return LensTap(
             runner.model, self.facts.layers, self.handed_out, vocabulary=runner.vocab_size,
-            text=lambda token: self._text(token), refuse=refuse,
+            text=lambda token: self._text(token), refuse=self.refuser("logit_lens", refused),
         )  # fmt: skip
 
 
