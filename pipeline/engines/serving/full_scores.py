@@ -101,6 +101,12 @@ class FullScores:
         """Add the rows of a layer at positions `begin` and after: float16[R, H, begin + R]."""
         self._rows[layer].append((begin, rows))
 
+    def end_at(self, tokens: int) -> None:
+        """Leave out rows past so many tokens: an engine may go on past what ends an answer."""
+        for layer, own in self._rows.items():
+            blocks = [ScoreBlock(layer, begin, rows) for begin, rows in own if begin < tokens]
+            self._rows[layer] = [(block.begin, block.before(tokens).rows) for block in blocks]
+
     def missing(self, tokens: int) -> list[tuple[int, int]]:
         """Where a row of some layer never came: ranges of positions, without their ends, among
         those of so many tokens, counted from the end of the masked prefix."""

@@ -158,6 +158,7 @@ async def put_scores(current: Heard, reply: Reply, prompt: int, tokens: int) -> 
         return
     if reply.no_scores is not None:
         refuse(current, RequestError(reply.no_scores, "attn_capture"))
+    reply.scores.end_at(tokens)
     missing = sum(end - begin for begin, end in reply.scores.missing(tokens))
     if missing and current.usage is not None:
         current.usage = {**current.usage, "missing_score_rows": missing}

@@ -556,13 +556,16 @@ FULL = {"attn_capture": 1}
 
 
 def test_full_scores_come_whole_with_the_answer(score_server):
-    blocks = score_server.engine.blocks = blocks_of((0, 2), (2, 4), (4, 5))
+    blocks = blocks_of((0, 2), (2, 4), (4, 5))
+    # The engine went on past what ended the answer.
+    score_server.engine.blocks = [*blocks, *blocks_of((5, 7))]
     answer = asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **FULL)).json()
     assert "attention_tokens" not in answer["choices"][0]
     assert answer["usage"]["attention"] == {"mode": "fingerprint", "rows": STEPS - 1}
     found = extract_attention_from_response(answer)
     assert found is not None and list(found) == [1, 3]
     for block in blocks:
+        assert found[block.layer]["scores"].shape[::2] == (5, 5)
         rows = found[block.layer]["scores"][block.begin : block.begin + len(block.rows)]
         np.testing.assert_array_equal(rows[:, :, : block.rows.shape[2]], block.rows)
         assert not rows[:, :, block.rows.shape[2] :].any()

@@ -5,49 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_steps import HEADS, KEY_HEADS, LAYERS, SCALE, Req, Steps  # noqa: E402
+from full_score_rows import check_scores, scored  # noqa: E402
+from vllm_steps import HEADS, LAYERS, Steps  # noqa: E402
 
 from pipeline.engines.serving import full_scores  # noqa: E402
-
-Scored = dict[int, dict[int, Any]]
-
-
-def scored(some: Steps, req: Req) -> Scored:
-    """What was said of a request since the last time: by layer and position, the row."""
-    some.said(req)
-    found: Scored = {}
-    for (layer, begin, shape), part in some.blocks.pop(req.request_id, []):
-        rows = np.frombuffer(part, np.float16).reshape(shape)
-        assert shape[2] == begin + len(rows)
-        for position, row in enumerate(rows, begin):
-            assert position not in found.setdefault(layer, {}), "a row came twice"
-            found[layer][position] = row
-    return found
-
-
-def check(
-    some: Steps, req: Req, found: Scored, positions: range, *, layers: tuple[int, ...] = (0, 1),
-    heads: list[int] | None = None, mask: int = 0,
-) -> None:  # fmt: skip
-    """They are those of the reference, of the masked prefix 0, and of every row once."""
-    assert {layer: sorted(rows) for layer, rows in found.items()} == {
-        layer: list(positions) for layer in layers
-    }
-    for layer, rows in found.items():
-        window = some.windows[layer]
-        for position, row in rows.items():
-            first = max(mask, position - window + 1 if window else 0)
-            keys = req.keys[layer, first : position + 1].double()
-            keys = keys.repeat_interleave(HEADS // KEY_HEADS, dim=1)
-            logits = torch.einsum("hd,thd->ht", req.queries[layer, position].double(), keys)
-            p = (logits * SCALE).softmax(dim=1).numpy()[slice(None) if heads is None else heads]
-            np.testing.assert_allclose(row[:, first : position + 1], p, atol=1e-3)
-            assert not row[:, :first].any() and not row[:, position + 1 :].any()
 
 
 @pytest.fixture
@@ -70,7 +35,7 @@ def test_chunks_of_prompts_and_steps_of_tokens(scores, layout, windowed):
     some.decode(other, req, times=12, padding=1)
     some.end(req)
     some.run()
-    check(some, req, scored(some, req), range(37 + 12))
+    check_scores(some, req, scored(some, req), range(37 + 12))
 
 
 def test_chosen_heads_layers_and_a_masked_prefix(scores):
@@ -78,7 +43,7 @@ def test_chosen_heads_layers_and_a_masked_prefix(scores):
     req = some.request("r", 9, scores=[1], heads=[0, 3], mask_prefix=4)
     some.answer(req, tokens=4)
     some.run()
-    check(some, req, scored(some, req), range(12), layers=(1,), heads=[0, 3], mask=4)
+    check_scores(some, req, scored(some, req), range(12), layers=(1,), heads=[0, 3], mask=4)
 
 
 def test_rows_wait_until_their_token_is_kept(scores):
@@ -91,13 +56,13 @@ def test_rows_wait_until_their_token_is_kept(scores):
     third = some.run((req, 1))
     second()
     some.run((req, 1))
-    check(some, req, scored(some, req), range(7))
+    check_scores(some, req, scored(some, req), range(7))
     third()
     # It ended at its third token: two more steps were run in vain.
     req.outputs = req.outputs[:3]
     some.end(req)
     some.run()
-    check(some, req, scored(some, req), range(7, 8))
+    check_scores(some, req, scored(some, req), range(7, 8))
 
 
 def test_a_request_that_is_put_back_has_each_row_once(scores):
@@ -113,7 +78,7 @@ def test_a_request_that_is_put_back_has_each_row_once(scores):
     some.decode(req, times=2)
     some.end(req)
     some.run()
-    check(some, req, scored(some, req), range(11 + req.num_output_tokens - 1))
+    check_scores(some, req, scored(some, req), range(11 + req.num_output_tokens - 1))
 
 
 def test_rows_whose_query_was_not_kept_are_left_out(scores):

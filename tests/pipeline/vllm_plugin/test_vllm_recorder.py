@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from full_score_rows import check_scores, scored  # noqa: E402
 from vllm_steps import (  # noqa: E402
     DIM,
     FIRST_TOKEN,
@@ -171,6 +172,39 @@ def test_fused_decode_runs_layers_of_decode_steps_and_describes_them(
     done = len(some.outputs)
     some.decode(plain)
     assert len(some.outputs) == done
+
+
+def test_fused_decode_leaves_steps_that_attend_to_both_sides_to_vllm(steps, monkeypatch):
+    monkeypatch.setattr(plans, "FusedCapture", HostFused)
+    some = steps(kind=FusedSteps, fused_decode=True)
+    req = some.request("r", 6)
+    some.run((req, 6))()
+    own = some.run_layer
+
+    def run_layer(layer, query, metadata):
+        metadata.causal = False
+        own(layer, query, metadata)
+
+    some.run_layer = run_layer
+    some.decode(req)
+    assert (some.outputs, some.left) == ([], 2 * LAYERS)
+    some.run_layer = own
+    some.decode(req)
+    assert len(some.outputs) == LAYERS
+
+
+@pytest.mark.parametrize("layers", ["all", "0"])
+def test_full_scores_beside_fused_decode(steps, monkeypatch, layers):
+    """Of captured layers, which decode with our kernel, and of one that does with vLLM's."""
+    monkeypatch.setattr(plans, "FusedCapture", HostFused)
+    some = steps(
+        kind=FusedSteps, fused_decode=True, layers=layers,
+        enable_attention_instrumentation=True, instrumentation_layers="all",
+    )  # fmt: skip
+    req = some.request("r", 7, layers=[0], scores=[0, 1])
+    some.answer(req, tokens=4)
+    some.run()
+    check_scores(some, req, scored(some, req), range(10))
 
 
 @pytest.mark.parametrize(

@@ -199,11 +199,12 @@ class Recorder(RequestRecorder):
         Returns:
             Whether it did; if not, vLLM's attention has to run.
         """
-        number = self._numbers[layer.layer_name]
-        is_captured = number in self.capture.layers
-        if self._fused is None or metadata.max_query_len != 1 or not is_captured:
+        number, fused = self._numbers[layer.layer_name], self._fused
+        if fused is None or metadata.max_query_len != 1 or is_two_sided(metadata):
             return False
-        return bool(self._decode(self._fused, number, layer, query, metadata, output))
+        if number not in fused.layers:
+            return False
+        return bool(self._decode(fused, number, layer, query, metadata, output))
 
     @all_or_none
     def _decode(
@@ -231,8 +232,8 @@ class Recorder(RequestRecorder):
         """
         is_decode = metadata.max_query_len == 1
         number, sinks = self._numbers[layer.layer_name], layer.impl.sinks
-        if getattr(metadata, "causal", True) is not True:
-            return  # such a step attends to both sides: none of its rows is captured
+        if is_two_sided(metadata):
+            return
         self._scores.layer(number, query, metadata, is_decode=is_decode, sinks=sinks)
         if number not in self.capture.layers:
             return
@@ -399,3 +400,8 @@ class Recorder(RequestRecorder):
         if self.ranks.alone:
             self._clear()
         super().fail()
+
+
+def is_two_sided(metadata: Any) -> bool:
+    """Whether a step attends to both sides, of which none of the rows is captured."""
+    return getattr(metadata, "causal", True) is not True
