@@ -34,9 +34,12 @@ LONGEST = (
     "test_compiled.py", "test_latent.py", "test_recipes.py", "test_dask_workers.py",
     "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",
     "test_fuzz.py", "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py",
-    "test_discover_command.py", "test_score_tap_served.py", "test_memory.py", "test_manifold.py",
-    "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
+    "test_discover_command.py", "test_main_job.py", "test_score_tap_served.py", "test_memory.py",
+    "test_manifold.py", "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
     "test_live_view.py", "test_report_in_a_browser.py", "test_faults_of_stores.py",
+    "test_device_arrays.py", "test_dask.py", "test_recluster.py", "test_demo_model.py",
+    "test_profiled.py", "test_sidecar_notebook.py", "test_classifier.py", "test_regions.py",
+    "test_steering.py", "test_examples_command.py", "test_discovery_notebook.py",
 )  # fmt: skip
 
 

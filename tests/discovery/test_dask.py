@@ -38,6 +38,7 @@ def cluster():
         one.close()
 
 
+@pytest.mark.slow
 def test_an_existing_cluster_does_the_work_and_stays_up(attn, planted_store, tmp_path, cluster):
     address, db = cluster(2), planted_store(700)
     for output in ("first", "second"):

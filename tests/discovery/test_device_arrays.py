@@ -223,6 +223,7 @@ def test_larger_steps_of_a_device_train_the_prototypes_as_much():
     assert right[1] == pytest.approx(right[0], abs=0.005)
 
 
+@pytest.mark.slow
 def test_prototypes_of_clusters_that_overlap_stay_among_their_rows_on_a_device():
     """In steps of thousands of rows they flew off, and a GPU's classifier was right by chance."""
     rng = np.random.default_rng(4)

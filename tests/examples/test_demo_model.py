@@ -300,7 +300,7 @@ def test_the_seed_needle_is_answered(demo: Demo) -> None:
     assert continuation(demo, tasks.SEED_NEEDLE.prompt) == "1729"
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_fresh_needles_are_answered(demo: Demo, count: int) -> None:
     needles = evaluate.fresh_needles(count, seed=5)
     right = sum(continuation(demo, n.prompt) == n.answer.strip() for n in needles)
