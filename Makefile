@@ -42,17 +42,17 @@ discover: $(VENV)/.base
 	$(BIN)/attn db import $(SAMPLE) --db $(DB)
 	$(BIN)/attn discover --db $(DB) --output $(OUTPUT) --hours 0 --long-running
 
-# Several files at a time, as tests of processes wait for much of theirs, in the order of
+# Three files at a time, as tests of processes wait for much of theirs, in the order of
 # tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The everyday tests; tests/README.md lists what only test-all runs.
 test: $(VENV)/.dev
-	$(PYTEST) -n 4 -m 'not gpu and not slow'
+	$(PYTEST) -m 'not gpu and not slow'
 
 # Everything that needs no GPU, with more examples of each property.
 test-all: $(VENV)/.dev $(SGLANG_VENV)/.ready
-	$(PYTEST) -n 3 -m 'not gpu' --hypothesis-profile=all
+	$(PYTEST) -m 'not gpu' --hypothesis-profile=all
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
