@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .body import RequestError
-from .request import CaptureRequest, ModelFacts
 from .responses import Ranges, capture_data, named_ranges, ranges_of
 
 Halves = NDArray[np.float16]
@@ -18,13 +17,6 @@ Halves = NDArray[np.float16]
 SCORES_BYTES = 256 << 20
 # How the error of a request that takes more begins.
 TOO_LARGE = "attn_capture of "
-
-
-def check_prompt(wanted: CaptureRequest, facts: ModelFacts, tokens: int) -> None:
-    """RequestError if the scores of a prompt of so many tokens are too large already."""
-    if wanted.scores is not None:
-        heads = facts.heads if wanted.heads is None else len(wanted.heads)
-        check_room(tokens, heads * len(wanted.scores))
 
 
 def salted(salt: str | None) -> str:

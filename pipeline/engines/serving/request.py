@@ -52,6 +52,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         routing: whether entries say which experts the token was routed to.
         lens: how many tokens of a logit lens entries name of each layer; 0 for no lens.
         scores: layers of which all probabilities are wanted; None for none.
+        score_heads: how many heads these have together.
         stride: the generated rows whose positions are multiples of this.
         max_steps: the most generated rows; 0 for all.
         window: only the last `window` keys count; 0 for all.
@@ -76,6 +77,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     routing: bool = False
     lens: int = 0
     scores: list[int] | None = None
+    score_heads: int = 0
     stride: int = 1
     max_steps: int = 0
     window: int = 0
@@ -200,17 +202,20 @@ class _Reader:
                 code="attention_unavailable",
             )
         self.available("capture", ASKING[0] if entries else ASKING[1])
-        mode = self.mode(entries)
+        mode, heads = self.mode(entries), self.heads()
+        scored = self.scores(body) if scores else None
+        each = self.facts.heads if heads is None else len(heads)
         request = CaptureRequest(
             mode=mode,
             top_k=self.top_k(mode),
             layers=self.layers("attention_capture_layers", self.facts.layers),
-            heads=self.heads(),
+            heads=heads,
             prompt_rows=self.prompt_rows(),
             hubs=self.hubs(),
             routing=self.routing(),
             lens=self.lens(),
-            scores=self.scores(body) if scores else None,
+            scores=scored,
+            score_heads=each * len(scored or ()),
             stream_entries=entries,
             name_tokens=self.names(),
             **_common(body, headers, self.options, mode)

@@ -12,8 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from pipeline.engines.serving.answer_writer import CURRENT, ENTRIES, SCORES, Heard
-from pipeline.engines.serving.facts_file import LiveFacts
-from pipeline.engines.serving.full_scores import TOO_LARGE, check_prompt, salted
+from pipeline.engines.serving.full_scores import TOO_LARGE, check_room, salted
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.responses import decoded
@@ -80,7 +79,7 @@ def check_scores(self: Any, obj: Any, input_ids: list[int] | None, *_: Any) -> N
     if wanted is None or wanted.scores is None:
         return
     try:
-        check_prompt(wanted, LiveFacts()(), len(input_ids or ()))
+        check_room(len(input_ids or ()), wanted.score_heads)
     except RequestError as error:
         raise ValueError(error.message) from None
 

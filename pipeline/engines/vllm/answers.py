@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from pipeline.engines.serving.answer_writer import CURRENT, Heard
-from pipeline.engines.serving.facts_file import LiveFacts
-from pipeline.engines.serving.full_scores import FullScores, check_prompt, salted
+from pipeline.engines.serving.full_scores import FullScores, check_room, salted
 from pipeline.engines.serving.request import CUSTOM_PARAM, CaptureRequest, RequestError
 from pipeline.engines.serving.system_prompt import count_system_tokens
 from pipeline.engines.serving.token_names import NamedOutput, named_prompt, roles_of
@@ -85,7 +84,7 @@ async def heard(
     current = CURRENT.get()
     extra = dict(getattr(sampling_params, "extra_args", None) or {})
     wanted = None if current is None else CaptureRequest.from_custom_params(extra, current.secret)
-    reply, count, fed = None, 0, 0
+    reply, count, fed, has_ended = None, 0, 0, False
     if current is not None and wanted is not None:
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         # What only records are made of is reported to nobody; of embeddings there are none.
@@ -102,8 +101,11 @@ async def heard(
         sampling_params.extra_args = extra
     try:
         outputs = original(self, prompt, sampling_params, request_id, *given, **named)
+        if reply is not None and reply.scores is not None:
+            outputs = until_refused(outputs, reply)
         async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
+                has_ended |= output.finished
                 if current is not None and reply is not None:
                     if output.finished and not is_aborted(output):
                         await reply.end()
@@ -116,6 +118,8 @@ async def heard(
                         named_tokens = current.output.push(new)
                         current.names.setdefault("output_tokens", []).extend(named_tokens)
                 yield output
+        if current is not None and reply is not None and reply.no_scores and not has_ended:
+            refuse(current, RequestError(reply.no_scores, "attn_capture"))
     finally:
         if reply is not None:
             reply.close()
@@ -129,9 +133,8 @@ def scores_of(current: Heard, wanted: CaptureRequest, prompt: dict[str, Any]) ->
     """
     if wanted.scores is None:
         return None
-    facts = LiveFacts()()
     try:
-        check_prompt(wanted, facts, len(prompt["prompt_token_ids"]))
+        check_room(len(prompt["prompt_token_ids"]), wanted.score_heads)
     except RequestError as error:
         refuse(current, error)
     vision: list[tuple[int, int]] = []
@@ -140,9 +143,28 @@ def scores_of(current: Heard, wanted: CaptureRequest, prompt: dict[str, Any]) ->
         ranges = [(place.offset, place.offset + place.length) for place in places]
         (audio if modality == "audio" else vision).extend(ranges)
     return FullScores(
-        wanted.scores, heads=facts.heads, hidden=wanted.mask_prefix, vision=sorted(vision),
-        audio=sorted(audio),
+        wanted.scores, heads=wanted.score_heads, hidden=wanted.mask_prefix,
+        vision=sorted(vision), audio=sorted(audio),
     )  # fmt: skip
+
+
+async def until_refused(outputs: AsyncIterator[Any], reply: Reply) -> AsyncIterator[Any]:
+    """A request's outputs; once its scores have become too large it is ended, as nobody can use
+    what it would go on to say."""
+    refused = asyncio.create_task(reply.refused.wait())
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(outputs))
+            await asyncio.wait({coming, refused}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()  # with which vLLM aborts it
+                await asyncio.wait({coming})
+                return
+            yield coming.result()
+    except StopAsyncIteration:
+        return
+    finally:
+        refused.cancel()
 
 
 async def put_scores(current: Heard, reply: Reply, prompt: int, tokens: int) -> None:
@@ -156,8 +178,10 @@ async def put_scores(current: Heard, reply: Reply, prompt: int, tokens: int) -> 
     """
     if reply.scores is None:
         return
-    if reply.no_scores is not None:
-        refuse(current, RequestError(reply.no_scores, "attn_capture"))
+    try:
+        reply.scores.reserve(tokens)
+    except RequestError as error:
+        refuse(current, error)
     reply.scores.end_at(tokens)
     missing = sum(end - begin for begin, end in reply.scores.missing(tokens))
     if missing and current.usage is not None:

@@ -86,11 +86,11 @@ def with_hidden_states(found: Any, runner: Any) -> Any:
     """After `GPUModelRunner.load_model`, before anything is compiled: have the model hand out what
     a logit lens looks at."""
     from .model_process.captured_model import CapturedModel
-    from .model_process.layers import ranks_of_this_process
+    from .model_process.layers import ranks_of_this_process, refusal
     from .model_process.lens import hand_out
 
     options = ServeOptions.from_environment(os.environ)
-    if options.logit_lens:
+    if options.logit_lens and refusal(runner) is None:
         try:
             layers = CapturedModel(runner, options, ranks_of_this_process().count).handed_out
         except AttnError:  # said when the recorder starts
@@ -186,7 +186,7 @@ def dummy_step(runner: Any, *given: Any, **named: Any) -> None:
 def with_results(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def sample_tokens(runner: Any, *given: Any, **named: Any) -> Any:
-        ran = runner.execute_model_state  # which it takes away
+        ran = getattr(runner, "execute_model_state", None)  # which it takes away
         output = original(runner, *given, **named)
         recorder = getattr(runner, ATTRIBUTE, None)
         if recorder is not None and output is not None:

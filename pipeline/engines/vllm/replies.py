@@ -70,6 +70,8 @@ class Reply:
         self.usage: dict[str, Any] | None = None
         self.scores = scores
         self.no_scores: str | None = None
+        # Set once there are no more scores, though the request may go on.
+        self.refused = asyncio.Event()
         self._ended = asyncio.Event()
         replies.waiting[self._key] = self
 
@@ -79,7 +81,9 @@ class Reply:
         for (layer, begin, shape), part in zip(report.blocks, parts, strict=True):
             if self.scores is not None:
                 self.scores.add(layer, begin, np.frombuffer(part, np.float16).reshape(shape))
-        self.no_scores = report.no_scores or self.no_scores
+        if report.no_scores is not None:
+            self.no_scores = report.no_scores
+            self.refused.set()
         if report.usage is not None:
             self.usage = report.usage
             self._ended.set()

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.engines.serving.answer_writer import CURRENT, AnswerWriter
 from pipeline.engines.serving.full_scores import FullScores, check_room
-from pipeline.engines.serving.request import CaptureRequest, ModelFacts, RequestError
-from pipeline.engines.sglang import answers
+from pipeline.engines.serving.request import CaptureRequest, RequestError
 from pipeline.engines.sglang.answers import (
     check_scores,
     decode_entries,
@@ -263,17 +262,13 @@ def test_only_who_wants_full_scores_has_a_cache_apart(secret):
     assert salt_of(forged) is None
 
 
-def test_a_prompt_whose_scores_are_too_large_is_refused_before_it_runs(secret, monkeypatch):
-    facts = ModelFacts("demo", 4, (1,), 8, 4096)
-    monkeypatch.setattr(answers, "LiveFacts", lambda: lambda: facts)
+def test_a_prompt_whose_scores_are_too_large_is_refused_before_it_runs(secret):
     # 256 MiB are 8 heads of 4,096 tokens.
-    check_scores(None, asking(scores=[1]), [0] * 4096)
-    check_scores(None, asking(scores=[0, 1, 2, 3], heads=[1, 5]), [0] * 4096)
+    check_scores(None, asking(scores=[1], score_heads=8), [0] * 4096)
     check_scores(None, asking(), [0] * 9999)
     check_scores(None, None, None)
-    for obj in (asking(scores=[1]), asking(scores=[0, 1, 2, 3], heads=[1, 5])):
-        with pytest.raises(ValueError, match="attn_capture of 4097 tokens takes more than 256 MiB"):
-            check_scores(None, obj, [0] * 4097)
+    with pytest.raises(ValueError, match="attn_capture of 4097 tokens takes more than 256 MiB"):
+        check_scores(None, asking(scores=[1], score_heads=8), [0] * 4097)
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -124,6 +124,9 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
     class MoERunner(torch.nn.Module):
         pass
 
+    class EagleModelMixin:
+        pass
+
     Attention = type("Attention", (SimpleNamespace,), {})  # noqa: N806
     registered: dict[str, str] = {}
     # Each backend has an implementation of its own.
@@ -152,7 +155,8 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         "model_executor.layers.attention": {"Attention": Attention},
         "model_executor.layers.fused_moe.layer": {"MoERunner": MoERunner},
         "model_executor.models.interfaces": {
-            "supports_eagle3": lambda model: hasattr(model, "set_aux_hidden_state_layers")
+            "EagleModelMixin": EagleModelMixin,
+            "supports_eagle3": lambda model: hasattr(model, "set_aux_hidden_state_layers"),
         },
         "model_executor.models.utils": {
             "extract_layer_index": lambda name: next(int(p) for p in name.split(".") if p.isdigit())
@@ -176,7 +180,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
     return SimpleNamespace(
         EngineArgs=EngineArgs, AsyncLLM=AsyncLLM, OnlineRenderer=OnlineRenderer,
         Scheduler=Scheduler, Worker=Worker, GPUModelRunner=GPUModelRunner, Attention=Attention,
-        MoERunner=MoERunner, registered=registered, group=group,
+        MoERunner=MoERunner, EagleModelMixin=EagleModelMixin, registered=registered, group=group,
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pipeline.analysis import extract_attention_from_response
-from pipeline.engines.serving import facts_file
 from pipeline.engines.serving.answer_writer import CHAT, COMPLETIONS, CURRENT, AnswerWriter
 from pipeline.engines.serving.full_scores import ScoreBlock
 from pipeline.engines.serving.gate import CaptureGate
@@ -82,7 +81,8 @@ class Engine:
     Attributes:
         wanted, extra: of each request, in turn. ends: whether the worker says how they ended.
         past_end: rows that it captured of tokens that no answer has. tag: of its template. blocks:
-        what it says of full scores; no_scores: why it has no more of them; salts: of prompts.
+        what it says of full scores; no_scores: why it has no more of them, after which it does not
+        end; salts: of prompts.
     """
 
     def __init__(self, secret: str) -> None:
@@ -127,13 +127,16 @@ class Engine:
                 say(step)
             usage = {"mode": wanted.mode, "rows": STEPS - 1 + self.past_end}
             self.reporter.report(to, [], None, self.blocks)
-            self.reporter.report(to, [], usage, (), self.no_scores)
+            self.reporter.report(to, [], usage)
 
         try:
             for step in range(1, STEPS + 1):
                 finished = step == STEPS
                 if to is not None and not finished:
                     say(step)
+                if finished and self.no_scores is not None:
+                    self.reporter.report(to, [], None, (), self.no_scores)
+                    await asyncio.sleep(2 * PATIENCE_S)
                 if to is not None and finished and self.ends:
                     # The engine knows that it ended before the worker does.
                     asyncio.get_running_loop().call_later(0.005, say_end)
@@ -538,9 +541,7 @@ def test_a_request_that_the_engine_dropped_is_not_waited_for(serve, caplog):
 
 @pytest.fixture
 def score_server(serve) -> Server:
-    server = serve(enable_attention_instrumentation=True)
-    facts_file.write(FACTS)
-    return server
+    return serve(enable_attention_instrumentation=True)
 
 
 def blocks_of(*ranges: tuple[int, int], layers: tuple[int, ...] = (1, 3)) -> list[ScoreBlock]:
@@ -595,10 +596,11 @@ def test_full_scores_that_are_too_large_are_refused_before_and_as_they_grow(scor
     assert answer.json()["error"]["param"] == "attn_capture"
     assert "attn_capture of 5000 tokens takes more than" in answer.json()["error"]["message"]
     assert score_server.engine.salts == []
-    score_server.engine.blocks, score_server.engine.no_scores = blocks_of((0, 3)), "too many"
+    score_server.engine.no_scores = "too many"
     answer = asked(score_server, COMPLETIONS, prompt_of(COMPLETIONS, **FULL))
     assert answer.status_code == 400
     assert answer.json()["error"] | {"message": "", "type": ""} == {
         "message": "", "type": "", "param": "attn_capture", "code": answer.json()["error"]["code"]
     }  # fmt: skip
     assert answer.json()["error"]["message"] == "too many"
+    assert score_server.engine.closed == 1, "it is ended at once"

@@ -3,6 +3,9 @@ put back, and of rows whose token is not kept."""
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -94,16 +97,70 @@ def test_rows_whose_query_was_not_kept_are_left_out(scores):
     assert sorted(found[1]) == [0, 1, 2, 3, 4, 5, 7]
 
 
-def test_a_request_that_takes_too_much_is_told_why(scores, monkeypatch):
-    some = scores()
-    monkeypatch.setattr(full_scores, "SCORES_BYTES", 2 * LAYERS * HEADS * 9 * 9)
+@pytest.mark.parametrize("steps_past", [0, 1])
+def test_a_request_that_takes_too_much_is_told_why(scores, monkeypatch, steps_past):
+    """Not if only a step that was prepared past its end does."""
+    some, room = scores(), 9
+    monkeypatch.setattr(full_scores, "SCORES_BYTES", 2 * LAYERS * HEADS * room * room)
     req = some.request("r", 6, scores=[0, 1])
-    some.answer(req, tokens=8)
+    some.run((req, 6))()
+    some.decode(req, times=room - 6)
+    last = some.run((req, 1))
+    if steps_past:
+        some.decode(req, times=2)
+        last()
+    some.end(req)
     some.run()
-    some.recorder._reporter.report(f"{some.address} r", [], None)
-    some.said(req)
+    rows = scored(some, req)
     refused = [one.no_scores for one in some.reports if one.key == "r" and one.no_scores]
-    assert refused and "attn_capture of 10 tokens takes more than" in refused[0]
+    if steps_past:
+        assert "attn_capture of 10 tokens takes more than" in refused[0]
+    else:
+        assert not refused
+    assert sorted(rows[0]) == list(range(room))
+
+
+def test_a_step_that_is_read_after_its_request_began_again_is_dropped(scores):
+    some = scores()
+    req = some.request("r", 11, scores=[0, 1])
+    some.run((req, 11))()
+    some.decode(req, times=2)
+    stale = some.run((req, 1))
+    some.put_back(req)
+    again = some.run((req, 8))
+    stale(stale=True)
+    again()
+    some.run((req, req.num_output_tokens + 11 - 8))()
+    some.decode(req, times=2)
+    some.end(req)
+    some.run()
+    check_scores(some, req, scored(some, req), range(11 + req.num_output_tokens - 1))
+
+
+def test_what_was_taken_of_a_step_is_kept_no_longer_than_it_is_needed(scores, monkeypatch):
+    """By nothing that Python would have to look for: it may be large, and lies in pinned memory."""
+    some, kept = scores(), list[Any]()
+    req, own = some.request("r", 6, scores=[0, 1]), some.recorder._scores.end
+
+    def end(table: Any) -> Any:
+        found = own(table)
+        kept.extend(weakref.ref(each) for each in found.rows[0].found.values())
+        return found
+
+    monkeypatch.setattr(some.recorder._scores, "end", end)
+    gc.collect()
+    gc.disable()
+    try:
+        some.answer(req, tokens=3)
+        some.run()
+        assert len(kept) == 2 * 3 and len(scored(some, req)[0]) == 8
+        until = time.monotonic() + 10
+        # What is sent is let go by a thread of ZMQ's.
+        while any(each() is not None for each in kept) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not any(each() is not None for each in kept)
+    finally:
+        gc.enable()
 
 
 def test_nobody_else_is_looked_at(scores):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -17,6 +18,7 @@ from vllm_steps import LAYERS, VOCABULARY, Req, Steps  # noqa: E402
 from pipeline.engines.hidden_states import NOT_THE_LENS  # noqa: E402
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.vllm import model_hooks  # noqa: E402
+from pipeline.engines.vllm.model_process import layers as layers_module  # noqa: E402
 
 WIDTH, EXPERTS, USED = 6, 5, 2
 
@@ -29,12 +31,13 @@ class Tokens:
 class Model(torch.nn.Module):
     """As far as a lens looks at a model of vLLM's: it hands out hidden states after its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: type) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.norm_weight = torch.rand(WIDTH, generator=generator) + 0.5
         self.head = torch.randn((VOCABULARY, WIDTH), generator=generator)
-        self.model = SimpleNamespace(norm=lambda hidden: hidden * self.norm_weight)
+        self.model = decoder()
+        self.model.norm = lambda hidden: hidden * self.norm_weight
         self.handed_out: tuple[int, ...] = ()
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
@@ -49,14 +52,14 @@ class LensSteps(Steps):
     logits are of others than the last layer's."""
 
     wrong = False
-    model_type: type[torch.nn.Module] = Model
+    decoder: Any = None  # of the model; None for one that hands nothing out
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.states: dict[tuple[str, int, int], Any] = {}
         super().__init__(*given, **named)
 
     def made(self, runner: SimpleNamespace) -> None:
-        runner.model = self.model_type()
+        runner.model = torch.nn.Module() if self.decoder is None else Model(self.decoder)
         runner.vllm_config.model_config.skip_tokenizer_init = False
         model_hooks.with_hidden_states(None, runner)
 
@@ -82,7 +85,9 @@ class LensSteps(Steps):
 
 
 @pytest.fixture
-def lens(steps, monkeypatch):
+def lens(vllm, steps, monkeypatch):
+    monkeypatch.setattr(LensSteps, "decoder", vllm.EagleModelMixin)
+
     def make(**options: Any) -> LensSteps:
         given = {"return_attention_tokens": True, "layers": "all", "logit_lens": True} | options
         monkeypatch.setattr(ServeOptions, "from_environment", lambda _: ServeOptions(**given))
@@ -145,12 +150,18 @@ def test_what_is_not_the_models_lens_is_never_shown(lens):
     assert some.facts[-1].reasons["logit_lens"] == NOT_THE_LENS
 
 
-def test_a_model_that_hands_nothing_out_has_no_lens(lens, monkeypatch):
-    monkeypatch.setattr(LensSteps, "model_type", torch.nn.Module)
+@pytest.mark.parametrize("decoder", [None, SimpleNamespace], ids=["none", "by inheritance alone"])
+def test_a_model_that_hands_nothing_out_has_no_lens(lens, monkeypatch, decoder):
+    monkeypatch.setattr(LensSteps, "decoder", decoder)
     some = lens()
     reason = some.recorder.model.facts.reasons["logit_lens"]
     assert reason == "vLLM's class of this model does not hand out hidden states of its layers"
     assert some.runner.vllm_config.additional_config == {}
+
+
+def test_of_a_server_that_cannot_be_captured_nothing_is_handed_out(lens, monkeypatch):
+    monkeypatch.setattr(layers_module, "refusal", lambda runner: "pipeline parallelism")
+    assert lens().runner.model.handed_out == ()
 
 
 def test_a_server_that_starts_without_the_option_has_no_lens(lens):
@@ -176,7 +187,7 @@ class Router:
 class RoutedSteps(Steps):
     """Of a model whose second layer routes each token."""
 
-    sequence_parallel = monolithic = False
+    sequence_parallel = monolithic = several = False
 
     def __init__(self, *given: Any, runner_type: Any, **named: Any) -> None:
         self._type = runner_type
@@ -186,7 +197,8 @@ class RoutedSteps(Steps):
         moe = self._type()
         moe.layer_id, moe.router, moe.is_monolithic = 1, Router(), self.monolithic
         moe.moe_config = SimpleNamespace(is_sequence_parallel=self.sequence_parallel)
-        runner.model = torch.nn.ModuleList([moe])
+        others = [copy(moe)] if self.several else []
+        runner.model = torch.nn.ModuleList([moe, *others])
 
     def logits(self, req: Req, position: int) -> Any:
         generator = torch.Generator().manual_seed(crc32(f"{req.request_id} {position}".encode()))
@@ -243,6 +255,7 @@ def test_experts_are_those_of_the_rows_tokens(routed):
     [
         ("monolithic", "the experts of layer 1 are chosen where no hook sees it"),
         ("sequence_parallel", "ranks route tokens of their own"),
+        ("several", "layer 1 has several routers, of tokens of several kinds"),
     ],
 )
 def test_experts_that_no_hook_sees_are_refused_by_name(routed, field, reason):
@@ -260,6 +273,19 @@ def test_a_graph_that_is_captured_while_nobody_asks_keeps_them(routed):
     for row, own in enumerate(logits):
         expected = own.topk(USED).indices.tolist()
         assert found.of_row(row)[1].experts.tolist() == expected
+
+
+def test_of_a_router_that_did_not_run_nothing_is_known(routed):
+    some = routed()
+    req = some.request("r", 5, routing=True)
+    some.run((req, 5))()
+    some.decode(req)
+    some.ran = lambda at, padding: Steps.ran(some, at, padding)
+    some.decode(req, times=2)
+    some.end(req)
+    entries, _ = some.ended(req)
+    of_layer = [entry for entry in entries if entry["layer_id"] == 1]
+    assert ["top_experts" in entry for entry in of_layer] == [True, False, False]
 
 
 def test_of_layers_that_are_not_captured_experts_are_not_known(routed):

@@ -103,6 +103,16 @@ def runner_of(
     )  # fmt: skip
 
 
+class Output:
+    """As far as the plug-in looks at vLLM's `AsyncOutput`."""
+
+    def __init__(self, sampled: list[list[int]]) -> None:
+        self._sampled = sampled
+
+    def get_output(self) -> SimpleNamespace:
+        return SimpleNamespace(sampled_token_ids=self._sampled)
+
+
 class Steps:
     """Runs steps as vLLM does: scheduled, begun, prepared, run layer by layer, sampled, and later
     read by the engine. What was said of requests goes through a socket.
@@ -226,7 +236,7 @@ class Steps:
             [FIRST_TOKEN + length - len(req.prompt)] if length >= req.prefill else []
             for req, length in zip(reqs, lengths, strict=True)
         ]
-        output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=sampled))
+        output = Output(sampled)
         self.recorder.results(output, self.ran(at, padding))
 
         def read(*, stale: bool = False) -> None:

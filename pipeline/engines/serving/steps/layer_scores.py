@@ -20,6 +20,8 @@ from capture_kernels.scores.plain import PlainScoresPlan
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.request import CaptureRequest
 
+from .transfers import to_device
+
 # With fewer queries a kernel would be compiled, and launched, for little.
 FEWEST_FOR_KERNEL = 32
 
@@ -80,7 +82,7 @@ class LayerScores:
     def take_written(self, rows: list[int]) -> Tensor:
         """int64[L, rows]: how many keys rows of a decode step had when their queries were kept.
         What a later step does not write does not look like its own."""
-        found = self._written[:, rows]
+        found = self._written[:, to_device(rows, self._device)]
         self._written.zero_()
         return found
 
@@ -114,12 +116,3 @@ class LayerScores:
 
         # The same for prompts of all lengths, as a kernel that is compiled holds up the server.
         return ScoresPlan(tuning=prompt_tuning(kind.head_dim), **own)
-
-
-def on_its_way(found: Tensor) -> Tensor:
-    """The same on the host, with its copy under way. Scores of a prompt are as large as a request
-    may have: no step holds several of them on the device."""
-    if not found.is_cuda:
-        return found
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    return host.copy_(found, non_blocking=True)

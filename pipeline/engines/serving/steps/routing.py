@@ -67,6 +67,10 @@ class RoutingBuffer:
         kept.entropy[index, here] = torch.special.entr(p).sum(dim=-1)
         self._scales[index] = 1 / math.log(max(logits.shape[-1], 2))
 
+    def forget(self) -> None:
+        """Before a step: of a router that does not run in it nothing is known."""
+        self._kept.entropy.fill_(torch.nan)
+
     def results(self, rows: int | Tensor) -> RoutingRows:
         """Copies for the first rows of the step that ran last, or for those of the given numbers,
         int64[R]."""
@@ -91,8 +95,9 @@ class HostRouting:
         self._entropy: list[list[float]] = entropy.clip(0, 1).tolist()
 
     def of_row(self, row: int) -> dict[int, Routing]:
-        """The routing of one row by layer."""
+        """The routing of one row by layer, without those that are not known."""
         return {
             number: Routing(self._experts[index, row], self._entropy[index][row])
             for number, index in self._at.items()
+            if not math.isnan(self._entropy[index][row])
         }

@@ -14,8 +14,9 @@ from torch import Tensor
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest, RequestError
-from pipeline.engines.serving.steps.layer_scores import LayerScores, on_its_way
+from pipeline.engines.serving.steps.layer_scores import LayerScores
 from pipeline.engines.serving.steps.states import RequestState
+from pipeline.engines.serving.steps.transfers import on_its_way
 
 
 @dataclass(eq=False)

@@ -100,7 +100,8 @@ class CapturedModel(ServedModel):
         """The routers of the captured layers; None if there are none that can be captured."""
         if not self._routers or "moe_routing" in self.facts.reasons:
             return None
-        return Routers(self._routers, runner.max_num_tokens, runner.device)
+        of_layers = {number: own for number, (own,) in self._routers.items()}
+        return Routers(of_layers, runner.max_num_tokens, runner.device)
 
     def lens(self, runner: Any, refused: Callable[[ModelFacts], None]) -> LensTap | None:
         """What looks at hidden states after the captured layers; None without a lens.

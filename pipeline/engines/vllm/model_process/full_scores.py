@@ -5,7 +5,7 @@ of every generated token, as blocks of rows that go to the process that answers 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipeline.engines.serving.full_scores import check_room
 from pipeline.engines.serving.request import RequestError
-from pipeline.engines.serving.steps.layer_scores import LayerScores, on_its_way
+from pipeline.engines.serving.steps.layer_scores import LayerScores
+from pipeline.engines.serving.steps.transfers import on_its_way
 
 from .layers import LayerKeys
 from .states import ScoreRows, StepScores, VllmState
@@ -49,11 +50,11 @@ class ScoreTap:
         begin = max(first, state.score_noted)
         if request.scores is None or state.no_scores is not None or begin >= after:
             return
+        tokens = max(after, state.collector.prompt_len)
         try:
-            tokens = max(after, state.collector.prompt_len)
             check_room(tokens, self._of_layers.heads_of(request))
         except RequestError as error:
-            state.no_scores = error.message
+            state.no_scores, state.too_many = error.message, tokens
             return
         state.score_noted = after
         self._rows.append(ScoreRows(index, state, row + begin - first, begin, after))
@@ -80,21 +81,21 @@ class ScoreTap:
             if number in rows_of.found:
                 rows_of.found[number] = on_its_way(rows_of.found[number])
 
-    def end(self, tables: Mapping[int, Tensor] | None) -> StepScores | None:
+    def end(self, table: Callable[[int], Tensor] | None) -> StepScores | None:
         """After a step: its scores, on their way to the host or on the device; None if nobody asks.
 
         Args:
-            tables: of a decode step, each layer's table of pages; None of others.
+            table: of a decode step, gives a layer's table of pages; None of others.
         """
         rows, self._rows = self._rows, []
         if not rows:
             return None
         written = None
-        if tables is not None:
+        if table is not None:
             for number in self._run_with:
                 for each in rows:
                     kept = self._of_layers.kept(number)[each.row :]
-                    self._take(each, number, kept, tables[number])
+                    self._take(each, number, kept, table(number))
             written = self._of_layers.take_written([each.row for each in rows])
         return StepScores(rows, written, self._of_layers.layers)
 

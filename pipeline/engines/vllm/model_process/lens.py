@@ -23,6 +23,7 @@ from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_no
 from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.steps.lens import deviation_of, likely_tokens
 from pipeline.engines.serving.steps.states import NotedRow
+from pipeline.engines.serving.steps.transfers import to_device
 
 from .states import LensStep
 
@@ -72,16 +73,13 @@ class LensTap:
             self._give_up("the model hands out other hidden states than it was asked for")
             return None
         of_layer = {number: after_layers[i] for i, number in enumerate(self._numbers)}
-        # Of a layer at a time, so that rows are gathered once; `by_row` has the same order.
-        states = [
-            of_layer[number][[tokens[at] for at, _ in asked]]
-            for number in (self._layers[layer] for layer in self._asked_layers(asked))
-        ]
+        # All asked rows of one layer, then of the next, as `by_row` takes them.
+        rows = to_device([tokens[at] for at, _ in asked], hidden.device)
+        states = [of_layer[self._layers[layer]][rows] for layer in self._asked_layers(asked)]
         count = max(note.state.collector.request.lens for _, note in asked)
         likely = likely_tokens(torch.cat(states), self._logits, count, self._vocabulary)
-        first = tokens[asked[0][0]]
-        last = of_layer[self._numbers[-1]][first : first + 1]
-        own = self._model.compute_logits(hidden[first : first + 1])
+        last = of_layer[self._numbers[-1]][rows[:1]]
+        own = self._model.compute_logits(hidden[rows[:1]])
         deviation = deviation_of(self._logits(last)[0], own[0])
         return LensStep(asked, likely, deviation, time.perf_counter() - began)
 
@@ -132,7 +130,7 @@ def decoder_of(model: Any) -> Any:
 
 def lens_refusal(runner: Any, ranks: int) -> str | None:
     """Why there is no lens of this model; None if there is one."""
-    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 
     if ranks > 1:
         return "with tensor parallelism the head's vocabulary lies on several ranks"
@@ -140,7 +138,11 @@ def lens_refusal(runner: Any, ranks: int) -> str | None:
         return "a draft of speculative decoding takes the hidden states"
     if runner.vllm_config.model_config.skip_tokenizer_init:
         return "--skip-tokenizer-init leaves tokens without a text"
-    if not supports_eagle3(runner.model):
+    if not isinstance(runner.vllm_config.additional_config, dict):
+        return "--additional-config is no dictionary"
+    # Some classes have the first by inheritance, and others' layers.
+    hands_out = supports_eagle3(runner.model)
+    if not (hands_out and isinstance(decoder_of(runner.model), EagleModelMixin)):
         return "vLLM's class of this model does not hand out hidden states of its layers"
     if last_norm(decoder_of(runner.model)) is None:
         return "the model has no norm after its layers"

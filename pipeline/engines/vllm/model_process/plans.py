@@ -19,7 +19,7 @@ from pipeline.engines.serving.steps.layer_scores import LayerScores
 from pipeline.engines.serving.steps.ranks import Ranks
 
 from .captured_model import CapturedModel
-from .layers import LayerKeys, kinds_of
+from .layers import LayerKeys, kinds_of, ranks_of_this_process
 
 
 def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
@@ -38,7 +38,7 @@ def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
     """What capture takes of the device's memory, known before there is a KV cache."""
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 
-    model = CapturedModel(runner, options)
+    model = CapturedModel(runner, options, ranks_of_this_process().count)
     # As vLLM will group them, of whose groups each has a table of pages.
     groups = get_kv_cache_groups(runner.vllm_config, deepcopy(runner.get_kv_cache_spec()))
     of_layers = group_of_layers(groups)
@@ -48,9 +48,7 @@ def bytes_of_capture(runner: Any, options: ServeOptions) -> int:
     return sum(each.bytes for each in (*made, model.routers(runner)) if each is not None)
 
 
-def layer_scores(
-    runner: Any, model: CapturedModel, tables: Mapping[int, Hashable]
-) -> LayerScores:  # fmt: skip
+def layer_scores(runner: Any, model: CapturedModel, tables: Mapping[int, Hashable]) -> LayerScores:
     """The layers of full scores. tables: as `kinds_of` takes them."""
     return LayerScores(
         kinds_of(model.score_layers, tables), max_rows=runner.max_num_reqs + GRAPH_PADDING,

@@ -24,6 +24,7 @@ from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest, wants_lists
+from pipeline.engines.serving.steps.transfers import to_device
 
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
@@ -57,8 +58,8 @@ class Recorder(RequestRecorder):
     ) -> None:
         ranks = ranks or Ranks()
         self.model = model = CapturedModel(runner, options, ranks.count)
-        self._device = runner.device
-        self.on_gpu = torch.device(self._device).type == "cuda"
+        self._device = torch.device(runner.device)
+        self.on_gpu = self._device.type == "cuda"
         self._keys = keys_of(runner, model)
         tables = {number: keys.table for number, keys in self._keys.items()}
         kinds = kinds_of(model.layers, tables)
@@ -120,6 +121,8 @@ class Recorder(RequestRecorder):
         self._stage = Stage.REPLAYED
         firsts, counts = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
         self._is_decode = is_decode = max(counts) == 1
+        if self._routers is not None:
+            self._routers.forget()
         self._rows = batch.num_reqs if is_decode else 0
         starts = batch.query_start_loc_np.tolist()
         for index, name in enumerate(batch.req_ids):
@@ -151,8 +154,7 @@ class Recorder(RequestRecorder):
             [note.position + 1 for note in noted],
             self._queries,
         ]
-        table = torch.tensor(columns, dtype=torch.int64, pin_memory=self.on_gpu)
-        requests, keys, queries = table.to(self._device, non_blocking=True)
+        requests, keys, queries = to_device(columns, self._device)
         self._extend = (requests, keys, queries)
 
     def _note(self, index: int, state: VllmState | None, first: int, after: int) -> None:
@@ -303,16 +305,20 @@ class Recorder(RequestRecorder):
             result = original()
             step.sampled.extend(result.sampled_token_ids)
             self._sampled.append(step)
+            # It holds what was taken, and would keep that until Python looks for circles.
+            del output.get_output
             return result
 
         output.get_output = get_output
 
     def _taken(self, ran: Any) -> StepTaken:
         """What was captured of the step that has run, on the device."""
-        tables = None
-        if self._is_decode:
-            tables = {n: ran.attn_metadata[name].block_table for n, name in self._names.items()}
-        scores = self._scores.end(tables)
+
+        def table(number: int) -> Tensor:
+            found: Tensor = ran.attn_metadata[self._names[number]].block_table
+            return found
+
+        scores = self._scores.end(table if self._is_decode else None)
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return StepTaken(None, scores=scores)
@@ -332,7 +338,7 @@ class Recorder(RequestRecorder):
 
     def _copied(self, taken: StepTaken) -> tuple[StepTaken, Any]:
         """The same on its way to the host, and the event that says that it is there."""
-        if self._copy_stream is None or taken == StepTaken(None):
+        if self._copy_stream is None or taken.is_empty:
             return taken, None
         stream = self._copy_stream
 
@@ -360,7 +366,7 @@ class Recorder(RequestRecorder):
                 if state.times == times:
                     state.tokens += step.sampled[index]
             # With several ranks requests are captured to their ends, but nothing is said of them.
-            if step.taken == StepTaken(None) or self._budget.exceeded:
+            if step.taken.is_empty or self._budget.exceeded:
                 continue
             if step.copied is not None:
                 step.copied.synchronize()
@@ -377,10 +383,11 @@ class Recorder(RequestRecorder):
         found, routing, lens, scores = step.taken
         # A request that was put back since then is run again.
         current = {i: state for i, state, times in step.requests if state.times == times}
-        for number, rows in enumerate([] if scores is None else scores.rows):
-            if scores is not None and rows.request in current:
-                rows.state.add_blocks(scores.blocks(number), rows.end)
-                rows.state.collector.add_seconds(rows.seconds)
+        if scores is not None:
+            for number, rows in enumerate(scores.rows):
+                if rows.request in current:
+                    rows.state.add_blocks(scores.blocks(number), rows.end)
+                    rows.state.collector.add_seconds(rows.seconds)
         if found is None:
             return
         host = HostRows(found)

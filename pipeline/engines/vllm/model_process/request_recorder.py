@@ -78,7 +78,9 @@ class RequestRecorder(BaseRecorder):
         for name, kept in decided.kept.items():
             if (state := self._states.get(name)) is not None:
                 self._settle(state, kept, recorded)
-                self._report(state, None, state.take_blocks(kept, has_ended=False))
+                self._report(
+                    state, None, state.take_blocks(kept, has_ended=False), state.refusal(kept)
+                )
         for state, kept in self._ended:
             self._settle(state, kept, recorded)
             state.waiting.clear()
@@ -143,15 +145,16 @@ class RequestRecorder(BaseRecorder):
                 recorded.setdefault(id(row.found), (row, []))[1].append(made)
 
     def _report(
-        self, state: VllmState, usage: dict[str, Any] | None, blocks: Sequence[ScoreBlock] = ()
-    ) -> None:
+        self, state: VllmState, usage: dict[str, Any] | None, blocks: Sequence[ScoreBlock] = (),
+        no_scores: str | None = None,
+    ) -> None:  # fmt: skip
         entries, state.entries = state.entries, []
         to = state.collector.request.reply
         if to is None or state.ended or not self.ranks.answers:
             return
         state.ended = usage is not None
-        if entries or blocks or usage is not None:
-            self._reporter.report(to, entries, usage, blocks, state.no_scores)
+        if entries or blocks or usage is not None or no_scores is not None:
+            self._reporter.report(to, entries, usage, blocks, no_scores)
 
     def fail(self) -> None:
         """Switch capture off for good."""

@@ -9,7 +9,7 @@ Source: vLLM 0.33.0, model_executor/layers/fused_moe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -59,17 +59,22 @@ def observed(compute: Callable[..., Any], index: int, observe: Observe) -> Calla
     return compute_routing
 
 
-def routers_of(model: Any) -> dict[int, Any]:
-    """The `MoERunner` of each layer that has one, by number."""
+def routers_of(model: Any) -> dict[int, list[Any]]:
+    """The `MoERunner`s of each layer that has some, by number."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    found = {module.layer_id: module for module in model.modules() if isinstance(module, MoERunner)}
-    return dict(sorted(found.items()))
+    found: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            found.setdefault(module.layer_id, []).append(module)
+    return found
 
 
-def routing_refusal(runners: Mapping[int, Any]) -> str | None:
+def routing_refusal(runners: Mapping[int, Sequence[Any]]) -> str | None:
     """Why the routing of these layers cannot be captured; None if it can."""
-    for number, runner in sorted(runners.items()):
+    for number, (runner, *others) in sorted(runners.items()):
+        if others:
+            return f"layer {number} has several routers, of tokens of several kinds"
         if runner.is_monolithic or not hasattr(runner.router, "_compute_routing"):
             return (
                 f"the experts of layer {number} are chosen where no hook sees it: try another "

@@ -26,7 +26,7 @@ class VllmState(RequestState):
     position of the last row that a step was prepared with; times: how often it was put back and
     began again; waiting: rows whose token may yet not be kept, ascending; score_blocks: the same of
     full scores, of which `scored` is the end, and `score_noted` the end of those that a step was
-    prepared with; no_scores: why none are taken any more."""
+    prepared with; no_scores: why none are taken any more, if an answer has `too_many` tokens."""
 
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -36,6 +36,7 @@ class VllmState(RequestState):
     score_blocks: deque[ScoreBlock] = field(default_factory=deque)
     score_noted: int = 0
     no_scores: str | None = None
+    too_many: int = 0
 
     def token_at(self, position: int) -> int:
         before = len(self.prompt)
@@ -69,6 +70,12 @@ class VllmState(RequestState):
             if block.begin < end:
                 taken.append(block.before(end))
         return taken
+
+    def refusal(self, kept: int) -> str | None:
+        """Why its full scores cannot be given, once so many tokens are kept; None if they can. A
+        step past its end may have been prepared, of which nothing is needed."""
+        prompt = self.collector.prompt_len
+        return self.no_scores if max(prompt, prompt + kept - 1) >= self.too_many else None
 
     def add(self, row: WaitingRow) -> None:
         """Have a row wait, unless it was computed before the request was put back."""
@@ -157,6 +164,10 @@ class StepTaken(NamedTuple):
     routing: RoutingRows | None = None
     lens: LensStep | None = None
     scores: StepScores | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.found is None and self.scores is None
 
     def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepTaken:
         return StepTaken(
