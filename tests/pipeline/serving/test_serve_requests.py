@@ -117,7 +117,7 @@ def test_every_field_narrows():
     request = parse(wanted)
     assert request == CaptureRequest(
         mode="sketch", top_k=7, layers=[3], heads=[0, 2], mask_prefix=9, prompt_rows=4, hubs=True,
-        scores=[7], max_steps=4096,
+        scores=[7], score_heads=2, max_steps=4096,
     )  # fmt: skip
     assert parse({"extra_body": wanted}) == request
     assert parse({**ASK, "include_prompt_attention": True}).prompt_rows == 1
