@@ -7,7 +7,7 @@ captured on its way into responses.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import cache
 from typing import Any, NoReturn
@@ -102,7 +102,7 @@ async def heard(
     try:
         outputs = original(self, prompt, sampling_params, request_id, *given, **named)
         if reply is not None and reply.scores is not None:
-            outputs = until_refused(outputs, reply)
+            outputs = until_refused(outputs, reply)  # type: ignore[arg-type]
         async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 has_ended |= output.finished
@@ -148,23 +148,29 @@ def scores_of(current: Heard, wanted: CaptureRequest, prompt: dict[str, Any]) ->
     )  # fmt: skip
 
 
-async def until_refused(outputs: AsyncIterator[Any], reply: Reply) -> AsyncIterator[Any]:
+async def until_refused(outputs: AsyncGenerator[Any], reply: Reply) -> AsyncGenerator[Any]:
     """A request's outputs; once its scores have become too large it is ended, as nobody can use
     what it would go on to say."""
     refused = asyncio.create_task(reply.refused.wait())
+    coming: asyncio.Future[Any] | None = None
     try:
         while True:
             coming = asyncio.ensure_future(anext(outputs))
             await asyncio.wait({coming, refused}, return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
-                coming.cancel()  # with which vLLM aborts it
-                await asyncio.wait({coming})
                 return
-            yield coming.result()
-    except StopAsyncIteration:
-        return
+            try:
+                output = coming.result()
+            except StopAsyncIteration:
+                return
+            yield output
     finally:
         refused.cancel()
+        # With this vLLM aborts the request, also where nobody waits for its answer any more.
+        if coming is not None and not coming.done():
+            coming.cancel()
+            await asyncio.wait({coming})
+        await outputs.aclose()
 
 
 async def put_scores(current: Heard, reply: Reply, prompt: int, tokens: int) -> None:

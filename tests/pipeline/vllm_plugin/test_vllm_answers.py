@@ -92,6 +92,7 @@ class Engine:
         self.closed, self.ends, self.fails, self.past_end, self.tag = 0, True, False, 0, ""
         self.blocks: list[ScoreBlock] = []
         self.no_scores: str | None = None
+        self.waits = 0.0  # before its last output
         self.salts: list[str | None] = []
 
     def get_tokenizer(self) -> Tokenizer:
@@ -134,6 +135,8 @@ class Engine:
                 finished = step == STEPS
                 if to is not None and not finished:
                     say(step)
+                if finished:
+                    await asyncio.sleep(self.waits)
                 if finished and self.no_scores is not None:
                     self.reporter.report(to, [], None, (), self.no_scores)
                     await asyncio.sleep(2 * PATIENCE_S)
@@ -466,14 +469,17 @@ def test_a_request_that_fails_is_listened_for_no_longer(serve):
     served(test, server.app)
 
 
-def test_a_client_that_goes_away_ends_what_the_engine_does_for_it(serve):
-    """vLLM closes the generator then."""
+@pytest.mark.parametrize("scores", [{}, {"scores": [1], "score_heads": 8}], ids=["", "scores"])
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_a_client_that_goes_away_ends_what_the_engine_does_for_it(serve, scores, how):
+    """vLLM closes the generator then, or cancels the task that waits for it."""
     server = serve()
+    server.engine.waits = 2 * PATIENCE_S
 
     async def test(client: httpx.AsyncClient) -> None:
         current = answers.Heard(secret=server.options.secret)
         token = CURRENT.set(current)
-        wanted = CaptureRequest(layers=[1]).signed(server.options.secret)
+        wanted = CaptureRequest(layers=[1], **scores).signed(server.options.secret)
         params = SimpleNamespace(
             extra_args={"attn": wanted}, output_kind=SimpleNamespace(name="DELTA")
         )
@@ -482,12 +488,21 @@ def test_a_client_that_goes_away_ends_what_the_engine_does_for_it(serve):
         )
         await anext(outputs)
         assert len(answers.replies().waiting) == 1
+        if how == "cancelled":
+            waiting = asyncio.create_task(rest_of(outputs))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.wait({waiting})
         await outputs.aclose()
         CURRENT.reset(token)
         # At once, and not when Python finds that nobody holds them.
         assert answers.replies().waiting == {} and server.engine.closed == 1
 
     served(test, server.app)
+
+
+async def rest_of(outputs: AsyncIterator[Any]) -> list[Any]:
+    return [output async for output in outputs]
 
 
 async def heard_of(
