@@ -106,7 +106,7 @@ class Sender:
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
         self._socket = self._context.socket(zmq.PUSH)
-        self._socket.linger = 0  # `close` waits itself, to know what stayed behind
+        self._socket.linger = 0  # until `_end`: `close` waits itself, to know what stayed behind
         self._socket.sndhwm = ZMQ_MESSAGES
         self._socket.immediate = True  # nothing is handed over while nobody is there
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
@@ -275,6 +275,9 @@ class Sender:
                 self._dropped = self._dropped.plus(rows)
             self._queued = 0
             self._changed.notify_all()
+        # ZMQ lets go of a message that it has encrypted, and may not have written all of it.
+        left = 0.0 if False in is_done else max(self._deadline - time.monotonic(), 0.0)
+        self._socket.linger = round(1_000 * left)
         self._socket.close()
         if self._own_context:
             self._context.term()

@@ -293,6 +293,27 @@ def test_with_curve_keys_only_a_known_sender_is_heard(context, records, tmp_path
     authenticator.stop()
 
 
+def test_with_curve_keys_a_large_message_arrives_whole_though_its_sender_closes(
+    context, records, tmp_path
+):
+    """ZMQ lets go of it once it is encrypted, which is long before all of it is written."""
+    curve.make_keys(tmp_path)
+    keys, batch, senders = curve.server_keys(tmp_path), records(60_000), 4
+    authenticator = keys.authenticator(context)
+    with context.socket(zmq.PULL) as socket:
+        socket.rcvtimeo, socket.linger = PATIENCE_MS, 0
+        keys.apply(socket)
+        socket.bind("tcp://127.0.0.1:*")
+        for _ in range(senders):
+            sender = Sender(address_of(socket), curve_keys=tmp_path, max_rows=len(batch))
+            sender.send(batch)
+            sender.close()
+            assert sender.sent == Tally(1, len(batch))
+            found = decode(socket.recv(), max_rows=len(batch), max_bytes=1 << 26)
+            assert found.batch.num_rows == len(batch)
+    authenticator.stop()
+
+
 def test_an_address_off_this_machine_needs_keys(tmp_path):
     with pytest.raises(OptionError, match="give --curve-keys DIR"):
         Sender("tcp://gpu-7:9001")
