@@ -46,12 +46,16 @@ class ScoreBlock(NamedTuple):
     begin: int
     rows: Halves
 
+    @property
+    def end(self) -> int:
+        """The position after its last row."""
+        return self.begin + len(self.rows)
+
     def before(self, end: int) -> ScoreBlock:
         """Its rows before a position."""
-        count = min(len(self.rows), end - self.begin)
-        if count == len(self.rows):
+        if self.end <= end:
             return self
-        kept = self.rows[:count, :, : self.begin + count]
+        kept = self.rows[: end - self.begin, :, :end]
         return ScoreBlock(self.layer, self.begin, np.ascontiguousarray(kept))
 
 

@@ -150,11 +150,9 @@ class ServeOptions:
         bool, False,
     )  # fmt: skip
     logit_lens: bool = option(
-        "--attention-logit-lens",
-        "Let clients ask for attention_logit_lens (SGLang, vLLM).",
-        bool,
-        False,
-    )
+        "--attention-logit-lens", "Let clients ask for attention_logit_lens (SGLang, vLLM).",
+        bool, False,
+    )  # fmt: skip
     layout: Layout = option(
         "--attention-layout", "Vector layout: log16 or layered.", Layout, Layout.LOG16
     )

@@ -139,6 +139,22 @@ def test_of_one_captured_layer_the_last_one_is_handed_out_for_the_check(lens):
     assert check_lens(some, req, entries, 2) == 2
 
 
+def test_it_is_compared_with_the_models_logits_until_it_was_right_once(lens, monkeypatch):
+    some, rows = lens(), list[int]()
+    own = Model.compute_logits
+
+    def counted(model: Model, hidden: Any) -> Any:
+        rows.append(len(hidden))
+        return own(model, hidden)
+
+    monkeypatch.setattr(Model, "compute_logits", counted)
+    req = some.request("r", 4, lens=2)
+    some.answer(req, tokens=4)
+    some.run()
+    # The lens of both layers in three steps, and in the first two logits more.
+    assert rows == [LAYERS, 1, 1, LAYERS, LAYERS]
+
+
 def test_what_is_not_the_models_lens_is_never_shown(lens):
     some = lens()
     some.wrong = True
@@ -180,7 +196,7 @@ class Router:
         self, hidden_states: Any, router_logits: Any, indices_type: Any, *, input_ids: Any = None
     ) -> tuple[Any, Any]:
         best = router_logits.softmax(-1).topk(USED)
-        # In an order of its own: that of the weights is the plug-in's.
+        # The smallest weight first: the plug-in has to put them in order.
         return best.values.flip(-1), best.indices.flip(-1)
 
 

@@ -180,14 +180,15 @@ class Recorder(RequestRecorder):
         state.noted = wanted[-1]
 
     def prepare_dummy(self) -> None:
-        """A step of no requests, as graphs are captured with: none of its rows is captured."""
+        """A step of no requests: none of its rows is captured. Those that vLLM captures graphs of
+        are not announced."""
         self._clear()
         self._stage = Stage.REPLAYED
 
     @ends_capture_not_serving
     def routed(self, index: int, experts: Tensor, weights: Tensor, logits: Tensor) -> None:
-        """The router of a captured layer has run over all tokens of a step. Whether or not anybody
-        asks for them now: it may be one that a CUDA graph is captured of, which nothing tells."""
+        """The router of a captured layer has run over all tokens of a step. Its choices are kept
+        whether or not anybody asks now: a CUDA graph may be captured of the step."""
         if self._routers is not None:
             self._routers.keep(index, experts, weights, logits)
 

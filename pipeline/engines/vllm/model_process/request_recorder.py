@@ -78,14 +78,11 @@ class RequestRecorder(BaseRecorder):
         for name, kept in decided.kept.items():
             if (state := self._states.get(name)) is not None:
                 self._settle(state, kept, recorded)
-                self._report(
-                    state, None, state.take_blocks(kept, has_ended=False), state.refusal(kept)
-                )
+                self._report(state, None, state.take_blocks(kept), state.refusal(kept))
         for state, kept in self._ended:
             self._settle(state, kept, recorded)
             state.waiting.clear()
-            blocks = state.take_blocks(kept, has_ended=True)
-            self._report(state, state.usage(self.off), blocks)
+            self._report(state, state.usage(self.off), state.take_blocks(kept))
         if self._records is not None:
             for row, rows in recorded.values():
                 self._records.put(StepRows(rows, row.found.mean, row.at))

@@ -57,25 +57,24 @@ class VllmState(RequestState):
             self.scored = end
             self.score_blocks.extend(blocks)
 
-    def take_blocks(self, kept: int, *, has_ended: bool) -> list[ScoreBlock]:
-        """Take the blocks whose rows led to one of so many tokens that are kept, and those of the
-        prompt. The others of a request that has ended belong to no answer."""
+    def _fed(self, kept: int) -> int:
+        """How many tokens were fed to the model for an answer that has so many: all but its last,
+        and the whole prompt."""
         prompt = self.collector.prompt_len
-        end, taken = max(prompt, prompt + kept - 1), []
-        while self.score_blocks:
-            block = self.score_blocks[0]
-            if block.begin + len(block.rows) > end and not has_ended:
-                break
-            self.score_blocks.popleft()
-            if block.begin < end:
-                taken.append(block.before(end))
+        return max(prompt, prompt + kept - 1)
+
+    def take_blocks(self, kept: int) -> list[ScoreBlock]:
+        """Take the blocks whose rows led to one of so many tokens that are kept, and those of the
+        prompt."""
+        end, taken = self._fed(kept), []
+        while self.score_blocks and self.score_blocks[0].end <= end:
+            taken.append(self.score_blocks.popleft())
         return taken
 
     def refusal(self, kept: int) -> str | None:
         """Why its full scores cannot be given, once so many tokens are kept; None if they can. A
         step past its end may have been prepared, of which nothing is needed."""
-        prompt = self.collector.prompt_len
-        return self.no_scores if max(prompt, prompt + kept - 1) >= self.too_many else None
+        return self.no_scores if self._fed(kept) >= self.too_many else None
 
     def add(self, row: WaitingRow) -> None:
         """Have a row wait, unless it was computed before the request was put back."""
@@ -132,16 +131,17 @@ class StepScores(NamedTuple):
 class LensStep(NamedTuple):
     """The lens of a step. noted: its asked rows, with their numbers among the noted ones; likely:
     of all pairs of these and a layer of their request; deviation: of the lens after the last layer
-    from the model's own logits, float32[]; seconds: spent on it."""
+    from the model's own logits, float32[], None once that was small; seconds: spent on it."""
 
     noted: list[tuple[int, NotedRow]]
     likely: LikelyTokens
-    deviation: Tensor
+    deviation: Tensor | None
     seconds: float
 
     def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> LensStep:
         likely = LikelyTokens(*map(copy_tensor, self.likely))
-        return self._replace(likely=likely, deviation=copy_tensor(self.deviation))
+        deviation = None if self.deviation is None else copy_tensor(self.deviation)
+        return self._replace(likely=likely, deviation=deviation)
 
 
 class WaitingRow(NamedTuple):
