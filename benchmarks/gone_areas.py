@@ -57,7 +57,7 @@ def run_of(rows: Rows) -> Run:
     projection = Moments.of(rows.vectors, rows.layout, requests).projection()
     points = np.ascontiguousarray(projection(rows.vectors, rows.layout))
     near, _ = ENGINE.neighbors(points, points, NEIGHBORS + 1)
-    found = areas_of(near[:, 1:], requests, 0)
+    found = areas_of(near[:, 1:], requests, 0).found
     return Run(
         rows, projection, points, KnownAreas(found, even(rows), core_requests(found, requests))
     )

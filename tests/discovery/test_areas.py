@@ -49,14 +49,14 @@ def test_places_far_apart_are_one_area_where_the_same_requests_have_them(monkeyp
     rows, requests, tasks = rows_of_tasks(60, 40, 0)
     near = neighbors_of(rows)
     monkeypatch.setattr(areas, "AREAS", 3)
-    found = areas_of(near, requests, 0)
+    found = areas_of(near, requests, 0).found
     assert found.area.dtype == np.int32 and found.share.dtype == np.float32
     assert adjusted_rand_score(tasks, found.area) > 0.7
     # Its core has fewer rows of others.
     core = found.core
     assert 0.3 < len(core) / len(rows) < 1.0
     assert adjusted_rand_score(tasks[core], found.area[core]) > 0.9
-    again = areas_of(near, requests, 0)
+    again = areas_of(near, requests, 0).found
     assert np.array_equal(found.area, again.area) and np.array_equal(found.share, again.share)
     # By the rows alone they are not to be told from the others: k-means takes what is near.
     by_place = KMeans(3, n_init=10, random_state=0).fit_predict(rows)
@@ -66,7 +66,7 @@ def test_places_far_apart_are_one_area_where_the_same_requests_have_them(monkeyp
 @pytest.mark.parametrize("requests", [1, 2, 24])
 def test_too_few_requests_have_no_areas(requests):
     rows, of, _ = rows_of_tasks(requests, 50, 1)
-    found = areas_of(neighbors_of(rows), of, 0)
+    found = areas_of(neighbors_of(rows), of, 0).found
     assert np.array_equal(found.area, np.full(len(rows), -1)) and not len(found.core)
 
 
@@ -82,7 +82,7 @@ def test_requests_that_share_nothing_or_everything_have_areas(kind):
     elif kind == "points":
         rows, requests = rows[np.arange(1_500) % 10], requests % 50
     near = neighbors_of(rows.astype(np.float32))
-    found = areas_of(near, requests, 0)
+    found = areas_of(near, requests, 0).found
     assert found.area.min() >= 0 and np.isfinite(found.share).all()
     assert 0 <= found.share.min() <= found.share.max() <= 1
 

@@ -18,6 +18,7 @@ from test_regions import atoms_of, neighbors_of, regions_by_place
 
 from benchmarks.common import SAMPLE, make_store, read_records
 from discovery.algorithms.consensus import profiled
+from discovery.algorithms.consensus.areas import areas_of
 from discovery.algorithms.consensus.clusters import CONTINUUM, halves, stable_clusters
 from discovery.algorithms.consensus.found_again import CHANCE
 from discovery.algorithms.consensus.profiled import MANY_REQUESTS, parts_found, profiled_regions
@@ -106,7 +107,8 @@ def regions_by_profile(
         halves(requests, RNG(0))[:REGIONS_OF_HALVES],
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
-        return profiled_regions(of, RNG(1), pool)
+        areas = pool.submit(areas_of, of.near, of.requests, 1)
+        return profiled_regions(of, areas, RNG(1), pool)
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ def checked(
             )
         )
         whole = asyncio.run(generate(url, longest, attn_capture=1))
-    check_full_scores(whole, longest, model, list(range(layers)), share)
+    errors += check_full_scores(whole, longest, model, list(range(layers)), share)
     for prompt, answer, said in zip(prompts, raw, vectors, strict=True):
         truths.append(AttentionReference(model, prompt + answer["output_ids"]))
         errors += check_raw(answer, truths[-1], layers, rows, share, logit)
@@ -241,12 +241,14 @@ def checked(
 def check_full_scores(
     answers: list[dict[str, Any]], prompts: list[list[int]], model: Path, layers: list[int],
     share: float, hidden: int = 0,
-) -> None:  # fmt: skip
-    """Every row of the prompt and of all generated tokens but the last, in each of `layers`."""
+) -> list[float]:  # fmt: skip
+    """Every row of the prompt and of all generated tokens but the last, in each of `layers`;
+    returns errors of the heads' mean."""
     from attention_reference import AttentionReference
 
     from pipeline.analysis import extract_attention_from_response
 
+    errors = []
     for prompt, answer in zip(prompts, answers, strict=True):
         # A row whose query no graph kept would be missing, and named.
         assert "missing_score_rows" not in answer["usage"], answer["usage"]
@@ -261,8 +263,12 @@ def check_full_scores(
             for position in range(hidden, fed):
                 p, _ = truth.row(number, position, mask=hidden)
                 row = scores[position - hidden]
-                np.testing.assert_allclose(row[:, : p.shape[1]], p, atol=share)
+                off = row[:, : p.shape[1]] - p
+                errors.append(np.abs(off.mean(axis=0)).max())
+                # Errors of four heads cancel in their mean.
+                assert np.abs(off).max() < 2 * share and errors[-1] < share, (number, position, off)
                 assert not row[:, p.shape[1] :].any()
+    return errors
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])

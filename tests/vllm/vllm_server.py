@@ -50,12 +50,15 @@ async def generate(
 
 
 def start(folder: Path, *options: str, model: Path = MODEL, **environment: str):
+    """With a cache of a fixed size, because vLLM measures how much memory is free only where no
+    other server on that GPU ends meanwhile."""
     from benchmarks.vllm_process import VllmProcess
 
     return VllmProcess(
         model, folder / "log", "--dtype", "float16", "--served-model-name", "demo",
         "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "256",
-        "--gpu-memory-utilization", "0.3", "--cudagraph-capture-sizes", "1", "4", "16",
+        "--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(2**31),
+        "--cudagraph-capture-sizes", "1", "4", "16",
         "--return-attention-tokens", "--attention-capture-layers", "all",
         "--enable-attention-instrumentation", "--attention-instrumentation-layers", "all", *options,
         environment={"VLLM_LOGGING_LEVEL": "INFO", **environment},

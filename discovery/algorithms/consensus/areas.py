@@ -6,20 +6,32 @@ what an area stands for, as a task, is gone where its rows are gone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Int32s, Ints
 from discovery.algorithms.known_areas import InAreas
+from discovery.algorithms.threads import one_thread
 from pipeline.hashing import Hashes
 
 from .continued import effective_requests
+from .regions import weights_of
 from .request_profiles import as_neighbours, profiles_of_rows
 
 AREAS = 12
 
 
-def areas_of(near: Int32s, requests: Ints, seed: int) -> InAreas:
-    """The area of each of n rows, by its neighbours of other requests; none where there are too few
+class Areas(NamedTuple):
+    """found: the area of each of n rows. profiles: float64[n, DIMENSIONS], what they are found by,
+    as of `profiles_of_rows`; None where there are too few requests for areas."""
+
+    found: InAreas
+    profiles: Doubles | None
+
+
+def areas_of(near: Int32s, requests: Ints, seed: int) -> Areas:
+    """Areas by each row's neighbours of other requests, in one thread; none where there are too few
     requests for areas.
 
     Args:
@@ -28,16 +40,15 @@ def areas_of(near: Int32s, requests: Ints, seed: int) -> InAreas:
     """
     from sklearn.cluster import KMeans
 
-    rows = np.bincount(requests)
-    if len(rows) <= 2 * AREAS:
-        return InAreas.none(len(near))
-    # Rows of one request are much alike, so that it counts as their root.
-    weight = rows[requests].astype(np.float64) ** -0.5
-    profiles = profiles_of_rows(near, requests, weight)
-    count = min(AREAS, len(np.unique(profiles.round(6), axis=0)))
-    search = KMeans(count, n_init=10, random_state=seed).fit(profiles, sample_weight=weight)
+    if requests.max(initial=-1) < 2 * AREAS:
+        return Areas(InAreas.none(len(near)), None)
+    weight = weights_of(requests)
+    with one_thread():
+        profiles = profiles_of_rows(near, requests, weight)
+        count = min(AREAS, len(np.unique(profiles.round(6), axis=0)))
+        search = KMeans(count, n_init=10, random_state=seed).fit(profiles, sample_weight=weight)
     areas = as_neighbours(search.labels_, near)
-    return InAreas.by_vote(areas, near, requests[near] != requests[:, None])
+    return Areas(InAreas.by_vote(areas, near, requests[near] != requests[:, None]), profiles)
 
 
 def core_requests(found: InAreas, requests: Ints | Hashes) -> Doubles:

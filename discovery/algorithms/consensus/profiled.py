@@ -7,12 +7,13 @@ tasks, and on which halves of the requests agree better (docs/performance.md).
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from capture_kernels.arrays import Doubles, Floats, Ints, Mask
 
+from .areas import Areas
 from .partition import agreement_of_halves
 from .regions import (
     Half,
@@ -24,7 +25,7 @@ from .regions import (
     regions_of_halves,
     spaces_of,
 )
-from .request_profiles import as_neighbours, profiles_of_atoms, profiles_of_rows, steps_of_atoms
+from .request_profiles import as_neighbours, profiles_of_atoms, steps_of_atoms
 
 # Families by profiles. Runs of 504 requests agree on six by 0.79, and by 0.53 where each has as
 # many as its own halves agree on best, which are two to five (benchmarks/real_nights.py, captures
@@ -37,10 +38,17 @@ MANY_REQUESTS, AGREED = 800, 0.5
 
 
 def profiled_regions(
-    of: RowsInAtoms, rng: np.random.Generator, pool: ThreadPoolExecutor
+    of: RowsInAtoms,
+    areas: Future[Areas],
+    rng: np.random.Generator,
+    pool: ThreadPoolExecutor,
 ) -> RowRegions | None:
     """Regions in families by profiles; None where there are few requests, or halves of them do not
-    agree on these."""
+    agree on these.
+
+    Args:
+        areas: of these rows, by the same profiles.
+    """
     from scipy.sparse import csr_array
 
     requests = int(of.requests.max()) + 1
@@ -63,7 +71,8 @@ def profiled_regions(
     partitions = [own.argmax(axis=0) for own in of_halves]
     if agreement_of_halves(partitions, np.bincount(of.atom, minlength=of.atoms)) < AGREED:
         return None
-    profiles = profiles_of_rows(of.near, of.requests, weight)
+    profiles = areas.result().profiles
+    assert profiles is not None
     everything = Rows(Spaces(profiles, fine), weight, of.atom, of.atoms)
     whole = regions_of_all(everything, families, of, rng, pool)
     label = as_neighbours(whole.of(everything.spaces), of.near)

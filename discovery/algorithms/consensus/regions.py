@@ -158,7 +158,7 @@ class RowsInAtoms(NamedTuple):
     @property
     def weight(self) -> Doubles:
         """float64[n], of each row."""
-        return np.bincount(self.requests).astype(np.float64)[self.requests] ** -ALIKE
+        return weights_of(self.requests)
 
     def means(self, spaces: Spaces, weight: Doubles) -> Spaces:
         """The mean of each atom's rows in both spaces."""
@@ -373,6 +373,11 @@ def seen_atoms(
     """Means and weights as of `means_of`, of the atoms that have rows."""
     means, weight = means_of(values, weights, atom, atoms)
     return means[weight > 0], weight[weight > 0]
+
+
+def weights_of(requests: Ints) -> Doubles:
+    """The weight float64[n] of each row, by the request int64[n] of each."""
+    return np.bincount(requests).astype(np.float64)[requests] ** -ALIKE
 
 
 def means_of(values: Doubles, weights: Doubles, atom: Ints, atoms: int) -> tuple[Doubles, Doubles]:
