@@ -231,9 +231,17 @@ def test_groups_are_looked_for_in_the_next_trees(count, most, atoms, seed):
     weights = rng.integers(1, 30, atoms)
     trees = []
     for _ in range(count):
-        share = rng.random((rng.integers(1, most + 1), atoms)).astype("f4")
+        cells = int(rng.integers(1, most + 1))
+        share = rng.random((cells, atoms)) * (rng.random((cells, atoms)) < 0.6)
+        share /= np.maximum(share.sum(axis=0), 1.0)
+        left, merged = list(range(cells)), []
+        for number in range(int(rng.integers(cells))):
+            merged.append([left.pop(rng.integers(len(left))) for _ in range(2)])
+            share = np.vstack([share, share[merged[-1]].sum(axis=0)])
+            left.append(cells + number)
         rows = np.round(share @ weights).astype(np.int64)
-        trees.append(Tree(len(share), np.empty((0, 2), np.int64), share, rows))
+        pairs = np.array(merged, np.int64).reshape(-1, 2)
+        trees.append(Tree(cells, pairs, share.astype("f4"), rows))
     size = int(rng.integers(1, 40))
     with ThreadPoolExecutor(2) as pool:
         found = found_again(trees, weights, size, pool)

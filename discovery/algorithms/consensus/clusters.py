@@ -231,15 +231,14 @@ def stable_clusters(
         in_atoms = RowsInAtoms(
             rows, near, requests, atom, len(atoms), size, divided[:REGIONS_OF_HALVES]
         )
-        areas = InAreas.none(len(rows))
+        areas = None
         if halves_agree < CONTINUUM:
             # Of one thread, beside what has many tasks.
-            of_rows = pool.submit(areas_of, near, requests, seed)
+            areas = pool.submit(areas_of, near, requests, seed)
             # By place with the same random numbers, whether profiles are tried or not.
-            regions = profiled_regions(in_atoms, of_rows, copy.deepcopy(rng), pool) or regions_of(
+            regions = profiled_regions(in_atoms, areas, copy.deepcopy(rng), pool) or regions_of(
                 in_atoms, rng, pool
             )
-            areas = of_rows.result().found
             taken = groups = regions.of_halves
             found_in = parts_found if regions.profiled else stability_of
             # A region that is merged stays in its family.
@@ -286,7 +285,7 @@ def stable_clusters(
             raw_stability,
             halves_agree,
             regions is not None and regions.profiled,
-            areas,
+            areas.result().found if areas else InAreas.none(len(rows)),
         )
 
 

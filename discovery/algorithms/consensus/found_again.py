@@ -6,12 +6,13 @@ their rows that both have (Jaccard; Hennig 2007, Cluster-wise assessment of clus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
-from capture_kernels.arrays import Doubles, Floats, Ints
+from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
 
 from .cell_tree import Tree
 
@@ -33,20 +34,9 @@ def likest(first: Floats, second: Floats, atoms: Ints) -> Doubles:
     if not len(second):
         return np.zeros(len(first))
     weights = atoms.astype(np.float32)
-    like = likeness(first * weights, first @ weights, second, second @ weights)
-    return like.max(axis=1).astype(np.float64)
-
-
-def likeness(rows: Floats, size: Floats, others: Floats, sizes: Floats) -> Floats:
-    """The rows in both over the rows in either, of each pair of groups: float32[n, m].
-
-    Args:
-        rows: float32[n, a], of each group in each atom; others: float32[m, a], the share of each
-            atom's rows that is in each of the others; size, sizes: float32[n] and [m], their rows.
-    """
-    both = rows @ others.T
-    both /= size[:, None] + sizes - both
-    return both
+    both = (first * weights) @ second.T
+    both /= (first @ weights)[:, None] + second @ weights - both
+    return both.max(axis=1).astype(np.float64)
 
 
 def found_again(
@@ -55,27 +45,63 @@ def found_again(
     """For each tree, how far each of its groups is found again in the next `COMPARED` others, as
     the mean over them: float64[c + m] in [0, 1]. Groups of fewer than `size` rows are not looked
     for: 0."""
-    # All others of a tree are compared at once. A group of no rows, which is like none, stands for
-    # those of a tree that has none.
-    nothing = np.zeros((1, len(atoms)), np.float32)
-    wide = [np.concatenate([large_groups(one, size), nothing]) for one in trees]
-    around = np.concatenate(wide * 2)
-    begin = np.cumsum([0, *map(len, wide * 2)])
-    weights = atoms.astype(np.float32)
-    sizes = around @ weights
+    from .loops import likest_again
+
+    in_cells = CellsOfTrees.of(trees, atoms, size)
 
     def of_one(number: int) -> Doubles:
-        one = trees[number]
-        again, large = np.zeros(len(one.rows)), one.rows >= size
-        first, last = number + 1, number + 1 + min(COMPARED, len(trees) - 1)
-        others = slice(begin[first], begin[last])
-        own = one.share[large]
-        like = likeness(own * weights, own @ weights, around[others], sizes[others])
-        likest = np.maximum.reduceat(like, begin[first:last] - begin[first], axis=1)
-        again[large] = likest.mean(axis=1, dtype=np.float64)
-        return again
+        others = np.arange(number + 1, number + 1 + min(COMPARED, len(trees) - 1)) % len(trees)
+        again = np.zeros(len(trees[number].rows))
+        likest_again(number, others, *in_cells, again)
+        return np.where(trees[number].rows >= size, again / len(others), 0.0)
 
     return list(pool.map(of_one, range(len(trees))))
+
+
+class CellsOfTrees(NamedTuple):
+    """The trees as arrays, as `loops.likest_again` takes them."""
+
+    weights: Floats
+    start: Ints
+    cell: Int32s
+    part: Floats
+    cells: Ints
+    merges: Ints
+    merged: Ints
+    groups: Ints
+    size: Floats
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree], atoms: Ints, size: int) -> CellsOfTrees:
+        """Groups of less than half of `size` rows are not to be found."""
+        weights = atoms.astype(np.float32)
+        counts, cell, part, sizes = [], [], [], []
+        for one in trees:
+            of_atoms = one.share[: one.cells].T
+            inside = of_atoms > 0
+            counts.append(inside.sum(axis=1))
+            cell.append(np.nonzero(inside)[1].astype(np.int32))
+            part.append(of_atoms[inside])
+            sizes.append(np.where(one.rows >= size / 2, one.share @ weights, np.inf))
+        ends = np.cumsum(counts).reshape(len(trees), len(atoms))
+        # Where an atom begins, the one before it ends.
+        first = np.concatenate([[0], ends[:-1, -1]])
+        return cls(
+            weights,
+            np.column_stack([first, ends]),
+            np.concatenate(cell),
+            np.concatenate(part),
+            np.array([one.cells for one in trees]),
+            begins(len(one.merged) for one in trees),
+            np.concatenate([one.merged for one in trees]),
+            begins(len(one.rows) for one in trees),
+            np.concatenate(sizes).astype(np.float32),
+        )
+
+
+def begins(lengths: Iterable[int]) -> Ints:
+    """Where each of some lists begins in all of them one after another, and where the last ends."""
+    return np.cumsum([0, *lengths])
 
 
 def large_groups(tree: Tree, size: int) -> Floats:

@@ -240,6 +240,58 @@ def trees(  # type: ignore[no-untyped-def]
         )
 
 
+@njit(nogil=True, error_model="numpy")
+def likest_again(  # type: ignore[no-untyped-def]
+    own, others, weights, start, cell, part, cells, merges, merged, groups, size, again
+):
+    """Add up how like the likest group of each other tree is to each group of the tree `own`: the
+    rows in both over the rows in either. What groups share is the sum of what their cells do.
+
+    Args:
+        own, others: the number of a tree, int64[o]; weights: float32[a], rows of each atom.
+        start, cell, part: the cells that have rows of an atom, and how much of it: of the atom k of
+            tree t those from start[t, k] to start[t, k + 1], int64[t, a + 1], int32 and float32.
+        cells: int64[t]; merges, merged: the merges of tree t are int64[m, 2] from merges[t] to
+            merges[t + 1].
+        groups, size: the groups of tree t are those from groups[t] to groups[t + 1]; their rows
+            float32, infinite for one that is not to be found.
+        again: float64[c + m].
+    """
+    pairs = merged[merges[own] : merges[own + 1]]
+    rows = size[groups[own] : groups[own + 1]]
+    most = 0
+    for other in others:
+        most = max(most, groups[other + 1] - groups[other])
+    both, best = np.empty((most, len(rows)), np.float32), np.empty(len(rows), np.float32)
+    for other in others:
+        both[: cells[other]] = 0.0
+        for atom in range(len(weights)):
+            for i in range(start[other, atom], start[other, atom + 1]):
+                shared, of_atom = both[cell[i]], part[i] * weights[atom]
+                for k in range(start[own, atom], start[own, atom + 1]):
+                    shared[cell[k]] += of_atom * part[k]
+        for number in range(cells[other]):
+            shared = both[number]
+            for k in range(len(pairs)):
+                shared[cells[own] + k] = shared[pairs[k, 0]] + shared[pairs[k, 1]]
+        first = merges[other]
+        for number in range(merges[other + 1] - first):
+            one, two = both[merged[first + number, 0]], both[merged[first + number, 1]]
+            shared = both[cells[other] + number]
+            for k in range(len(rows)):
+                shared[k] = one[k] + two[k]
+        best[:] = 0.0
+        for number in range(groups[other + 1] - groups[other]):
+            theirs, shared = size[groups[other] + number], both[number]
+            if theirs == np.inf:
+                continue
+            for k in range(len(rows)):
+                like = shared[k] / (rows[k] + theirs - shared[k])
+                best[k] = like if like > best[k] else best[k]
+        for k in range(len(rows)):
+            again[k] += best[k]
+
+
 @njit(nogil=True)
 def squares_to(points, centre, least):  # type: ignore[no-untyped-def]
     """Lower each of float64[n] to the squared distance of its point float64[n, d] to a centre,
@@ -335,6 +387,11 @@ for loop, signature in (
         trees,
         "void(f4[:, ::1], i4[:, ::1], b1[:, ::1], i8[:, ::1], i8[::1], i8, f8[::1], f8, i8[::1],"
         "i8[::1], i8[:, :, ::1], i8[::1], f4[:, :, ::1], i8[:, ::1])",
+    ),
+    (
+        likest_again,
+        "void(i8, i8[::1], f4[::1], i8[:, ::1], i4[::1], f4[::1], i8[::1], i8[::1], i8[:, ::1],"
+        "i8[::1], f4[::1], f8[::1])",
     ),
     (settled, "f8(f8[:, ::1], f8[::1], i8, f8, f8[:, ::1])"),
     (best_of_starts, "f8(f8[:, ::1], f8[::1], f8[:, ::1], i8, f8[:, ::1])"),
