@@ -23,7 +23,8 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["cli", "discovery.job", "discovery.events.websocket", "discovery.execution.dask_cluster",
      "discovery.engines.cpu", "discovery.artifacts.classifier", "pipeline.store.transfer",
-     "hdbscan", "umap", "sklearn.neighbors", "scipy.spatial", "pyarrow.dataset",
+     "discovery.algorithms.consensus.loops", "hdbscan", "umap", "sklearn.cluster",
+     "sklearn.neighbors", "scipy.sparse.linalg", "scipy.spatial", "pyarrow.dataset",
      # Imported, and not started: a loop of uvloop or a context of ZMQ would not survive the fork.
      "sidecar.server", "uvicorn.protocols.http.httptools_impl", "uvloop", "zmq"]
 )  # fmt: skip

@@ -26,9 +26,9 @@ FLOAT8 = {"dtype": torch.float8_e4m3fn, "query_dtype": torch.bfloat16, "descale"
 KINDS = cases(
     ("16 heads", [1, 2, 63, 131], (16, 1, LATENT), BFLOAT16, {}),
     ("128 heads", [1, 97, 307], (128, 1, LATENT), BFLOAT16, {"programs": 2}),
-    ("128 heads of float8 keys", [70, 3], (128, 1, LATENT), FLOAT8, {}),
     ("heads of an ordinary key", [1, 64, 211], (32, 1, 128), BFLOAT16, {"programs": 5}),
     slow=[
+        ("128 heads of float8 keys", [70, 3], (128, 1, LATENT), FLOAT8, {}),
         ("16 heads of float8 keys", [70, 3], (16, 1, LATENT), FLOAT8, {}),
         ("64 heads in float16", [129, 5], (64, 1, LATENT), {"padding_rows": 2}, {}),
         ("few and many of 100 heads", [65], (100, 1, LATENT), BFLOAT16, {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_once import made_once
 from planted import planted, planted_batch
 from shared import START, AttnCommand
 from uninterrupted import AT_NOW, OPTIONS
@@ -15,10 +16,13 @@ from pipeline.store.open import open_store
 @pytest.fixture(scope="session")
 def uninterrupted(attn: AttnCommand, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A store, and the output folder of a run of it that nothing stopped."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    db = folder / "fingerprints.db"
-    with open_store(str(db), create=True) as store:
-        store.append(planted_batch(planted(1_501, 0)[0], START))
-    done = attn("discover", "--db", db, "--output", folder / "left_alone", *AT_NOW, *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    return db, folder / "left_alone"
+
+    def make(folder: Path) -> None:
+        db = folder / "fingerprints.db"
+        with open_store(str(db), create=True) as store:
+            store.append(planted_batch(planted(1_501, 0)[0], START))
+        done = attn("discover", "--db", db, "--output", folder / "left_alone", *AT_NOW, *OPTIONS)
+        assert done.returncode == 0, done.stderr
+
+    folder = made_once(tmp_path_factory, "uninterrupted", make)
+    return folder / "fingerprints.db", folder / "left_alone"

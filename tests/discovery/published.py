@@ -1,13 +1,14 @@
-"""Runs that several test files look at, made once a session: each process compiles UMAP anew."""
+"""Runs that several test files look at."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pytest
+from made_once import made_once
 from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import NOW, START, AttnCommand
@@ -37,26 +38,37 @@ class Published(NamedTuple):
         return self.output / RUN_ID
 
 
-def published(attn: AttnCommand, base: Path) -> Published:
+def published(attn: AttnCommand, folders: pytest.TempPathFactory) -> Published:
     """An ordinary run of 4,000 planted rows."""
-    return _published(attn, base, ())
+    return _published(attn, folders, ())
 
 
-def published_again(attn: AttnCommand, base: Path) -> Published:
+def published_again(attn: AttnCommand, folders: pytest.TempPathFactory) -> Published:
     """The same rows with another seed."""
-    return _published(attn, base, ("--seed", "7"))
+    return _published(attn, folders, ("--seed", "7"))
 
 
-@functools.cache
-def _published(attn: AttnCommand, base: Path, options: tuple[str, ...]) -> Published:
-    db = base / "published.db"
+def _published(
+    attn: AttnCommand, folders: pytest.TempPathFactory, options: tuple[str, ...]
+) -> Published:
     vectors, truth = planted(ROWS, 0)
-    if not db.exists():
-        make_store(db, vectors)
-    output = base / f"published{''.join(options)}"
-    done = attn("discover", "--db", db, "--output", output, *ALL_NOW, *options)
+    folder = made_once(
+        folders, f"published{''.join(options)}",
+        lambda folder: discovered(attn, make_store(folder / "published.db", vectors), *options),
+    )  # fmt: skip
+    return Published(folder / "published.db", folder / "runs", vectors, truth, *said_in(folder))
+
+
+def discovered(attn: AttnCommand, db: Path, *options: str) -> None:
+    """Run the job on a store; what it says is kept beside that."""
+    done = attn("discover", "--db", db, "--output", db.parent / "runs", *ALL_NOW, *options)
     assert done.returncode == 0, done.stderr
-    return Published(db, output, vectors, truth, done.stdout, done.stderr)
+    (db.parent / "stdout").write_text(done.stdout)
+    (db.parent / "stderr").write_text(done.stderr)
+
+
+def said_in(folder: Path) -> tuple[str, str]:
+    return (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
 def make_store(path: Path, vectors: NDArray[np.float32], **options) -> Path:
@@ -91,10 +103,15 @@ GROUPS = {
 }
 
 
-@functools.cache
-def mixed(attn: AttnCommand, base: Path) -> Mixed:
+def mixed(attn: AttnCommand, folders: pytest.TempPathFactory) -> Mixed:
     """A run of a store with fingerprints that cannot be compared with one another."""
-    db, output = base / "mixed.db", base / "mixed"
+    folder = made_once(
+        folders, "mixed", lambda folder: discovered(attn, mixed_store(folder / "mixed.db"))
+    )
+    return Mixed(folder / "mixed.db", folder / "runs", *said_in(folder))
+
+
+def mixed_store(db: Path) -> Path:
     with open_store(db, create=True) as store:
         for (model, layout, capture_id), rows in GROUPS.items():
             vectors = planted(rows, rows)[0] if layout == 1 else layered(rows, rows)
@@ -104,9 +121,7 @@ def mixed(attn: AttnCommand, base: Path) -> Mixed:
             store.append(
                 batch.set_column(batch.schema.get_field_index("layout"), "layout", layouts)
             )
-    done = attn("discover", "--db", db, "--output", output, *ALL_NOW)
-    assert done.returncode == 0, done.stderr
-    return Mixed(db, output, done.stdout, done.stderr)
+    return db
 
 
 def layered(rows: int, seed: int) -> NDArray[np.float32]:

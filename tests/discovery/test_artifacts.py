@@ -25,12 +25,12 @@ GOLDEN = REPO / "tests" / "golden" / "manifest_v1.json"
 
 @pytest.fixture(scope="session")
 def run(attn, tmp_path_factory) -> Published:
-    return published(attn, tmp_path_factory.getbasetemp())
+    return published(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mixed_run(attn, tmp_path_factory) -> Mixed:
-    return mixed(attn, tmp_path_factory.getbasetemp())
+    return mixed(attn, tmp_path_factory)
 
 
 @pytest.fixture

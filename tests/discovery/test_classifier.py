@@ -27,12 +27,12 @@ FLAT = [0.1875, 0.3125, 0.5, 0.5] + [0.0625] * 16
 
 @pytest.fixture(scope="session")
 def run(attn, tmp_path_factory) -> Published:
-    return published(attn, tmp_path_factory.getbasetemp())
+    return published(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mixed_run(attn, tmp_path_factory) -> Mixed:
-    return mixed(attn, tmp_path_factory.getbasetemp())
+    return mixed(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -45,17 +45,17 @@ STAGE_NAMES = [stage.name for stage in STAGES]
 
 @pytest.fixture(scope="session")
 def run(attn, tmp_path_factory) -> Published:
-    return published(attn, tmp_path_factory.getbasetemp())
+    return published(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def again(attn, tmp_path_factory) -> Published:
-    return published_again(attn, tmp_path_factory.getbasetemp())
+    return published_again(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mixed_run(attn, tmp_path_factory) -> Mixed:
-    return mixed(attn, tmp_path_factory.getbasetemp())
+    return mixed(attn, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

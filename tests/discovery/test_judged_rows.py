@@ -61,6 +61,7 @@ def test_the_same_recipe_gives_the_same_rows(chosen, size):
     assert first.requests.tolist() == again.requests.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("half", "recipe"), EVERY, ids=EVERY_ID)
 def test_a_data_set_is_as_its_recipe_says(half, recipe):
     rows = plant(recipe, 1_500)

@@ -153,6 +153,7 @@ def test_rows_of_any_kind_have_regions_or_none(count):
         assert found is None or found.label.shape == (count,)
 
 
+@pytest.mark.slow
 def test_clusters_of_many_requests_are_of_these_families(three_families):
     """Of bands without gaps, in turn of three tasks."""
     rng = RNG(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
 from shared import REPO
 
 from discovery.artifacts.read import open_artifacts
@@ -16,7 +17,7 @@ PROMPTS = REPO / "examples" / "sample" / "prompts.jsonl"
 def test_from_a_model_to_named_behaviours(attn, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = PROMPTS.read_text().splitlines()
-    prompts.write_text("\n".join(sorted(lines, key=len)[:24]))
+    prompts.write_text("\n".join(sorted(lines, key=len)[:12]))
     db, output, exported = tmp_path / "f.db", tmp_path / "runs", tmp_path / "rows.jsonl"
 
     captured = attn(
@@ -29,7 +30,7 @@ def test_from_a_model_to_named_behaviours(attn, tmp_path):
     found = attn("discover", "--db", db, "--output", output, "--long-running", "--json")
     assert found.returncode == 0, found.stderr
     manifest = json.loads(found.stdout)
-    assert manifest["counts"]["rows"] == rows > 500
+    assert manifest["counts"]["rows"] == rows > 400
     assert manifest["counts"]["clusters"] >= 2
 
     assert attn("db", "export", exported, "--db", db).returncode == 0
@@ -47,6 +48,7 @@ def test_from_a_model_to_named_behaviours(attn, tmp_path):
     assert {"prompt", "output"} <= set(Counter(row["phase"] for row in table))
 
 
+@pytest.mark.slow
 def test_the_shipped_sample_is_what_the_shipped_model_and_prompts_give(attn, tmp_path):
     import numpy as np
     import pyarrow.parquet as pq

@@ -17,6 +17,7 @@ sys.path.insert(0, str(REPO / "tests" / "sidecar"))
 from exploring import Explore
 from served_runs import publish
 
+pytestmark = pytest.mark.slow
 BUILT_FROM = ("capture_kernels", "pipeline", "discovery", "sidecar", "examples")
 FILES = ("cli.py", "pyproject.toml", "README.md", "LICENSE")
 
@@ -46,7 +47,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_serves_the_page_and_the_demo_model(installed, tmp_path):
     publish(tmp_path / "data" / "discovery_outputs")
     environment = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from made_once import made_once
 from shared import REPO
 
 from discovery.notebook import NotebookData, prepare
@@ -25,10 +26,13 @@ REQUESTS = 9
 @pytest.fixture(scope="session")
 def notebook_data(tmp_path_factory: pytest.TempPathFactory) -> NotebookData:
     """Stores and runs as `make notebooks` makes them, of fewer requests."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("benchmarks", "examples"):
-        (folder / name).symlink_to(REPO / name)
-    return prepare(folder / "build" / "notebooks", requests_per_task=REQUESTS)
+
+    def make(folder: Path) -> None:
+        for name in ("benchmarks", "examples"):
+            (folder / name).symlink_to(REPO / name)
+        prepare(folder / "build" / "notebooks", requests_per_task=REQUESTS)
+
+    return NotebookData(made_once(tmp_path_factory, "checkout", make) / "build" / "notebooks")
 
 
 @pytest.fixture

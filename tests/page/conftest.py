@@ -21,7 +21,7 @@ from running import Sidecar, post_rows, running
 from served_runs import publish, rows_of
 
 # What `make test` has of the page: that each view opens, and what its files hold.
-EVERYDAY = {"test_page_files.py", "test_shell.py", "test_live_view.py", "test_router.py"}
+EVERYDAY = {"test_page_files.py", "test_shell.py", "test_router.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

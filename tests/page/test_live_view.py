@@ -91,7 +91,6 @@ def test_lost_rows_are_counted_by_reason(
     expect(lost.locator("b")).to_have_text("7")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1_920])
 def test_it_is_legible_on_any_screen(
@@ -103,7 +102,6 @@ def test_it_is_legible_on_any_screen(
     assert_legible(page)
 
 
-@pytest.mark.slow
 def test_a_new_run_is_shown_without_a_refresh(watched, tmp_path: Path):
     runs = tmp_path / "runs"
     first = publish(runs)
@@ -121,7 +119,6 @@ def test_a_new_run_is_shown_without_a_refresh(watched, tmp_path: Path):
         assert page.evaluate("window.sameDocument")
 
 
-@pytest.mark.slow
 def test_a_killed_sidecar_is_said_and_its_return_seen(watched, tmp_path: Path):
     watched.allowed += GONE
     runs, port = tmp_path / "runs", str(free_port())
@@ -152,7 +149,6 @@ def test_without_runs_and_rows_it_says_what_to_do(watched, tmp_path: Path):
         assert_legible(page)
 
 
-@pytest.mark.slow
 def test_the_running_job_is_followed_paused_and_stopped(watched, tmp_path: Path):
     store, runs = tmp_path / "planted.db", tmp_path / "runs"
     with open_store(str(store), create=True) as opened:
@@ -178,7 +174,6 @@ def test_the_running_job_is_followed_paused_and_stopped(watched, tmp_path: Path)
         assert job.finish(120).returncode == 4
 
 
-@pytest.mark.slow
 def test_hostile_names_are_text(watched, tmp_path: Path):
     texts = [text.encode()[:1_000].decode(errors="ignore") for text in HOSTILE]
     runs = tmp_path / "runs"
@@ -206,7 +201,6 @@ def test_hostile_names_are_text(watched, tmp_path: Path):
         assert hacked(page) is None
 
 
-@pytest.mark.slow
 def test_a_key_is_asked_for_and_kept_in_the_tab(watched, tmp_path: Path):
     watched.allowed += ("401 (Unauthorized)",)
     keys = tmp_path / "keys"

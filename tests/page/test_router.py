@@ -104,6 +104,7 @@ def test_a_request_that_is_not_stored_says_so(show: Callable[..., Page], watched
     expect(box).to_contain_text("no request 'nobody<b>'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1_920])
 def test_it_is_legible_on_any_screen(
