@@ -566,7 +566,7 @@ def test_runs_in_one_output_folder_never_share_an_id_and_latest_is_the_last(tmp_
     assert state["reserved"] == {}
 
 
-@pytest.mark.parametrize("rows", [700, 1_000])
+@pytest.mark.parametrize("rows", [700, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_a_small_run_has_a_classifier_that_agrees_with_it(tmp_path, rows):
     folder = quietly(make_store(tmp_path / "small.db", planted(rows, 0)[0]), tmp_path / "out")
     assert open_artifacts(folder).manifest["quality"]["classifier_agreement"] >= 0.9

@@ -66,7 +66,9 @@ def test_rows_that_are_independent_count_each():
 
 
 @pytest.mark.parametrize("alike", [0.2, 5.0])
-@pytest.mark.parametrize("requests", [(250, 250), (1_000, 200)])
+@pytest.mark.parametrize(
+    "requests", [(250, 250), pytest.param((1_000, 200), marks=pytest.mark.slow)]
+)
 def test_chance_stays_below_its_level_and_its_interval_holds_nothing(requests, alike):
     found = many_runs(EVEN, EVEN, requests, alike, trials=80)
     # 1% of 80, and what binomial chance adds to that.

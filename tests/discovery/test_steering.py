@@ -189,7 +189,13 @@ def test_what_the_stages_tell_is_what_is_published(left_alone, expected):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("stop", 4), ("--max-hours", 4)]
+    ("how", "code"),
+    [
+        ("SIGTERM", 143),
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+        ("stop", 4),
+        pytest.param("--max-hours", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_paused_run_can_be_stopped(db, tmp_path, how, code):
     # Long enough to be paused first, and short enough to wait for.
