@@ -90,17 +90,20 @@ class ClusteredRows(NamedTuple):
     seed: int
     parent: ParentClusters | None
 
-    def clusters(self, check: Callable[[], None] = lambda: None) -> Clusters | None:
+    def clusters(
+        self, check: Callable[[], None] = lambda: None, threads: int | None = None
+    ) -> Clusters | None:
         """Their clusters, on the host alone; None where there can be none.
 
         Args:
             check: called often, in any thread; what it raises ends the search.
+            threads: most of them; None: as there are CPUs.
         """
         if not self.near.shape[1]:
             return None
         return stable_clusters(
             self.rows, self.near, self.requests, self.least, self.seed, self.parent, check,
-            self.octaves,
+            self.octaves, threads,
         )  # fmt: skip
 
 

@@ -27,9 +27,14 @@ class OptionalCache(FunctionCache):
     """numba's cache of one function. Without it a run is slower, never different: a
     damaged file is replaced, and where nothing can be saved the function is compiled each time."""
 
+    def __init__(self, function: Any) -> None:
+        super().__init__(function.py_func)
+        self._options = repr(sorted(function.targetoptions.items()))
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba hashes one function; those of umap-learn call others in other files.
-        return super()._index_key(sig, codegen), version("umap-learn")
+        # numba hashes the text of one function, and not how it is compiled; those of umap-learn
+        # call others in other files.
+        return super()._index_key(sig, codegen), version("umap-learn"), self._options
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -51,23 +56,32 @@ def keep_compiled(function: Any) -> None:
     """Let numba keep a dispatcher that has not been called yet on disk, or load what it kept."""
     # RuntimeError: there is no folder that can be written.
     with suppress(RuntimeError):
-        function._cache = OptionalCache(function.py_func)
+        function._cache = OptionalCache(function)
 
 
 def umap_class() -> Any:
-    """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk, and with a
+    """umap-learn's UMAP, with the compiled functions of a Euclidean layout kept on disk, without
+    Python's lock while an epoch is computed, as clusters are searched for beside it, and with a
     progress bar that prints, in a notebook too, where tqdm.auto would draw a widget."""
+    from numba import njit
     from tqdm.std import tqdm
     from umap import UMAP, layouts, umap_
 
     layouts.tqdm = tqdm
 
+    epoch = "_nb_optimize_layout_euclidean_single_epoch"
+    # Another release may name them otherwise, and then compiles them in each process, and holds the
+    # lock.
+    found = getattr(layouts, epoch, None)
+    if found is not None and not found.targetoptions.get("nogil"):
+        options = {**found.targetoptions, "nogil": True}
+        options.pop("nopython", None)  # it is what njit means
+        setattr(layouts, epoch, njit(**options)(found.py_func))
     for module, name in (
         (umap_, "smooth_knn_dist"),
         (umap_, "compute_membership_strengths"),
-        (layouts, "_nb_optimize_layout_euclidean_single_epoch"),
+        (layouts, epoch),
     ):
-        # Another release may name it otherwise, and then compiles it in each process.
         function = getattr(module, name, None)
         if function is not None and not function.signatures:
             keep_compiled(function)

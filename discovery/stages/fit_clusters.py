@@ -18,6 +18,7 @@ from discovery.algorithms.map_clusters import (
     clusters_of_rows,
     rows_to_cluster,
 )
+from discovery.algorithms.threads import usable_cpus
 from discovery.artifacts.projection import context_octave
 from discovery.execution.ahead import Ahead
 from discovery.runs.checkpoint import Arrays
@@ -34,12 +35,12 @@ LEAST_CLUSTER = 5
 DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
 
 
-def begin_search(context: RunContext, fit: Arrays) -> None:
+def begin_search(context: RunContext, fit: Arrays, beside: int = 0) -> None:
     """Begin to find the clusters of the fit rows by trees, on the host's cores, while a GPU (or one
     core) lays out the map. Not with HDBSCAN, whose clusters are of the map.
 
     Args:
-        fit: as neighbors saved it.
+        fit: as neighbors saved it; beside: cores that are busy with something else.
     """
     if context.options.clustering == "hdbscan":
         return
@@ -50,7 +51,8 @@ def begin_search(context: RunContext, fit: Arrays) -> None:
         clusters_of_parent(context, rows), octaves_of(context, rows),
     )  # fmt: skip
     load()
-    context.ahead = Ahead(lambda check: (chosen, chosen.clusters(check)), context.stop)
+    threads = max(1, usable_cpus() - beside)
+    context.ahead = Ahead(lambda check: (chosen, chosen.clusters(check, threads)), context.stop)
 
 
 def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundClusters:

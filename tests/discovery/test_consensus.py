@@ -225,26 +225,29 @@ def test_groups_are_like_by_the_rows_of_both_over_the_rows_of_either():
     assert likest(first, second[:0], atoms).tolist() == [0, 0, 0]
 
 
-@given(st.integers(2, 40), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**31))
-def test_groups_are_looked_for_in_the_next_trees(count, most, atoms, seed):
+@given(
+    st.integers(2, 40), st.integers(1, 12), st.integers(1, 9), st.integers(1, 50),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_groups_are_looked_for_in_the_next_trees(count, most, atoms, at_once, seed):
     rng = RNG(seed)
     weights = rng.integers(1, 30, atoms)
     trees = []
     for _ in range(count):
         cells = int(rng.integers(1, most + 1))
-        share = rng.random((cells, atoms)) * (rng.random((cells, atoms)) < 0.6)
-        share /= np.maximum(share.sum(axis=0), 1.0)
+        counts = np.array([rng.multinomial(w, rng.dirichlet(np.full(cells, 0.3))) for w in weights])
+        share = (counts / weights[:, None]).T
         left, merged = list(range(cells)), []
         for number in range(int(rng.integers(cells))):
             merged.append([left.pop(rng.integers(len(left))) for _ in range(2)])
             share = np.vstack([share, share[merged[-1]].sum(axis=0)])
             left.append(cells + number)
-        rows = np.round(share @ weights).astype(np.int64)
+        rows = np.rint(share @ weights).astype(np.int64)
         pairs = np.array(merged, np.int64).reshape(-1, 2)
         trees.append(Tree(cells, pairs, share.astype("f4"), rows))
     size = int(rng.integers(1, 40))
     with ThreadPoolExecutor(2) as pool:
-        found = found_again(trees, weights, size, pool)
+        found = found_again(trees, weights, size, pool, at_once)
     for number, (tree, again) in enumerate(zip(trees, found, strict=True)):
         others = [*trees[number + 1 :], *trees[:number]][:COMPARED]
         each = [likest(tree.share, o.share[o.rows >= size / 2], weights) for o in others]

@@ -24,13 +24,13 @@ def process(tmp_path, monkeypatch) -> Callable[[], Any]:
     path = tmp_path / "doubling.py"
     path.write_text("def double(x):\n    return 2 * x\n")
 
-    def new() -> Any:
+    def new(**options: Any) -> Any:
         spec = importlib.util.spec_from_file_location("doubling", path)
         module = importlib.util.module_from_spec(spec)
         # Loading imports the module that a function was compiled in, as another process would.
         monkeypatch.setitem(sys.modules, "doubling", module)
         spec.loader.exec_module(module)
-        function = numba.njit(module.double)
+        function = numba.njit(**options)(module.double)
         keep_compiled(function)
         # numba finds the environment of a function that is still referenced without loading it.
         gc.collect()
@@ -84,7 +84,13 @@ def test_another_release_of_umap_does_not_load_what_the_last_compiled(process, m
     assert not loaded(process())
 
 
-def test_what_a_layout_compiles_is_kept():
+def test_what_was_compiled_with_other_options_is_not_loaded(process):
+    assert not loaded(process())
+    assert not loaded(process(nogil=True))
+    assert loaded(process(nogil=True))
+
+
+def test_what_a_layout_compiles_is_kept_and_leaves_pythons_lock_to_others():
     from umap import layouts, umap_
 
     assert umap_class().__name__ == "UMAP"
@@ -92,3 +98,7 @@ def test_what_a_layout_compiles_is_kept():
                      layouts._nb_optimize_layout_euclidean_single_epoch):  # fmt: skip
         assert isinstance(function._cache, OptionalCache), function
         assert Path(function._cache.cache_path).is_dir()
+    epoch = layouts._nb_optimize_layout_euclidean_single_epoch
+    assert epoch.targetoptions["nogil"] and epoch.targetoptions["fastmath"]
+    umap_class()
+    assert layouts._nb_optimize_layout_euclidean_single_epoch is epoch

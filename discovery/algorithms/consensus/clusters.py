@@ -184,6 +184,7 @@ def stable_clusters(
     parent: ParentClusters | None = None,
     check: Callable[[], None] = lambda: None,
     octaves: Ints | None = None,
+    threads: int | None = None,
 ) -> Clusters:
     """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
 
@@ -196,17 +197,21 @@ def stable_clusters(
         parent: the clusters that go on where nothing has changed.
         check: called before each tree, in any thread; what it raises ends the search.
         octaves: int64[n], the octave of each row's context; None where nothing is known of it.
+        threads: most of them, which change nothing but the time; None: as there are CPUs.
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
-    threads = min(MOST_THREADS, usable_cpus())
+    threads = min(MOST_THREADS, threads or usable_cpus())
     with one_thread(), ThreadPoolExecutor(threads) as pool:
         centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
         used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
-        trees = trees_of_halves(rows, near, divided, atom, atoms, size, rng, threads, pool, check)
-        again = found_again(trees, atoms, size, pool)
+        # As many trees at once as leave each thread one turn: only between them it needs Python's
+        # lock, which another thread may hold for long.
+        at_once = min(MOST_AT_ONCE, -(-len(divided) // threads))
+        trees = trees_of_halves(rows, near, divided, atom, atoms, size, rng, at_once, pool, check)
+        again = found_again(trees, atoms, size, pool, at_once)
         taken = groups_taken(trees, again, size, len(rows))
         together, starts = agreement(taken)
         halves_agree = agreement_of_halves(starts, atoms)
@@ -313,7 +318,7 @@ def trees_of_halves(
     atoms: Ints,
     size: int,
     rng: np.random.Generator,
-    threads: int,
+    at_once: int,
     pool: ThreadPoolExecutor,
     check: Callable[[], None],
 ) -> list[Tree]:
@@ -321,25 +326,21 @@ def trees_of_halves(
 
     Args:
         divided: bool[n] each, its rows; atom: int64[n], of each row; atoms: int64[a], rows of each.
-        threads: of the pool.
+        at_once: trees of one task.
     """
     starts = []
     for half, own in zip(divided, rng.spawn(len(divided)), strict=True):
         count = int(half.sum())
         starts.append(own.choice(count, number_of(CELLS, CELL_ROWS, count), replace=False))
 
-    # As many at once as leave each thread one turn, as only between them it needs Python's lock,
-    # which another thread may hold for long.
-    step = min(MOST_AT_ONCE, -(-len(divided) // threads))
-
     def some(first: int) -> list[Tree]:
         check()
-        own = slice(first, first + step)
+        own = slice(first, first + at_once)
         taken = np.array(divided[own])
         least = LEAST_GROUP * size * taken.mean(axis=1)
         return trees_of(rows, near, taken, starts[own], least, atom, atoms)
 
-    return [tree for found in pool.map(some, range(0, len(divided), step)) for tree in found]
+    return [tree for found in pool.map(some, range(0, len(divided), at_once)) for tree in found]
 
 
 def groups_taken(

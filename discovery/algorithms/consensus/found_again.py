@@ -40,22 +40,28 @@ def likest(first: Floats, second: Floats, atoms: Ints) -> Doubles:
 
 
 def found_again(
-    trees: Sequence[Tree], atoms: Ints, size: int, pool: ThreadPoolExecutor
+    trees: Sequence[Tree], atoms: Ints, size: int, pool: ThreadPoolExecutor, at_once: int
 ) -> list[Doubles]:
     """For each tree, how far each of its groups is found again in the next `COMPARED` others, as
     the mean over them: float64[c + m] in [0, 1]. Groups of fewer than `size` rows are not looked
-    for: 0."""
+    for: 0.
+
+    Args:
+        at_once: trees of one task, only between which Python's lock is needed.
+    """
     from .loops import likest_again
 
-    in_cells = CellsOfTrees.of(trees, atoms, size)
+    in_cells, compared = CellsOfTrees.of(trees, atoms, size), min(COMPARED, len(trees) - 1)
+    again = np.zeros(in_cells.groups[-1])
 
-    def of_one(number: int) -> Doubles:
-        others = np.arange(number + 1, number + 1 + min(COMPARED, len(trees) - 1)) % len(trees)
-        again = np.zeros(len(trees[number].rows))
-        likest_again(number, others, *in_cells, again)
-        return np.where(trees[number].rows >= size, again / len(others), 0.0)
+    def some(begin: int) -> None:
+        end = min(begin + at_once, len(trees))
+        likest_again(begin, end, compared, *in_cells, again)
 
-    return list(pool.map(of_one, range(len(trees))))
+    for _ in pool.map(some, range(0, len(trees), at_once)):
+        pass
+    again[np.concatenate([one.rows for one in trees]) < size] = 0.0
+    return np.split(again, in_cells.groups[1:-1])
 
 
 class CellsOfTrees(NamedTuple):
@@ -74,28 +80,25 @@ class CellsOfTrees(NamedTuple):
     @classmethod
     def of(cls, trees: Sequence[Tree], atoms: Ints, size: int) -> CellsOfTrees:
         """Groups of less than half of `size` rows are not to be found."""
-        weights = atoms.astype(np.float32)
-        counts, cell, part, sizes = [], [], [], []
-        for one in trees:
-            of_atoms = one.share[: one.cells].T
-            inside = of_atoms > 0
-            counts.append(inside.sum(axis=1))
-            cell.append(np.nonzero(inside)[1].astype(np.int32))
-            part.append(of_atoms[inside])
-            sizes.append(np.where(one.rows >= size / 2, one.share @ weights, np.inf))
-        ends = np.cumsum(counts).reshape(len(trees), len(atoms))
-        # Where an atom begins, the one before it ends.
-        first = np.concatenate([[0], ends[:-1, -1]])
+        from .loops import cells_of_atoms
+
+        cells = np.array([one.cells for one in trees])
+        share = np.concatenate([one.share[: one.cells] for one in trees])
+        count = np.count_nonzero(share)
+        start = np.empty((len(trees), len(atoms) + 1), np.int64)
+        cell, part = np.empty(count, np.int32), np.empty(count, np.float32)
+        cells_of_atoms(share, begins(cells), start, cell, part)
+        rows = np.concatenate([one.rows for one in trees])
         return cls(
-            weights,
-            np.column_stack([first, ends]),
-            np.concatenate(cell),
-            np.concatenate(part),
-            np.array([one.cells for one in trees]),
+            atoms.astype(np.float32),
+            start,
+            cell,
+            part,
+            cells,
             begins(len(one.merged) for one in trees),
             np.concatenate([one.merged for one in trees]),
             begins(len(one.rows) for one in trees),
-            np.concatenate(sizes).astype(np.float32),
+            np.where(rows >= size / 2, rows, np.inf).astype(np.float32),
         )
 
 

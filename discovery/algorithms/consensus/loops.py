@@ -240,56 +240,81 @@ def trees(  # type: ignore[no-untyped-def]
         )
 
 
-@njit(nogil=True, error_model="numpy")
-def likest_again(  # type: ignore[no-untyped-def]
-    own, others, weights, start, cell, part, cells, merges, merged, groups, size, again
-):
-    """Add up how like the likest group of each other tree is to each group of the tree `own`: the
-    rows in both over the rows in either. What groups share is the sum of what their cells do.
+@njit(nogil=True)
+def cells_of_atoms(share, begins, start, cell, part):  # type: ignore[no-untyped-def]
+    """List the cells of each tree that have rows of each atom, as `likest_again` has them.
 
     Args:
-        own, others: the number of a tree, int64[o]; weights: float32[a], rows of each atom.
+        share: float32[c, a], of each atom's rows in each cell of all trees, those of tree t from
+            begins[t] to begins[t + 1]. start, cell, part: filled.
+    """
+    count = 0
+    for tree in range(len(start)):
+        for atom in range(share.shape[1]):
+            start[tree, atom] = count
+            for number in range(begins[tree], begins[tree + 1]):
+                if share[number, atom] > 0.0:
+                    cell[count] = number - begins[tree]
+                    part[count] = share[number, atom]
+                    count += 1
+        start[tree, -1] = count
+
+
+@njit(nogil=True, error_model="numpy")
+def likest_again(  # type: ignore[no-untyped-def]
+    begin, end, compared, weights, start, cell, part, cells, merges, merged, groups, size, again
+):
+    """How like the likest group of each of the next `compared` trees is to each group of the trees
+    from `begin` to `end`, on average: the rows in both over the rows in either. What groups share
+    is the sum of what their cells do.
+
+    Args:
+        weights: float32[a], rows of each atom.
         start, cell, part: the cells that have rows of an atom, and how much of it: of the atom k of
             tree t those from start[t, k] to start[t, k + 1], int64[t, a + 1], int32 and float32.
         cells: int64[t]; merges, merged: the merges of tree t are int64[m, 2] from merges[t] to
             merges[t + 1].
         groups, size: the groups of tree t are those from groups[t] to groups[t + 1]; their rows
             float32, infinite for one that is not to be found.
-        again: float64[c + m].
+        again: float64, of each group, zeros, filled for those trees.
     """
-    pairs = merged[merges[own] : merges[own + 1]]
-    rows = size[groups[own] : groups[own + 1]]
     most = 0
-    for other in others:
-        most = max(most, groups[other + 1] - groups[other])
-    both, best = np.empty((most, len(rows)), np.float32), np.empty(len(rows), np.float32)
-    for other in others:
-        both[: cells[other]] = 0.0
-        for atom in range(len(weights)):
-            for i in range(start[other, atom], start[other, atom + 1]):
-                shared, of_atom = both[cell[i]], part[i] * weights[atom]
-                for k in range(start[own, atom], start[own, atom + 1]):
-                    shared[cell[k]] += of_atom * part[k]
-        for number in range(cells[other]):
-            shared = both[number]
-            for k in range(len(pairs)):
-                shared[cells[own] + k] = shared[pairs[k, 0]] + shared[pairs[k, 1]]
-        first = merges[other]
-        for number in range(merges[other + 1] - first):
-            one, two = both[merged[first + number, 0]], both[merged[first + number, 1]]
-            shared = both[cells[other] + number]
+    for tree in range(len(cells)):
+        most = max(most, groups[tree + 1] - groups[tree])
+    room, best = np.empty((most, most), np.float32), np.empty(most, np.float32)
+    for own in range(begin, end):
+        pairs = merged[merges[own] : merges[own + 1]]
+        rows = size[groups[own] : groups[own + 1]]
+        found = again[groups[own] : groups[own + 1]]
+        both = room[:, : len(rows)]
+        for turn in range(compared):
+            other = (own + 1 + turn) % len(cells)
+            both[: cells[other]] = 0.0
+            for atom in range(len(weights)):
+                for i in range(start[other, atom], start[other, atom + 1]):
+                    shared, of_atom = both[cell[i]], part[i] * weights[atom]
+                    for k in range(start[own, atom], start[own, atom + 1]):
+                        shared[cell[k]] += of_atom * part[k]
+            for number in range(cells[other]):
+                shared = both[number]
+                for k in range(len(pairs)):
+                    shared[cells[own] + k] = shared[pairs[k, 0]] + shared[pairs[k, 1]]
+            first = merges[other]
+            for number in range(merges[other + 1] - first):
+                one, two = both[merged[first + number, 0]], both[merged[first + number, 1]]
+                shared = both[cells[other] + number]
+                for k in range(len(rows)):
+                    shared[k] = one[k] + two[k]
+            best[:] = 0.0
+            for number in range(groups[other + 1] - groups[other]):
+                theirs, shared = size[groups[other] + number], both[number]
+                if theirs == np.inf:
+                    continue
+                for k in range(len(rows)):
+                    like = shared[k] / (rows[k] + theirs - shared[k])
+                    best[k] = like if like > best[k] else best[k]
             for k in range(len(rows)):
-                shared[k] = one[k] + two[k]
-        best[:] = 0.0
-        for number in range(groups[other + 1] - groups[other]):
-            theirs, shared = size[groups[other] + number], both[number]
-            if theirs == np.inf:
-                continue
-            for k in range(len(rows)):
-                like = shared[k] / (rows[k] + theirs - shared[k])
-                best[k] = like if like > best[k] else best[k]
-        for k in range(len(rows)):
-            again[k] += best[k]
+                found[k] += best[k] / compared
 
 
 @njit(nogil=True)
@@ -388,9 +413,10 @@ for loop, signature in (
         "void(f4[:, ::1], i4[:, ::1], b1[:, ::1], i8[:, ::1], i8[::1], i8, f8[::1], f8, i8[::1],"
         "i8[::1], i8[:, :, ::1], i8[::1], f4[:, :, ::1], i8[:, ::1])",
     ),
+    (cells_of_atoms, "void(f4[:, ::1], i8[::1], i8[:, ::1], i4[::1], f4[::1])"),
     (
         likest_again,
-        "void(i8, i8[::1], f4[::1], i8[:, ::1], i4[::1], f4[::1], i8[::1], i8[::1], i8[:, ::1],"
+        "void(i8, i8, i8, f4[::1], i8[:, ::1], i4[::1], f4[::1], i8[::1], i8[::1], i8[:, ::1],"
         "i8[::1], f4[::1], f8[::1])",
     ),
     (settled, "f8(f8[:, ::1], f8[::1], i8, f8, f8[:, ::1])"),
