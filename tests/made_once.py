@@ -28,3 +28,8 @@ def made_once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path],
         finally:  # Closing is not enough where `make` forked a process.
             fcntl.flock(lock, fcntl.LOCK_UN)
     return folder
+
+
+def own_copy(folders: pytest.TempPathFactory, store: Path) -> Path:
+    """A copy of a store: each run of one is noted in it."""
+    return Path(shutil.copy(store, folders.mktemp("store")))

@@ -1,5 +1,5 @@
 """The `attn` command in processes of their own that start in a tenth of a second: each is forked
-from a server that has imported the libraries and run none of them."""
+from a server that has imported the libraries, and loaded compiled loops, and run none of them."""
 
 from __future__ import annotations
 

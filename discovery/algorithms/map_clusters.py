@@ -97,7 +97,7 @@ class ClusteredRows(NamedTuple):
 
         Args:
             check: called often, in any thread; what it raises ends the search.
-            threads: most of them; None: as there are CPUs.
+            threads: as of `stable_clusters`.
         """
         if not self.near.shape[1]:
             return None

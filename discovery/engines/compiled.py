@@ -32,8 +32,8 @@ class OptionalCache(FunctionCache):
         self._options = repr(sorted(function.targetoptions.items()))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba hashes the text of one function, and not how it is compiled; those of umap-learn
-        # call others in other files.
+        # numba's own key is of the code of one function, and not of its options; those of
+        # umap-learn call others in other files.
         return super()._index_key(sig, codegen), version("umap-learn"), self._options
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

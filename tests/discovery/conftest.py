@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_once import made_once
+from made_once import made_once, own_copy
 from planted import planted, planted_batch
 from shared import START, AttnCommand
 from uninterrupted import AT_NOW, OPTIONS
@@ -25,4 +25,4 @@ def uninterrupted(attn: AttnCommand, tmp_path_factory: pytest.TempPathFactory) -
         assert done.returncode == 0, done.stderr
 
     folder = made_once(tmp_path_factory, "uninterrupted", make)
-    return folder / "fingerprints.db", folder / "left_alone"
+    return own_copy(tmp_path_factory, folder / "fingerprints.db"), folder / "left_alone"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
-from made_once import made_once
+from made_once import made_once, own_copy
 from numpy.typing import NDArray
 from planted import planted, planted_batch
 from shared import NOW, START, AttnCommand
@@ -56,7 +56,8 @@ def _published(
         folders, f"published{''.join(options)}",
         lambda folder: discovered(attn, make_store(folder / "published.db", vectors), *options),
     )  # fmt: skip
-    return Published(folder / "published.db", folder / "runs", vectors, truth, *said_in(folder))
+    db = own_copy(folders, folder / "published.db")
+    return Published(db, folder / "runs", vectors, truth, *said_in(folder))
 
 
 def discovered(attn: AttnCommand, db: Path, *options: str) -> None:
@@ -108,7 +109,8 @@ def mixed(attn: AttnCommand, folders: pytest.TempPathFactory) -> Mixed:
     folder = made_once(
         folders, "mixed", lambda folder: discovered(attn, mixed_store(folder / "mixed.db"))
     )
-    return Mixed(folder / "mixed.db", folder / "runs", *said_in(folder))
+    db = own_copy(folders, folder / "mixed.db")
+    return Mixed(db, folder / "runs", *said_in(folder))
 
 
 def mixed_store(db: Path) -> Path:

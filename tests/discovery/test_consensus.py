@@ -124,7 +124,10 @@ def test_loops_are_compiled_before_a_thread_calls_them():
     """Numba and Python's imports are not made for a second thread that compiles or imports."""
     rows, _ = blobs([300, 200], 1)
     near = neighbors_of(rows)
-    called = (loops.nearest, loops.means, loops.trees, loops.settled, loops.best_of_starts)
+    called = (
+        loops.nearest, loops.means, loops.trees, loops.cells_of_atoms, loops.likest_again,
+        loops.settled, loops.best_of_starts,
+    )  # fmt: skip
     before = [list(loop.signatures) for loop in called]
     for one in (rows, RNG(0).normal(size=rows.shape).astype("f4")):  # behaviours and a continuum
         stable_clusters(one, near, np.arange(len(one)) // 7, 20, 0)
@@ -244,7 +247,7 @@ def test_groups_are_looked_for_in_the_next_trees(count, most, atoms, at_once, se
             left.append(cells + number)
         rows = np.rint(share @ weights).astype(np.int64)
         pairs = np.array(merged, np.int64).reshape(-1, 2)
-        trees.append(Tree(cells, pairs, share.astype("f4"), rows))
+        trees.append(Tree(cells, pairs, share.astype("f4", order="C"), rows))
     size = int(rng.integers(1, 40))
     with ThreadPoolExecutor(2) as pool:
         found = found_again(trees, weights, size, pool, at_once)

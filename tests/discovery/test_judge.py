@@ -243,14 +243,11 @@ def test_the_words_of_a_finished_run_are_reported(tmp_path):
     ("arguments", "says"),
     [
         (("--only", "nothing"), "no data set 'nothing'"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                (("--methods", "guess"), "no method 'guess'"),
-                (("--method", "nowhere:at_all"), "no method 'nowhere:at_all'"),
-                (("--rows", "0"), "must be 1 or more"),
-            )
+        pytest.param(("--methods", "guess"), "no method 'guess'", marks=pytest.mark.slow),
+        pytest.param(
+            ("--method", "nowhere:at_all"), "no method 'nowhere:at_all'", marks=pytest.mark.slow
         ),
+        pytest.param(("--rows", "0"), "must be 1 or more", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_judged_is_refused(arguments, says):

@@ -108,7 +108,9 @@ def regions_by_profile(
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         areas = pool.submit(areas_of, of.near, of.requests, 1)
-        return profiled_regions(of, areas, RNG(1), pool)
+        found = profiled_regions(of, areas, RNG(1), pool)
+        assert len(areas.result().found.area) == len(rows)
+    return found
 
 
 @pytest.fixture

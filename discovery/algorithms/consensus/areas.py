@@ -16,7 +16,7 @@ from discovery.algorithms.threads import one_thread
 from pipeline.hashing import Hashes
 
 from .continued import effective_requests
-from .regions import weights_of
+from .regions import request_weights
 from .request_profiles import as_neighbours, profiles_of_rows
 
 AREAS = 12
@@ -42,7 +42,7 @@ def areas_of(near: Int32s, requests: Ints, seed: int) -> Areas:
 
     if requests.max(initial=-1) < 2 * AREAS:
         return Areas(InAreas.none(len(near)), None)
-    weight = weights_of(requests)
+    weight = request_weights(requests)
     with one_thread():
         profiles = profiles_of_rows(near, requests, weight)
         count = min(AREAS, len(np.unique(profiles.round(6), axis=0)))

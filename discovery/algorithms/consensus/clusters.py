@@ -195,9 +195,10 @@ def stable_clusters(
         size: fewest rows of a cluster; n is at least that.
         seed: of cells and halves.
         parent: the clusters that go on where nothing has changed.
-        check: called before each tree, in any thread; what it raises ends the search.
+        check: called before some trees at a time, in any thread; what it raises ends the search.
         octaves: int64[n], the octave of each row's context; None where nothing is known of it.
-        threads: most of them, which change nothing but the time; None: as there are CPUs.
+        threads: how many to use, `MOST_THREADS` at most, which changes only the time; None: one
+            for each CPU.
     """
     rng = np.random.default_rng(seed)
     rows, near = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(near)
@@ -207,8 +208,8 @@ def stable_clusters(
         used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
         divided = halves(requests, rng)
-        # As many trees at once as leave each thread one turn: only between them it needs Python's
-        # lock, which another thread may hold for long.
+        # As many trees at once, `MOST_AT_ONCE` at most, as leave each thread one turn: only between
+        # them it needs Python's lock, which another thread may hold for long.
         at_once = min(MOST_AT_ONCE, -(-len(divided) // threads))
         trees = trees_of_halves(rows, near, divided, atom, atoms, size, rng, at_once, pool, check)
         again = found_again(trees, atoms, size, pool, at_once)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Floats, Int32s, Ints
+from capture_kernels.arrays import Doubles, Floats, Ints
 
 from .cell_tree import Tree
 
@@ -51,55 +52,43 @@ def found_again(
     """
     from .loops import likest_again
 
-    in_cells, compared = CellsOfTrees.of(trees, atoms, size), min(COMPARED, len(trees) - 1)
-    again = np.zeros(in_cells.groups[-1])
+    in_cells, compared = as_arrays(trees, atoms, size), min(COMPARED, len(trees) - 1)
+    rows = np.concatenate([one.rows for one in trees])
+    again = np.zeros(len(rows))
 
     def some(begin: int) -> None:
         end = min(begin + at_once, len(trees))
-        likest_again(begin, end, compared, *in_cells, again)
+        likest_again(begin, end, compared, again, *in_cells)
 
     for _ in pool.map(some, range(0, len(trees), at_once)):
         pass
-    again[np.concatenate([one.rows for one in trees]) < size] = 0.0
-    return np.split(again, in_cells.groups[1:-1])
+    again[rows < size] = 0.0
+    return np.split(again, begins(len(one.rows) for one in trees)[1:-1])
 
 
-class CellsOfTrees(NamedTuple):
-    """The trees as arrays, as `loops.likest_again` takes them."""
+def as_arrays(trees: Sequence[Tree], atoms: Ints, size: int) -> tuple[NDArray[Any], ...]:
+    """The trees as `loops.likest_again` takes them, from `weights` to `size`. Groups of less than
+    half of `size` rows are not to be found."""
+    from .loops import cells_of_atoms
 
-    weights: Floats
-    start: Ints
-    cell: Int32s
-    part: Floats
-    cells: Ints
-    merges: Ints
-    merged: Ints
-    groups: Ints
-    size: Floats
-
-    @classmethod
-    def of(cls, trees: Sequence[Tree], atoms: Ints, size: int) -> CellsOfTrees:
-        """Groups of less than half of `size` rows are not to be found."""
-        from .loops import cells_of_atoms
-
-        cells = np.array([one.cells for one in trees])
-        share = np.concatenate([one.share[: one.cells] for one in trees])
-        count = np.count_nonzero(share)
-        start = np.empty((len(trees), len(atoms) + 1), np.int64)
-        cell, part = np.empty(count, np.int32), np.empty(count, np.float32)
-        cells_of_atoms(share, begins(cells), start, cell, part)
-        rows = np.concatenate([one.rows for one in trees])
-        return cls(
-            atoms.astype(np.float32),
-            start,
-            cell,
-            part,
-            cells,
-            begins(len(one.merged) for one in trees),
-            np.concatenate([one.merged for one in trees]),
-            begins(len(one.rows) for one in trees),
-            np.where(rows >= size / 2, rows, np.inf).astype(np.float32),
-        )
+    cells = np.array([one.cells for one in trees])
+    share = np.concatenate([one.share[: one.cells] for one in trees])
+    count = np.count_nonzero(share)
+    start = np.empty((len(trees), len(atoms) + 1), np.int64)
+    cell, part = np.empty(count, np.int32), np.empty(count, np.float32)
+    cells_of_atoms(share, begins(cells), start, cell, part)
+    rows = np.concatenate([one.rows for one in trees])
+    return (
+        atoms.astype(np.float32),
+        start,
+        cell,
+        part,
+        cells,
+        begins(len(one.merged) for one in trees),
+        np.concatenate([one.merged for one in trees]),
+        begins(len(one.rows) for one in trees),
+        np.where(rows >= size / 2, rows, np.inf).astype(np.float32),
+    )
 
 
 def begins(lengths: Iterable[int]) -> Ints:

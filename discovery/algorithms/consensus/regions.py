@@ -158,7 +158,7 @@ class RowsInAtoms(NamedTuple):
     @property
     def weight(self) -> Doubles:
         """float64[n], of each row."""
-        return weights_of(self.requests)
+        return request_weights(self.requests)
 
     def means(self, spaces: Spaces, weight: Doubles) -> Spaces:
         """The mean of each atom's rows in both spaces."""
@@ -375,8 +375,9 @@ def seen_atoms(
     return means[weight > 0], weight[weight > 0]
 
 
-def weights_of(requests: Ints) -> Doubles:
-    """The weight float64[n] of each row, by the request int64[n] of each."""
+def request_weights(requests: Ints) -> Doubles:
+    """The weight float64[n] of each row: its request's rows to the power of minus `ALIKE`, by the
+    request int64[n] of each."""
     return np.bincount(requests).astype(np.float64)[requests] ** -ALIKE
 
 
