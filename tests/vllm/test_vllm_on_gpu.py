@@ -266,7 +266,9 @@ def check_full_scores(
                 off = row[:, : p.shape[1]] - p
                 errors.append(np.abs(off.mean(axis=0)).max())
                 assert errors[-1] < share, (number, position, off)
-                assert np.abs(off).max() < (of_head or share), (number, position, off)
+                # The first layer's are moved by nothing but its own rounding.
+                most = of_head if of_head and number else share
+                assert np.abs(off).max() < most, (number, position, off)
                 assert not row[:, p.shape[1] :].any()
     return errors
 

@@ -52,23 +52,24 @@ def found_again(
     """
     from .loops import likest_again
 
-    in_cells, compared = as_arrays(trees, atoms, size), min(COMPARED, len(trees) - 1)
-    rows = np.concatenate([one.rows for one in trees])
+    compared, in_cells = min(COMPARED, len(trees) - 1), cells_and_merges(trees, atoms)
+    groups, rows = begins(len(one.rows) for one in trees), np.concatenate([t.rows for t in trees])
+    # Groups of less than half of `size` rows are not to be found.
+    sought = np.where(rows >= size / 2, rows, np.inf).astype(np.float32)
     again = np.zeros(len(rows))
 
     def some(begin: int) -> None:
         end = min(begin + at_once, len(trees))
-        likest_again(begin, end, compared, again, *in_cells)
+        likest_again(begin, end, compared, again, groups, sought, *in_cells)
 
     for _ in pool.map(some, range(0, len(trees), at_once)):
         pass
     again[rows < size] = 0.0
-    return np.split(again, begins(len(one.rows) for one in trees)[1:-1])
+    return np.split(again, groups[1:-1])
 
 
-def as_arrays(trees: Sequence[Tree], atoms: Ints, size: int) -> tuple[NDArray[Any], ...]:
-    """The trees as `loops.likest_again` takes them, from `weights` to `size`. Groups of less than
-    half of `size` rows are not to be found."""
+def cells_and_merges(trees: Sequence[Tree], atoms: Ints) -> tuple[NDArray[Any], ...]:
+    """The trees as `loops.likest_again` takes them, from `weights` to `merged`."""
     from .loops import cells_of_atoms
 
     cells = np.array([one.cells for one in trees])
@@ -77,7 +78,6 @@ def as_arrays(trees: Sequence[Tree], atoms: Ints, size: int) -> tuple[NDArray[An
     start = np.empty((len(trees), len(atoms) + 1), np.int64)
     cell, part = np.empty(count, np.int32), np.empty(count, np.float32)
     cells_of_atoms(share, begins(cells), start, cell, part)
-    rows = np.concatenate([one.rows for one in trees])
     return (
         atoms.astype(np.float32),
         start,
@@ -86,8 +86,6 @@ def as_arrays(trees: Sequence[Tree], atoms: Ints, size: int) -> tuple[NDArray[An
         cells,
         begins(len(one.merged) for one in trees),
         np.concatenate([one.merged for one in trees]),
-        begins(len(one.rows) for one in trees),
-        np.where(rows >= size / 2, rows, np.inf).astype(np.float32),
     )
 
 

@@ -262,7 +262,7 @@ def cells_of_atoms(share, begins, start, cell, part):  # type: ignore[no-untyped
 
 @njit(nogil=True, error_model="numpy")
 def likest_again(  # type: ignore[no-untyped-def]
-    begin, end, compared, again, weights, start, cell, part, cells, merges, merged, groups, size
+    begin, end, compared, again, groups, size, weights, start, cell, part, cells, merges, merged
 ):
     """How like the likest group of each of the next `compared` trees is to each group of the trees
     from `begin` to `end`, on average: the rows in both over the rows in either. What groups share
@@ -270,13 +270,13 @@ def likest_again(  # type: ignore[no-untyped-def]
 
     Args:
         again: float64, of each group, zeros, filled for those trees.
+        groups, size: the groups of tree t are those from groups[t] to groups[t + 1]; their rows
+            float32, infinite for one that is not to be found.
         weights: float32[a], rows of each atom.
         start, cell, part: the cells that have rows of an atom, and how much of it: of the atom k of
             tree t those from start[t, k] to start[t, k + 1], int64[t, a + 1], int32 and float32.
         cells: int64[t]; merges, merged: the merges of tree t are int64[m, 2] from merges[t] to
             merges[t + 1].
-        groups, size: the groups of tree t are those from groups[t] to groups[t + 1]; their rows
-            float32, infinite for one that is not to be found.
     """
     most = 0
     for tree in range(len(cells)):
@@ -416,8 +416,8 @@ for loop, signature in (
     (cells_of_atoms, "void(f4[:, ::1], i8[::1], i8[:, ::1], i4[::1], f4[::1])"),
     (
         likest_again,
-        "void(i8, i8, i8, f8[::1], f4[::1], i8[:, ::1], i4[::1], f4[::1], i8[::1], i8[::1],"
-        "i8[:, ::1], i8[::1], f4[::1])",
+        "void(i8, i8, i8, f8[::1], i8[::1], f4[::1], f4[::1], i8[:, ::1], i4[::1], f4[::1],"
+        "i8[::1], i8[::1], i8[:, ::1])",
     ),
     (settled, "f8(f8[:, ::1], f8[::1], i8, f8, f8[:, ::1])"),
     (best_of_starts, "f8(f8[:, ::1], f8[::1], f8[:, ::1], i8, f8[:, ::1])"),
