@@ -21,7 +21,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf where a difference is taken: below every logit, but 0 * (LOWEST - m) is 0.
 LOWEST = tl.constexpr(-1.0e30)
 LOGSUMEXP = tl.constexpr(LOGSUMEXP_COLUMN)
-# The first compute capability that can launch a kernel before the one ahead of it has ended.
+# The compute capability of Hopper GPUs, the first that can launch a kernel before the one ahead of
+# it has ended.
 HOPPER = 90
 # Query heads of a product of matrices: it has 8 columns or more, and with more than 32 the
 # accumulators fill the registers.
@@ -122,12 +123,16 @@ def after_last_kernel(EARLY: tl.constexpr) -> None:
 def early() -> dict[str, bool]:
     """With what a kernel that calls `after_last_kernel` is launched on the current device, so that
     it is launched early where that can be done (CUDA's programmatic dependent launch)."""
+    return {"EARLY": True, "launch_pdl": True} if architecture() >= HOPPER else {"EARLY": False}
+
+
+def architecture() -> int:
+    """Compute capability of the current device, 90 for Hopper; 0 without an NVIDIA GPU, and where
+    kernels are interpreted."""
     if interpreted():
-        return {"EARLY": False}
+        return 0
     target = driver.active.get_current_target()
-    if target.backend != "cuda" or target.arch < HOPPER:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 def launch(kernel: Any, grid: tuple[int, ...], step: dict[str, Any], **own: Any) -> None:

@@ -108,7 +108,7 @@ def head_pass(
     REST_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, BUCKETS: tl.constexpr, LOGITS: tl.constexpr, SOFT_CAP: tl.constexpr,
     DESCALE: tl.constexpr, TO_HALF: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
-    EARLY: tl.constexpr,
+    NO_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_last_kernel(EARLY)
     program = tl.program_id(1)
@@ -148,7 +148,7 @@ def head_pass(
         real = row_field(row_table, REAL, row, num_rows)
         visible = row_field(row_table, VISIBLE, row, num_rows)
         newest = kv_slots + tl.load(base + row) + position
-        first, after = column_ranges(visible, real, seen)
+        first, after = column_ranges(columns, visible, real, seen)
         row_query = query + row.to(tl.int64) * stride_qr
         q = head_dims(row_query, head, stride_qh, 0, FIRST_D, HEAD_DIM)
         if REST_D:
@@ -173,8 +173,9 @@ def head_pass(
         total_l = tl.zeros([BLOCK_H], tl.float32)
         total_s = tl.zeros([BLOCK_H], tl.float32)
         m_flushed = tl.full([BLOCK_H], LOWEST, tl.float32)
-        first_tile = (block - row_block) * TILES
-        last = (stop - row_block) * TILES - 1
+        # Where blocks without keys are all of a split, nobody reads what it writes.
+        first_tile = tl.maximum(block - row_block - NO_KEYS, 0) * TILES
+        last = tl.maximum(stop - row_block - NO_KEYS, 0) * TILES - 1
         flush_at = next_flush(first_tile, first, after, TILE)
         if BUCKETS:
             largest = tl.full([BLOCK_H, TILE], LOWEST, tl.float32)
@@ -208,7 +209,9 @@ def head_pass(
             tile = turn - 1
             distance = tile * TILE + lane
             y = scaled_logits(y, row_factor, soft_cap, SOFT_CAP)
-            y = tl.where((distance < seen)[None, :], y, float("-inf"))
+            # Before the first tile there is none, which a soft cap would make finite.
+            is_key = (distance < seen) & (tile >= first_tile)
+            y = tl.where(is_key[None, :], y, float("-inf"))
             by_lane = tl.reshape(y, [BLOCK_H, TILE // LANES, LANES])
             m_new = tl.maximum(m, tl.max(by_lane, 1))
             alpha = tl.exp2(m - m_new)

@@ -52,13 +52,12 @@ PARTIAL = tl.constexpr(36)
 
 
 @triton.jit
-def column_ranges(visible, real, seen):
-    """The distances [first, after) of each column: two int32[32].
+def column_ranges(c, visible, real, seen):
+    """The distances [first, after) of the columns c, 0 to 31: two int32[32].
 
     0..15 log2 bins; 16..23 relative positions, oldest first; 24 d < 10; 25 10 <= d < 100; 26 sink
     tokens; 27 keys that are read but not real; the rest are empty.
     """
-    c = tl.arange(0, 32)
     first = tl.where(c == 0, 0, 1 << tl.minimum(c, 15))
     after = tl.where(c < 15, 2 << tl.minimum(c, 14), visible)
     # The first rank of position bin b is the least r with (2r + 1) * 8 >= 2 * visible * b.
@@ -163,7 +162,7 @@ def key_pass(
         real = row_field(row_table, REAL, row, num_rows)
         visible = row_field(row_table, VISIBLE, row, num_rows)
         newest = kv_slots + tl.load(base + row) + position
-        first, after = column_ranges(visible, real, seen)
+        first, after = column_ranges(columns, visible, real, seen)
         row_query = query + row.to(tl.int64) * stride_qr
         q = query_dims(row_query, head, joined, stride_qh, 0, FIRST_D, HEAD_DIM)
         if REST_D:

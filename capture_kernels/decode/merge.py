@@ -139,7 +139,7 @@ def finish(
     top_mass, num_rows, programs, first_layer, max_rows, layers, HEADS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, BUCKETS: tl.constexpr, TOP_SPLITS: tl.constexpr,
     K: tl.constexpr, SIZE: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_WORDS: tl.constexpr, NO_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows and heads of all pending layers in turns."""
     after_last_kernel(EARLY)
@@ -152,8 +152,8 @@ def finish(
         # The layer's first row in the workspaces, and in the answers.
         kept_row, answer_row = layer * max_rows, (first_layer + layer) * max_rows
         line = (answer_row + row) * HEADS + number
-        begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows)
-        if begin == end:
+        begin, end, first, last = row_splits(block_ptr, row_table, row, num_rows, NO_KEYS)
+        if begin >= end:
             # A disabled row: there is nothing to merge or to wait for.
             nothing = tl.where(c == LOGSUMEXP, float("-inf"), 0.0)
             tl.store(per_head + line * 32 + c, nothing)

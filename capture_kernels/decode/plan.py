@@ -33,6 +33,9 @@ from capture_kernels.layer_plan import (
 from .answers import Statistics, TopK
 from .head_pass import LEAST_HEAD_ROWS, head_lanes, head_pass
 from .key_pass import PARTIAL, key_pass
+from .latent_pass import NO_KEYS, has_latent_pass, latent_pass, suits_latent_pass
+from .latent_pass import TILE as LATENT_TILE
+from .latent_pass import WARPS as LATENT_WARPS
 from .merge import finish
 from .ranks import HeadRanks
 from .step.layers import PendingLayers
@@ -120,12 +123,19 @@ class StatisticsPlan(LayerPlan):
         tile = tuning.tile
         if tile < 32 or tile & (tile - 1):
             raise OptionError(f"a tile of {tile} keys: use a power of two, 32 or more")
-        block_keys = tile * triton.next_power_of_2(triton.cdiv(max_length, tile * MOST_BLOCKS))
+        # Whether `latent_pass` takes the place of `head_pass`, for layers that suit it. Blocks of
+        # both are then such as it needs.
+        with torch.cuda.device_of(self.groups.table):
+            has_pass = has_latent_pass(head_dim, self._pass_heads)
+        self._latent = has_pass and not (self.tuning or self.all_keys or top or has_mean)
+        least = LATENT_TILE.value if self._latent else tile
+        block_keys = least * triton.next_power_of_2(triton.cdiv(max_length, least * MOST_BLOCKS))
         if max_rows * triton.cdiv(max_length, block_keys) >= 1 << 30:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
         self.scheduled: Schedule = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
             *(self.visibility or Visibility(), self.window, self.all_keys, self.heads, self.mapped),
+            no_keys=NO_KEYS if self._latent else 0,
             beside=None if self.beside is None else self.beside.scheduled,
         )
         heads = self.groups.count
@@ -399,14 +409,19 @@ class StatisticsPlan(LayerPlan):
         return step
 
     def _launch_pass(self, step: dict[str, Any], layers: int = 1) -> None:
-        """Launch `key_pass` over one layer, or over several whose inputs are noted."""
+        """Launch the pass over one layer, or over several whose inputs are noted."""
+        grid = (len(self._pass_table), self.scheduled.programs, layers)
+        if self._latent and suits_latent_pass(step["query"], step["keys"]):
+            own = {"head_table": self._pass_table, "TILES": step["BLOCK"] // LATENT_TILE.value}
+            launch(latent_pass, grid, {**step, **own}, LISTED=layers > 1, num_warps=LATENT_WARPS)
+            return
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         own = {"head_table": self._pass_table, "BLOCK_H": self._pass_heads}
         if by_heads := bool(self._tuning.heads):
             own["LANES"] = head_lanes(step["TILE"], self._pass_heads, self._tuning.warps)
         launch(
             head_pass if by_heads else key_pass,
-            (len(self._pass_table), self.scheduled.programs, layers),
+            grid,
             {**step, **own},
             LISTED=layers > 1,
             num_warps=self._tuning.warps,

@@ -131,9 +131,12 @@ def innermost_product_loop(lines: list[str]) -> list[str]:
     return shortest
 
 
-def tensors(dtype: torch.dtype = torch.bfloat16, depth: int = DEPTH, key_heads: int = KEY_HEADS):
+def tensors(
+    dtype: torch.dtype = torch.bfloat16, depth: int = DEPTH, key_heads: int = KEY_HEADS,
+    heads: int = HEADS,
+):  # fmt: skip
     query_type = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    query = torch.zeros(ROWS, HEADS, depth, dtype=query_type)
+    query = torch.zeros(ROWS, heads, depth, dtype=query_type)
     keys = torch.zeros(SLOTS, key_heads, depth).to(dtype)
     return query, keys
 
@@ -161,7 +164,7 @@ def beside(
     if plan.hubs:
         asked |= {"hubs": torch.zeros(8, LENGTH), "hub_slots": torch.zeros(ROWS, dtype=torch.int32)}
     plan.schedule(table(), **asked)
-    query, keys = tensors(dtype, plan.head_dim, plan.groups.key_heads)
+    query, keys = tensors(dtype, plan.head_dim, plan.key_heads, plan.heads)
     descale = torch.ones(plan.groups.key_heads) if dtype.itemsize == 1 else None
     for _ in range(plan.layers):
         plan.run(query, keys, descale=descale)
@@ -197,6 +200,11 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside float8": lambda: beside(torch.float8_e4m3fn),
     "beside head_dim 80": lambda: beside(head_dim=80),
     "beside head_dim 256": lambda: beside(head_dim=256),
+    "latent keys": lambda: beside(heads=128, key_heads=1, head_dim=576),
+    "latent keys, one layer": lambda: beside(layers=1, heads=128, key_heads=1, head_dim=576),
+    "latent keys, float8": lambda: beside(
+        torch.float8_e4m3fn, heads=128, key_heads=1, head_dim=576
+    ),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "top 16, one layer": lambda: beside(layers=1, top_k=16, mean_top_k=16),
     "float8, top 16": lambda: beside(torch.float8_e4m3fn, top_k=16, mean_top_k=16),

@@ -39,6 +39,19 @@ KINDS = cases(
          {"visibility": Visibility(14, 10), "window": 190, "soft_cap": 5.0}),
         ("no sinks", [1, 2, 70], (128, 1, LATENT), BFLOAT16, {"visibility": Visibility(0)}),
         ("several key heads", [150, 33], (64, 2, 80), BFLOAT16, {}),
+        # Where `latent_pass` runs: in one tile and many, with edges in and between tiles.
+        ("128 heads, all lengths of a tile", [*range(1, 70), 127, 128, 129], (128, 1, LATENT),
+         BFLOAT16, {"programs": 7}),
+        ("128 heads in float16, long", [1_025, 4_099], (128, 1, LATENT), {"padding_rows": 3},
+         {"programs": 13, "max_length": 5_000}),
+        ("128 heads, a masked prefix, a window and a cap", [1, 11, 75, 400], (128, 1, LATENT),
+         BFLOAT16, {"visibility": Visibility(14, 10), "window": 390, "soft_cap": 5.0}),
+        ("128 heads, more sinks than a tile", [300, 65, 64], (128, 1, LATENT), BFLOAT16,
+         {"visibility": Visibility(130)}),
+        ("100 chosen of 128 heads", [65, 700], (128, 1, LATENT), BFLOAT16,
+         {"chosen": (*range(0, 50), *range(70, 120))}),
+        ("learned sinks of 128 heads", [65, 700], (128, 1, LATENT), BFLOAT16,
+         {"sinks": torch.linspace(-9, 9, 128, device=DEVICE)}),
     ],
 )
 # fmt: on
@@ -47,6 +60,49 @@ KINDS = cases(
 @pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS)
 def test_statistics_of_many_heads_on_one_key(lengths, shape, paged, options):
     statistics.check(paged_case(lengths, *shape, **paged), **options)
+
+
+@needs_gpu
+def test_logits_that_grow_far_beyond_those_of_the_first_tile():
+    case = paged_case([900, 300, 66], 128, 1, LATENT, size=100.0, **BFLOAT16)
+    statistics.check(case, visibility=Visibility(0))
+
+
+@needs_gpu
+def test_a_latent_key_that_is_not_finite_spoils_its_row_alone():
+    case = paged_case([150, 200, 90], 128, 1, LATENT, **BFLOAT16)
+    exact = statistics.reference(case)
+    # The oldest of the second row: a sink, which the visible keys do not have.
+    slot = case.req_to_token[case.req_pool_indices[1], 0].long()
+    case.k_cache[slot] = torch.nan
+    found = statistics.measure(case)
+    assert found.valid.tolist() == [True, False, True]
+    assert found.mean.isfinite().all() and not found.mean[1].any()
+    others = [0, 2]
+    assert_close(found.per_head[others, :, :26], exact.columns[others, :, :26], **statistics.MASSES)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layers", [1, 3])
+def test_statistics_alone_of_latent_layers_in_a_graph(layers):
+    case = paged_case([3_000, 1, 977], 128, 1, LATENT, padding_rows=2, **BFLOAT16)
+    plan = plan_for(case, programs=None, max_length=3_000, layers=layers)
+
+    def step():
+        plan.schedule(page_table(case), num_active=active)
+        for _ in range(layers):
+            plan.run(case.queries, case.k_cache)
+        return plan.answer(layers - 1)
+
+    active = active_rows(case)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for buffer in (plan.partial, plan.per_head, plan.mean):
+        buffer.fill_(torch.nan)
+    graph.replay()
+    statistics.assert_statistics(replayed, statistics.reference(case))
 
 
 # Heads of a product, keys of a tile, warps.

@@ -566,8 +566,8 @@ def test_answers_are_shares_that_depend_neither_on_slots_nor_on_programs(
 @triton.jit
 def _ranges_and_due(row, tiles, count_tiles, ranges, due, TILE_KEYS: tl.constexpr):
     visible, real = tl.load(row), tl.load(row + 1)
-    first, after = column_ranges(visible, real, tl.load(row + 2))
     c = tl.arange(0, 32)
+    first, after = column_ranges(c, visible, real, tl.load(row + 2))
     tl.store(ranges + c, first)
     tl.store(ranges + 32 + c, after)
     for i in range(0, count_tiles):

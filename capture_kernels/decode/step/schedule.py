@@ -84,9 +84,10 @@ def program_of(block, share, extra):
 
 
 @triton.jit
-def row_splits(block_ptr, row_table, row, num_rows):
-    """A row's first block and the one after its last; the programs of its first and last split."""
-    begin, end = tl.load(block_ptr + row), tl.load(block_ptr + row + 1)
+def row_splits(block_ptr, row_table, row, num_rows, NO_KEYS: tl.constexpr = 0):
+    """A row's first block and the one after its last, of those with keys; the programs of its first
+    and last split. `begin` is `end` or beyond it for a row without keys."""
+    begin, end = tl.load(block_ptr + row) + NO_KEYS, tl.load(block_ptr + row + 1)
     first = row_field(row_table, FIRST, row, num_rows)
     last = row_field(row_table, LAST, row, num_rows)
     return begin, end, first, last
@@ -109,7 +110,8 @@ def _schedule_rows(
     model_window, visible_window, mask_prefix, sink_tokens, LISTS: tl.constexpr,
     HAS_ENABLED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_MASKS: tl.constexpr,
     HEAD_WORDS: tl.constexpr, HAS_SLOTS: tl.constexpr, BY_REQUEST: tl.constexpr,
-    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    ALL_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, NO_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     after_last_kernel(EARLY)
     row = tl.arange(0, ROWS)
@@ -152,6 +154,7 @@ def _schedule_rows(
     if ALL_KEYS:
         seen = tl.where(active, in_model, 0)
     blocks = tl.cdiv(seen, BLOCK_KEYS)
+    blocks += tl.where(blocks > 0, NO_KEYS, 0)
     after = tl.cumsum(blocks, 0)
 
     tl.store(block_ptr + row + 1, after, mask=here)
@@ -223,6 +226,8 @@ class Schedule:
     all_keys: bool = False  # also read keys that no fingerprint describes, of every active row
     heads: int = 0  # query heads of the model, as far as masks may choose among them
     mapped: bool = False  # whether keys are in other KV slots than the table's entries
+    # Blocks without keys that each row begins with, for the time that its start takes.
+    no_keys: int = 0
     beside: Schedule | None = None  # of as many rows, in other steps: its list of slots is used
 
     def __post_init__(self) -> None:
@@ -252,7 +257,8 @@ class Schedule:
         step = {name: getattr(self, name) for name in (*names, "num_rows", "programs", "max_rows")}
         if self.mapped:
             step |= {"kv_slots": self.mapped_slots, "base": self.mapped_base}
-        return {**step, "ROWS": self._row_lanes, "HEAD_WORDS": self._head_words}
+        lanes = {"ROWS": self._row_lanes, "NO_KEYS": self.no_keys}
+        return {**step, **lanes, "HEAD_WORDS": self._head_words}
 
     @property
     def bytes(self) -> int:
@@ -343,6 +349,7 @@ class Schedule:
                 BY_REQUEST=by_request,
                 ALL_KEYS=self.all_keys,
                 BLOCK_KEYS=self.block_keys,
+                NO_KEYS=self.no_keys,
                 ROWS=self._row_lanes,
                 num_warps=4,
                 **early(),
