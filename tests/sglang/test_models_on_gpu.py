@@ -187,8 +187,7 @@ def test_windows_in_a_pool_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "share", "logit"),
-    [(32, "auto", 4e-4, 2e-3), (128, "auto", 4e-4, 2e-3), (4, "fp8_e4m3", 6e-3, 3e-2)],
+    ("heads", "keys", "share", "logit"), [(32, "auto", 4e-4, 2e-3), (4, "fp8_e4m3", 6e-3, 3e-2)]
 )
 def test_latent_keys(tmp_path, heads, keys, share, logit):
     """DeepSeek V2 (MLA): a prompt's first chunk runs over keys made of latent ones, the others and
