@@ -4,6 +4,7 @@ from a server that has imported the libraries, and loaded compiled loops, and ru
 from __future__ import annotations
 
 import atexit
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -12,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import msgspec
+import numpy as np
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -28,6 +31,32 @@ SERVER.set_forkserver_preload(
      # Imported, and not started: a loop of uvloop or a context of ZMQ would not survive the fork.
      "sidecar.server", "uvicorn.protocols.http.httptools_impl", "uvloop", "zmq"]
 )  # fmt: skip
+
+
+@cache
+def start_server() -> None:
+    """Start the server, and have all compiled that numba keeps on disk; one process of
+    pytest-xdist at a time does, so that the others load what the first has compiled."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            child = SERVER.Process(target=_small_layout)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+            child.close()
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _small_layout() -> None:
+    """umap-learn compiles at its first layout what it does not at its import."""
+    from discovery.engines.cpu import CpuEngine
+
+    rows = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    engine = CpuEngine()
+    found, distances = engine.neighbors(rows, rows, 5)
+    engine.layout(rows, (found, distances), rows[:, :2], 0.1, 0, lambda done, total: None)
 
 
 class AttnProcess:
@@ -51,6 +80,7 @@ class AttnProcess:
         hold_at: str | None = None, new_session: bool = False, lost: dict[int, str] | None = None,
         most_bytes: int | None = None, most_files: int | None = None,
     ) -> None:  # fmt: skip
+        start_server()
         self._folder = tempfile.TemporaryDirectory()
         self._files = Path(self._folder.name)
         (self._files / "0").write_text(stdin)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from made_once import made_once, own_copy
 from planted import planted, planted_batch
+from processes import start_server
 from shared import START, AttnCommand
 from uninterrupted import AT_NOW, OPTIONS
 
 from pipeline.store.open import open_store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Tests that call compiled functions in their own process find what one process compiled for
+    all. A process that is alone has nobody to share with."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        start_server()
 
 
 @pytest.fixture(scope="session")

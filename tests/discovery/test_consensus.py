@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from shared import REPO
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from discovery.algorithms.consensus import loops
 from discovery.algorithms.consensus.cell_tree import POWER, Tree, nearest_cells, trees_of
 from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
 from discovery.algorithms.consensus.found_again import (
@@ -40,6 +40,13 @@ from discovery.engines.cpu import CpuEngine
 RNG = np.random.default_rng
 
 
+def compiled_loops() -> ModuleType:
+    """Not imported with this module, as what they compile is to be compiled once (conftest.py)."""
+    from discovery.algorithms.consensus import loops
+
+    return loops
+
+
 def blobs(sizes: list[int], seed: int, dimensions: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Rows float32[n, d] of behaviours 8 apart, shuffled, and the behaviour of each."""
     rng = RNG(seed)
@@ -57,13 +64,13 @@ def neighbors_of(rows: np.ndarray, k: int = 20) -> np.ndarray:
 def merge_cells(shared: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
     """The merges int64[m, 2] of cells that share so many neighbours."""
     merged = np.empty((len(shared) - 1, 2), np.int64)
-    done = loops.merge(shared.copy(), sizes.astype(float), float(least), POWER, merged)
+    done = compiled_loops().merge(shared.copy(), sizes.astype(float), float(least), POWER, merged)
     return merged[:done]
 
 
 def shared_neighbors(cell: np.ndarray, near: np.ndarray, taken: np.ndarray) -> list[list[float]]:
     found = np.zeros((2, 2), np.int64)
-    loops.count_shared(cell, near, taken, found)
+    compiled_loops().count_shared(cell, near, taken, found)
     return ((found + found.T) / 2).tolist()
 
 
@@ -123,7 +130,7 @@ def test_the_groups_of_a_tree_are_its_cells_and_what_they_merge_into(n, trees, c
 def test_loops_are_compiled_before_a_thread_calls_them():
     """Numba and Python's imports are not made for a second thread that compiles or imports."""
     rows, _ = blobs([300, 200], 1)
-    near = neighbors_of(rows)
+    near, loops = neighbors_of(rows), compiled_loops()
     called = (
         loops.nearest, loops.means, loops.trees, loops.cells_of_atoms, loops.likest_again,
         loops.settled, loops.best_of_starts,
@@ -184,7 +191,7 @@ def test_cells_are_those_of_the_nearest_centre_and_their_centres_the_means(n, co
     apart = np.linalg.norm(rows[:, None].astype(float) - centres, axis=2)
     np.testing.assert_allclose(apart[np.arange(n), cell], apart.min(axis=1), atol=1e-3)
     moved = centres.copy()
-    loops.means(rows, cell, moved)
+    compiled_loops().means(rows, cell, moved)
     for own in range(count):
         mean = rows[cell == own].mean(axis=0) if (cell == own).any() else centres[own]
         np.testing.assert_allclose(moved[own], mean, atol=1e-5)

@@ -16,7 +16,6 @@ from sklearn.neighbors import NearestNeighbors
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consensus.cell_tree import cell_centres, nearest_cells
 from discovery.algorithms.consensus.clusters import halves, stable_clusters
-from discovery.algorithms.consensus.loops import best_of_starts
 from discovery.algorithms.consensus.partition import adjusted_rand, agreement_of_halves
 from discovery.algorithms.consensus.regions import (
     MOST_FAMILIES,
@@ -115,6 +114,9 @@ def test_the_best_of_many_starts_is_no_worse_than_the_library_s(count, most, wid
 
 
 def test_equal_points_and_weights_of_nothing_still_give_centres():
+    # Not with this module, as what it compiles is to be compiled once (conftest.py).
+    from discovery.algorithms.consensus.loops import best_of_starts
+
     points, best = np.ones((5, 2)), np.empty((3, 2))
     assert best_of_starts(points, np.ones(5), RNG(0).random((4, 3)), 10, best) == 0.0
     assert (best == 1).all()
