@@ -18,9 +18,10 @@ $(VENV)/.base: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[texts]'
 	touch $@
 
+# pip would compile 20,000 modules one after the other, of which the tests import a quarter.
 $(VENV)/.dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[capture,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[capture,dev]'
 	touch $@ $(VENV)/.base
 
 # SGLang's wheel as it is, on a CPU. Its own needs are gigabytes for a GPU, so it is installed without
@@ -46,7 +47,9 @@ discover: $(VENV)/.base
 # tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The everyday tests; tests/README.md lists what only test-all runs.
+# The everyday tests; tests/README.md lists what only test-all runs. The processes share the cores,
+# so threads of the libraries would wait for each other, for a core each; test-all has them.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu and not slow'
 

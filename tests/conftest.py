@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import built_command  # noqa: F401
 import pytest
 from hypothesis import settings
 from planted import planted, planted_batch

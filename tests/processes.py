@@ -24,10 +24,11 @@ import numpy as np
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["cli", "discovery.job", "discovery.events.websocket", "discovery.execution.dask_cluster",
-     "discovery.engines.cpu", "discovery.artifacts.classifier", "pipeline.store.transfer",
-     "discovery.algorithms.consensus.loops", "hdbscan", "umap", "sklearn.cluster",
-     "sklearn.neighbors", "scipy.sparse.linalg", "scipy.spatial", "pyarrow.dataset",
+    ["tests.built_command", "cli", "discovery.job", "discovery.events.websocket",
+     "discovery.execution.dask_cluster", "discovery.engines.cpu", "discovery.artifacts.classifier",
+     "pipeline.store.transfer", "discovery.algorithms.consensus.loops", "hdbscan", "umap",
+     "sklearn.cluster", "sklearn.neighbors", "scipy.sparse.linalg", "scipy.spatial",
+     "pyarrow.dataset",
      # Imported, and not started: a loop of uvloop or a context of ZMQ would not survive the fork.
      "sidecar.server", "uvicorn.protocols.http.httptools_impl", "uvloop", "zmq"]
 )  # fmt: skip
