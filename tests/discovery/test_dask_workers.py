@@ -188,7 +188,12 @@ def fails_with_little_gpu_memory(error: Exception, _: int) -> NoReturn:
     raise error
 
 
-@pytest.mark.parametrize("error", FULL, ids=["RMM", "CuPy", "CUDA"])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(FULL[0], id="RMM"),
+     pytest.param(FULL[1], marks=pytest.mark.slow, id="CuPy"),
+     pytest.param(FULL[2], marks=pytest.mark.slow, id="CUDA")],
+)  # fmt: skip
 def test_a_full_gpu_of_a_worker_is_told_with_the_options_to_lower(error, capfd):
     executor = DaskExecutor(None, 1)
     with pytest.raises(RunError, match=r"too little free memory \(1\.5 GB\)") as refused:

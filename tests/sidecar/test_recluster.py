@@ -311,12 +311,15 @@ def test_behaviours_apart_need_no_borders() -> None:
     assert found.found is not None and found.found.rule.lines is None
 
 
-def test_clusters_go_on_while_the_traffic_is_the_same() -> None:
+@pytest.mark.parametrize(
+    "rounds", [(600,), pytest.param((600, 1_200), marks=pytest.mark.slow)], ids=["two", "three"]
+)
+def test_clusters_go_on_while_the_traffic_is_the_same(rounds: tuple[int, ...]) -> None:
     """A fifth of the rows are others in each round; the clusters of real attention, a continuum,
     would else be cut elsewhere each time."""
     vectors, request = real_rows()
     last = window(vectors[:3_000], request[:3_000])
-    for start in (600, 1_200):
+    for start in rounds:
         rows = slice(start, start + 3_000)
         now = window(vectors[rows], request[rows], last)
         assert len(set(now.ids) ^ set(last.ids)) <= 1 and len(now.ids) >= 5
