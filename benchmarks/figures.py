@@ -274,6 +274,19 @@ def of_gpu_server_steps(found: dict[str, Any]) -> Iterator[Figure]:
         yield name, f"{server:.1f} us, by the plan of a server; {exact:.1f} us by an exact one"
 
 
+def of_gpu_latent(found: dict[str, Any]) -> Iterator[Figure]:
+    for case in found["cases"]:
+        for name, way in case["ways"].items():
+            yield f"{case['name']}: {name}", f"{way['us']:.0f} us a layer ({way['share']:.0%})"
+
+
+def of_real_million(found: dict[str, Any]) -> Iterator[Figure]:
+    for name in ("in_a_process", "as_a_process"):
+        run = found[name]
+        said = f"{run['seconds']:.1f} s, AMI with the task {run['ami_with_task']:.2f}"
+        yield f"{run['rows']:,} rows of real attention, {name.replace('_', ' ')}", said
+
+
 def of_gpu_kernels(found: dict[str, Any]) -> Iterator[Figure]:
     for part in ("headline", "fused"):
         case = found.get(part, {})
@@ -316,6 +329,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "gpu_discovery": of_gpu_discovery,
     "gpu_clustering": of_gpu_clustering,
     "gpu_kernels": of_gpu_kernels,
+    "gpu_latent": of_gpu_latent,
+    "real_million": of_real_million,
     "kernel_layers": of_kernel_layers,
     "gpu_server_steps": of_gpu_server_steps,
     "sglang_serving": of_sglang_serving,

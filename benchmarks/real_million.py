@@ -7,8 +7,8 @@ Rows are the shipped sample's, as often as --copies says: each copy has other re
 bin of its histograms is moved by 15%, so that rows differ as other requests of the same tasks
 would. They are kept in --folder. After a run of one copy, so that loading libraries and compiling
 is in no figure, the job runs --times times in this process, the fastest of which counts, and then
-once as `attn discover`, whose start is in its figure. Exits 1 where a run does not pass its gate, does
-not hold each row once, or where its clusters say less of the tasks than LEAST_AMI.
+once as `attn discover`, whose start is in its figure. Exits 1 where a run does not pass its gate,
+holds a row twice, or where its clusters say less of the tasks than LEAST_AMI.
 """
 
 from __future__ import annotations

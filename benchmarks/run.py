@@ -55,16 +55,18 @@ ON_GPU["discovery"] = ["gpu_discovery", "--folder", "build/benchmarks"]
 ON_GPU["sample"] = [*ON_GPU["discovery"], "--rows", "100000", "--sample"]
 ON_GPU["discovery-sampled"] = [*ON_GPU["discovery"], "--rows", "10000000", "--sampling"]
 ON_GPU["discovery"] += ["--rows", "100000,1000000,10000000", "--times", "2", "--peers"]
+ON_GPU["real-million"] = ["real_million", "--folder", "build/benchmarks"]
 ON_GPU["clustering"] = ["gpu_clustering", "--rows", "200000,1000000,10000000"]
 ON_GPU["layers"] = ["kernel_layers"]
 ON_GPU["steps"] = ["gpu_server_steps"]
 # vllm_serving is not among them: an installation has SGLang or vLLM.
 ON_GPU["sglang"] = ["sglang_serving"]
-ON_GPU["kernels"] = ["gpu_kernels"]
+ON_GPU |= {"kernels": ["gpu_kernels"], "latent": ["gpu_latent"]}
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
 if SGLANG.is_dir():
-    ON_GPU["kernels"] += ["--sglang", str(SGLANG)]
+    for name in ("kernels", "latent"):
+        ON_GPU[name] += ["--sglang", str(SGLANG)]
 ON_GPU["kills"] = ["gpu_kills", "--folder", "build/benchmarks", "--rows", "10000000"]
 ON_GPU["transports"] = ["gpu_transports", "--folder", "build/benchmarks"]
 # Weights of the 8b model, its cache, and the attention that the peer asks for.

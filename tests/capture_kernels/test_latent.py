@@ -10,6 +10,7 @@ from paged import DEVICE, SLOW, assert_close, cases, paged_case, without_waiting
 from scored import EXACT, prompt, truth  # noqa: E402
 from test_statistics import active_rows, needs_gpu, page_table, plan_for  # noqa: E402
 
+from capture_kernels.decode import plan as plans  # noqa: E402
 from capture_kernels.decode.plan import StatisticsPlan  # noqa: E402
 from capture_kernels.decode.tuning import Tuning  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
@@ -60,6 +61,16 @@ KINDS = cases(
 @pytest.mark.parametrize(("lengths", "shape", "paged", "options"), KINDS)
 def test_statistics_of_many_heads_on_one_key(lengths, shape, paged, options):
     statistics.check(paged_case(lengths, *shape, **paged), **options)
+
+
+@pytest.mark.parametrize("programs", [2, pytest.param(40, marks=SLOW)])
+def test_blocks_without_keys_that_rows_begin_with_change_nothing(monkeypatch, programs):
+    """Where layers do not suit `latent_pass`, `head_pass` has its blocks."""
+    monkeypatch.setattr(plans, "has_latent_pass", lambda head_dim, heads: True)
+    monkeypatch.setattr(plans, "suits_latent_pass", lambda query, keys: False)
+    case = paged_case([1, 0, 130, 65], 40, 1, LATENT, padding_rows=1, **BFLOAT16)
+    enabled = torch.tensor([1, 1, 1, 0, 1], dtype=torch.uint8, device=DEVICE)
+    statistics.check(case, programs=programs, enabled=enabled)
 
 
 @needs_gpu
@@ -172,7 +183,7 @@ def test_full_scores_over_latent_keys(tokens, heads, cache):
 def test_a_graph_of_several_layers_neither_waits_nor_allocates(heads):
     case = paged_case([3_000, 1, 977], heads, 1, LATENT, padding_rows=2, **BFLOAT16)
     asked = {"max_length": 3_000, "top_k": 16, "mean_top_k": 16, "layers": 2}
-    plans = [plan_for(case, programs=None, **asked) for _ in range(2)]
+    two = [plan_for(case, programs=None, **asked) for _ in range(2)]
 
     def step(plan):
         plan.schedule(page_table(case), num_active=active)
@@ -181,14 +192,14 @@ def test_a_graph_of_several_layers_neither_waits_nor_allocates(heads):
         return plan.answer(1)
 
     active = active_rows(case)
-    eager = without_waiting(lambda: step(plans[0]))
-    step(plans[1])
+    eager = without_waiting(lambda: step(two[0]))
+    step(two[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = step(plans[1])
-    for buffer in (plans[1].per_head, plans[1].mean):
+        replayed = step(two[1])
+    for buffer in (two[1].per_head, two[1].mean):
         buffer.fill_(torch.nan)
-    tops.poison(plans[1])
+    tops.poison(two[1])
     graph.replay()
     for ours, same in zip((*eager[:2], *eager[2]), (*replayed[:2], *replayed[2]), strict=True):
         assert torch.equal(ours, same)
