@@ -75,6 +75,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Libraries say at the end what is left of theirs, if nobody looks through it."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def attn() -> AttnCommand:
     """Run the `attn` command in a process of its own, which starts quickly."""

@@ -16,7 +16,6 @@ the keys since the last end lie in.
 from __future__ import annotations
 
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -30,28 +29,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from capture_kernels.decode.step.layers import layer_inputs, note_layer
 from capture_kernels.decode.step.logits import scaled_logits
 from capture_kernels.decode.step.schedule import POSITION, REAL, SEEN, VISIBLE, row_field
-from capture_kernels.launch import HOPPER, LOWEST, after_last_kernel, architecture
-from capture_kernels.layer_plan import LARGEST_LATENT_DIM
+from capture_kernels.launch import LOWEST, after_last_kernel
 
 from .key_pass import PARTIAL, column_ranges
+from .tuning import LATENT_PASS_HEADS as HEADS
+from .tuning import LATENT_PASS_KEYS as KEYS
+from .tuning import LATENT_PASS_WARPS as WARPS
 
-# Query heads of a product; those of one group of warps, keys of a tile, and the numbers of a key
-# that are one chunk of shared memory.
-HEADS = 128
-HALF, TILE, CHUNK = tl.constexpr(64), tl.constexpr(64), tl.constexpr(64)
+# Query heads of one group of warps, keys of a tile, and the numbers of a key that are one chunk of
+# shared memory.
+HALF, TILE, CHUNK = tl.constexpr(HEADS // 2), tl.constexpr(KEYS), tl.constexpr(64)
 # Warps and threads of each group, and the registers of a thread that multiplies and that loads.
-WARPS = 4
 GROUP, THREADS = tl.constexpr(WARPS), tl.constexpr(32 * WARPS)
 MOST_REGISTERS, FEW_REGISTERS = tl.constexpr(232), tl.constexpr(40)
 # Chunks that are loaded and waited for together.
 THIRD = tl.constexpr(3)
-# How many tiles' time a row's start takes: its queries are loaded, and most of its ranges end.
-NO_KEYS = 8
 # By how many powers of two a logit may exceed the maximum that is known.
 SLACK = tl.constexpr(64.0)
 NOWHERE = tl.constexpr(2147483647)
-# The bytes that are copied at once.
-COPIED = 16
 
 # Its name before and since Triton 3.8.
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -342,17 +337,3 @@ def latent_pass(
         [GROUP, GROUP],
         [MOST_REGISTERS, FEW_REGISTERS],
     )  # fmt: skip
-
-
-def has_latent_pass(head_dim: int, heads: int) -> bool:
-    """Whether the pass can run on the current device, for keys of so many numbers and products of
-    so many heads."""
-    return head_dim == LARGEST_LATENT_DIM and heads == HEADS and architecture() == HOPPER
-
-
-def suits_latent_pass(query: Tensor, keys: Tensor) -> bool:
-    """Whether queries and keys are such as the pass multiplies, and copies 16 bytes at a time."""
-    at = [each.data_ptr() for each in (query, keys)]
-    at += [each.stride(axis) * each.itemsize for each in (query, keys) for axis in (0, 1)]
-    alike = keys.dtype == query.dtype and keys.dtype.itemsize == 2
-    return alike and not any(number % COPIED for number in at)

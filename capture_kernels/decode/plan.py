@@ -33,9 +33,6 @@ from capture_kernels.layer_plan import (
 from .answers import Statistics, TopK
 from .head_pass import LEAST_HEAD_ROWS, head_lanes, head_pass
 from .key_pass import PARTIAL, key_pass
-from .latent_pass import NO_KEYS, has_latent_pass, latent_pass, suits_latent_pass
-from .latent_pass import TILE as LATENT_TILE
-from .latent_pass import WARPS as LATENT_WARPS
 from .merge import finish
 from .ranks import HeadRanks
 from .step.layers import PendingLayers
@@ -43,7 +40,16 @@ from .step.logits import split_dims, whole_dims
 from .step.page_table import PageTable
 from .step.schedule import Schedule
 from .topk.plan import TopKPlan
-from .tuning import SMALL, Tuning, tuning_for
+from .tuning import (
+    LATENT_PASS_KEYS,
+    LATENT_PASS_WARPS,
+    NO_KEYS,
+    SMALL,
+    Tuning,
+    has_latent_pass,
+    suits_latent_pass,
+    tuning_for,
+)
 
 # The most blocks of a row; longer rows have larger blocks.
 MOST_BLOCKS = 4096
@@ -128,7 +134,7 @@ class StatisticsPlan(LayerPlan):
         with torch.cuda.device_of(self.groups.table):
             has_pass = has_latent_pass(head_dim, self._pass_heads)
         self._latent = has_pass and not (self.tuning or self.all_keys or top or has_mean)
-        least = LATENT_TILE.value if self._latent else tile
+        least = LATENT_PASS_KEYS if self._latent else tile
         block_keys = least * triton.next_power_of_2(triton.cdiv(max_length, least * MOST_BLOCKS))
         if max_rows * triton.cdiv(max_length, block_keys) >= 1 << 30:
             raise OptionError(f"{max_rows} rows of {max_length} keys are too many for one plan")
@@ -412,8 +418,13 @@ class StatisticsPlan(LayerPlan):
         """Launch the pass over one layer, or over several whose inputs are noted."""
         grid = (len(self._pass_table), self.scheduled.programs, layers)
         if self._latent and suits_latent_pass(step["query"], step["keys"]):
-            own = {"head_table": self._pass_table, "TILES": step["BLOCK"] // LATENT_TILE.value}
-            launch(latent_pass, grid, {**step, **own}, LISTED=layers > 1, num_warps=LATENT_WARPS)
+            # Gluon is loaded where it is used.
+            from .latent_pass import latent_pass
+
+            own = {"head_table": self._pass_table, "TILES": step["BLOCK"] // LATENT_PASS_KEYS}
+            launch(
+                latent_pass, grid, {**step, **own}, LISTED=layers > 1, num_warps=LATENT_PASS_WARPS
+            )
             return
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
         own = {"head_table": self._pass_table, "BLOCK_H": self._pass_heads}

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from capture_kernels.launch import LARGEST_GROUP, LEAST_GROUP
-from capture_kernels.layer_plan import LARGEST_HEAD_DIM
+from torch import Tensor
+
+from capture_kernels.launch import HOPPER, LARGEST_GROUP, LEAST_GROUP, architecture
+from capture_kernels.layer_plan import LARGEST_HEAD_DIM, LARGEST_LATENT_DIM
 
 # Shared memory that pipeline stages beyond the fifth may take, and the largest tile of which more
 # than three stages have room.
 STAGED_BYTES, LARGEST_TILE_BYTES = 80 << 10, 64 << 10
+# `latent_pass`: query heads of a product, keys of a tile, warps of each of its groups; for how many
+# tiles a row's start counts, in which its queries are loaded and most of its ranges end; and the
+# bytes that are copied at once.
+LATENT_PASS_HEADS, LATENT_PASS_KEYS, LATENT_PASS_WARPS = 128, 64, 4
+NO_KEYS, COPIED = 8, 16
 
 
 class Tuning(NamedTuple):
@@ -92,3 +99,18 @@ def tuning_for(
         # Tiles are twice as large: half as many programs have room.
         return chosen._replace(programs_a_processor=chosen.programs_a_processor // 2)
     return chosen
+
+
+def has_latent_pass(head_dim: int, heads: int) -> bool:
+    """Whether `latent_pass` can run on the current device, for keys of so many numbers and products
+    of so many heads."""
+    is_kind = head_dim == LARGEST_LATENT_DIM and heads == LATENT_PASS_HEADS
+    return is_kind and architecture() == HOPPER
+
+
+def suits_latent_pass(query: Tensor, keys: Tensor) -> bool:
+    """Whether queries and keys are such as it multiplies, and copies 16 bytes at a time."""
+    at = [each.data_ptr() for each in (query, keys)]
+    at += [each.stride(axis) * each.itemsize for each in (query, keys) for axis in (0, 1)]
+    alike = keys.dtype == query.dtype and keys.dtype.itemsize == 2
+    return alike and not any(number % COPIED for number in at)
