@@ -23,7 +23,7 @@ $(VENV)/.base: pyproject.toml
 $(VENV)/.dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[capture,dev]'
-	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' \
+	$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/(.*/)?(tests?|transformers/models)/' \
 		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') || true
 	touch $@ $(VENV)/.base
 
@@ -50,8 +50,8 @@ discover: $(VENV)/.base
 # tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The everyday tests; tests/README.md lists what only test-all runs. The processes share the cores,
-# so threads of the libraries would wait for each other, for a core each; test-all has them.
+# The everyday tests; tests/README.md lists what only test-all runs. Three processes share the cores,
+# for which the threads of OpenMP in each would compete; test-all has them.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu and not slow'

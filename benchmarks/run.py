@@ -82,7 +82,7 @@ LIBRARIES = (
     "transformers",
 )
 # Those that need torch and no RAPIDS.
-OF_TORCH = ("capture", "capture-8b", "kernels", "layers", "steps", "sglang")
+OF_TORCH = ("capture", "capture-8b", "kernels", "latent", "layers", "steps", "sglang")
 
 
 def gpu_memory_gib() -> float:

@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Libraries say at the end what is left of theirs, if nobody looks through it."""
+    """What stays frozen, some libraries would report as leaked."""
     gc.unfreeze()
 
 

@@ -1,4 +1,5 @@
-"""The pass over latent keys (MLA) for 65 to 128 query heads, statistics alone, on Hopper GPUs.
+"""The pass over latent keys (MLA) of 16 bits for more than 64 query heads, on Hopper GPUs; without
+a top k or a head mean.
 
 Mathematics, results and tensors: those of `key_pass`, without values. `head_pass` does the same on
 any GPU, but multiplies tiles of 32 keys, as its queries take two thirds of a multiprocessor's

@@ -80,7 +80,8 @@ def merge_splits(
         logsumexp = tl.where(all_keys > 0, with_learned, logsumexp)
     binned = tl.sum(tl.where(c < 16, masses, 0.0), 0)
     count = row_field(row_table, VISIBLE, row, num_rows)
-    # The largest key that was read weighs 1 or more; beside it, 1e-30 has lost its digits, or all.
+    # The largest key that was read weighs 1 or more (or all keys of a split do together, as
+    # `latent_pass` has it); beside it, 1e-30 has lost its digits, or all.
     # The NaN of a key stays NaN, of which no comparison is true.
     least = tl.minimum(visible, binned, propagate_nan=tl.PropagateNan.ALL)
     valid = (least > 1e-30) & (count > 0)

@@ -141,7 +141,7 @@ class StatisticsPlan(LayerPlan):
         self.scheduled: Schedule = Schedule(
             *(max_rows, block_keys, self.device, programs, max_length),
             *(self.visibility or Visibility(), self.window, self.all_keys, self.heads, self.mapped),
-            no_keys=NO_KEYS if self._latent else 0,
+            no_keys=triton.cdiv(NO_KEYS * LATENT_PASS_KEYS, block_keys) if self._latent else 0,
             beside=None if self.beside is None else self.beside.scheduled,
         )
         heads = self.groups.count

@@ -13,8 +13,8 @@ from capture_kernels.layer_plan import LARGEST_HEAD_DIM, LARGEST_LATENT_DIM
 # than three stages have room.
 STAGED_BYTES, LARGEST_TILE_BYTES = 80 << 10, 64 << 10
 # `latent_pass`: query heads of a product, keys of a tile, warps of each of its groups; for how many
-# tiles a row's start counts, in which its queries are loaded and most of its ranges end; and the
-# bytes that are copied at once.
+# tiles a row's start counts, in which its queries are loaded and most of its ranges end; and what
+# must divide addresses, in bytes, and strides.
 LATENT_PASS_HEADS, LATENT_PASS_KEYS, LATENT_PASS_WARPS = 128, 64, 4
 NO_KEYS, COPIED = 8, 16
 
@@ -109,8 +109,9 @@ def has_latent_pass(head_dim: int, heads: int) -> bool:
 
 
 def suits_latent_pass(query: Tensor, keys: Tensor) -> bool:
-    """Whether queries and keys are such as it multiplies, and copies 16 bytes at a time."""
-    at = [each.data_ptr() for each in (query, keys)]
-    at += [each.stride(axis) * each.itemsize for each in (query, keys) for axis in (0, 1)]
-    alike = keys.dtype == query.dtype and keys.dtype.itemsize == 2
-    return alike and not any(number % COPIED for number in at)
+    """Whether queries and keys are such as it multiplies, and copies 16 bytes at a time. Of strides
+    that are no constant of the kernel, Triton only sees whether 16 divides them."""
+    if keys.dtype != query.dtype or keys.dtype.itemsize != 2:
+        return False
+    at = [query.data_ptr(), keys.data_ptr(), keys.stride(0) * keys.itemsize]
+    return not any(number % COPIED for number in (*at, *query.stride()[:2], keys.stride(1)))

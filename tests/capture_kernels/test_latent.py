@@ -73,6 +73,22 @@ def test_blocks_without_keys_that_rows_begin_with_change_nothing(monkeypatch, pr
     statistics.check(case, programs=programs, enabled=enabled)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "suits"),
+    [(LATENT, torch.bfloat16, True), (592, torch.float16, True), (584, torch.bfloat16, False),
+     (LATENT, torch.float32, False), (LATENT, torch.float8_e4m3fn, False)],
+)  # fmt: skip
+def test_what_latent_pass_can_copy_and_multiply(width, dtype, suits):
+    """Padded to 584, a row of a query does not begin where Triton sees that 16 bytes are aligned;
+    one of keys does, as its stride is a constant of the kernel."""
+    query = torch.zeros(2, 128, width, dtype=dtype)[..., :LATENT]
+    keys = torch.zeros(3, 1, LATENT, dtype=dtype)
+    assert plans.suits_latent_pass(query, keys) == suits
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    assert not plans.suits_latent_pass(query, keys.to(other))
+    assert not plans.suits_latent_pass(query[:, :, 1:], keys[:, :, 1:])
+
+
 @needs_gpu
 def test_logits_that_grow_far_beyond_those_of_the_first_tile():
     case = paged_case([900, 300, 66], 128, 1, LATENT, size=100.0, **BFLOAT16)

@@ -11,7 +11,8 @@ every quantity of a fingerprint is a sum over a range of distances:
 
 A row's keys are cut into blocks of `block_keys`; a disabled row has none. The blocks of all rows,
 in order, are shared out evenly over P programs ("stream-K"). Those that program p has of row r are
-one split of that row; its partial result is stored at p + r, different for every split.
+one split of that row; its partial result is stored at p + r, different for every split. Where the
+start of a row takes long, blocks without keys stand for that (`no_keys`).
 
 Tensors (R rows; all written by `Schedule.run`, which neither allocates nor waits):
     block_ptr    int32[R + 1]  row r has the blocks block_ptr[r] to block_ptr[r + 1]
@@ -86,7 +87,7 @@ def program_of(block, share, extra):
 @triton.jit
 def row_splits(block_ptr, row_table, row, num_rows, NO_KEYS: tl.constexpr = 0):
     """A row's first block and the one after its last, of those with keys; the programs of its first
-    and last split. `begin` is `end` or beyond it for a row without keys."""
+    and last block. `begin` is `end` or beyond it for a row without keys."""
     begin, end = tl.load(block_ptr + row) + NO_KEYS, tl.load(block_ptr + row + 1)
     first = row_field(row_table, FIRST, row, num_rows)
     last = row_field(row_table, LAST, row, num_rows)
