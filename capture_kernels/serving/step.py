@@ -131,7 +131,12 @@ class StepCapture:
             self._plan_of |= {n: (index, at) for at, n in enumerate(sorted(kind.numbers))}
             first += count
         stored = [number for kind in self.kinds for number in sorted(kind.numbers)]
-        self._order = [stored.index(number) for number in self.layers]
+        # Where each layer's answers are among those of the plans; None: in the layers' order.
+        self._order: Tensor | None = None
+        if stored != list(self.layers):
+            order = [stored.index(number) for number in self.layers]
+            # Kept on the device: an index that is a list would wait for the step that runs.
+            self._order = torch.tensor(order, device=self.device)
         self._append = None
         if self.ring is not None:
             if stored != list(self.layers):
@@ -174,6 +179,7 @@ class StepCapture:
     def bytes(self) -> int:
         """Device memory that capture holds on a GPU, without the ring."""
         own = self.requests.bytes + self._mean.nbytes + self.hubs.nbytes
+        own += 0 if self._order is None else self._order.nbytes
         return own + sum(plan.bytes for plan in self._plans)
 
     def begin(self, *tables: PageTable) -> None:
@@ -268,7 +274,8 @@ class StepCapture:
     def results(
         self, rows: int, *, heads: bool = False, hubs: Sequence[tuple[int, int]] = ()
     ) -> StepResults:
-        """Copies of what the step that ran last found of its first rows.
+        """Copies of what the step that ran last found of its first rows. It does not wait for the
+        device.
 
         Args:
             rows: how many there are; a replayed graph does not tell the host.
@@ -291,6 +298,7 @@ class StepCapture:
 
     def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:
         """A copy of [layers of each kind, max_rows, ...]: [L, rows, ...], shallowest first."""
-        if len(of_kinds) == 1 and self._order == sorted(self._order):
+        if len(of_kinds) == 1 and self._order is None:
             return of_kinds[0][:, :rows].clone()
-        return torch.cat([each[:, :rows] for each in of_kinds])[self._order]
+        found = torch.cat([each[:, :rows] for each in of_kinds])
+        return found if self._order is None else found.index_select(0, self._order)

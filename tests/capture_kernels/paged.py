@@ -6,7 +6,8 @@ and table entries that belong to no key point far outside the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -215,13 +216,20 @@ def without_waiting(step: Callable[[], Any]) -> Any:
         return count, torch.cuda.memory_allocated()
 
     before = allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         found = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert allocated() == before
     return found
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """In here torch may not wait for the device, as far as it knows that it does."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def as_float64(numbers: Tensor | ArrayLike) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-from paged import DEVICE, assert_close, paged_case  # noqa: E402
+from paged import DEVICE, assert_close, paged_case, waiting_is_an_error  # noqa: E402
 
 from capture_kernels.decode.step.page_table import PageTable  # noqa: E402
 from capture_kernels.errors import OptionError  # noqa: E402
@@ -159,6 +159,22 @@ def test_rows_that_are_enabled_are_described_and_others_are_not(given, on_host):
             assert_close(found.per_head[index, row, :, 27], truth.entropy, **MASSES)
     vectors = vectors_of_columns(found.mean.cpu().numpy())
     assert vectors.valid.tolist() == [True, False, True, False]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="waits for a GPU")
+@pytest.mark.parametrize("windowed", [(), (0, 3)], ids=["one kind", "windows"])
+def test_results_are_copied_without_waiting_for_the_step(windowed):
+    model = Model(windowed=windowed)
+    capture = model.capture(mean_top_k=3, top_k=2, hub_slots=2)
+    capture.requests.enable(model.row(1), hub=0)
+    capture.requests.copy()
+    model.step(capture)
+    expected = capture.results(4, heads=True, hubs=[(0, 5)])
+    with waiting_is_an_error():
+        found = capture.results(4, heads=True, hubs=[(0, 5)])
+    for name, copied, before in zip(found._fields, found, expected, strict=True):
+        assert copied.equal(before), name
+    assert found.mean[:, 1, 28].all()
 
 
 @pytest.mark.parametrize("on_host", HOSTS)

@@ -187,15 +187,22 @@ def test_windows_in_a_pool_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "share", "logit"), [(32, "auto", 4e-4, 2e-3), (4, "fp8_e4m3", 6e-3, 3e-2)]
+    ("heads", "dtype", "keys", "share", "logit"),
+    [
+        (32, "float16", "auto", 4e-4, 2e-3),
+        (4, "float16", "fp8_e4m3", 6e-3, 3e-2),
+        # SGLang puts keys of 128 heads together in bfloat16 alone.
+        (128, "bfloat16", "auto", 4e-3, 2e-2),
+    ],
 )
-def test_latent_keys(tmp_path, heads, keys, share, logit):
+def test_latent_keys(tmp_path, heads, dtype, keys, share, logit):
     """DeepSeek V2 (MLA): a prompt's first chunk runs over keys made of latent ones, the others and
     generated tokens over these."""
     from latent_model import LAYERS, save_latent_model
 
-    model = save_latent_model(tmp_path / "model", torch.float16, heads=heads)
-    checked(tmp_path, model, len(LAYERS), share, logit, "--kv-cache-dtype", keys, full=True)
+    model = save_latent_model(tmp_path / "model", getattr(torch, dtype), heads=heads)
+    options = "--dtype", dtype, "--kv-cache-dtype", keys
+    checked(tmp_path, model, len(LAYERS), share, logit, *options, full=True)
 
 
 def test_experts_are_those_of_the_models_routers(tmp_path):

@@ -28,6 +28,7 @@ from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_no
 from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.steps.lens import deviation_of, likely_tokens
 from pipeline.engines.serving.steps.states import NotedRow
+from pipeline.engines.serving.steps.transfers import to_device
 
 from .device_step import LensRows, LensStep
 
@@ -126,7 +127,7 @@ class LensTap:
             [check[0], *(note.row if tokens is None else tokens[at] for at, note in self._noted)],
             [check[1], *(note.position + 1 for _, note in self._noted)],
         ]
-        self._wanted[:, : len(columns[0])].copy_(torch.tensor(columns, dtype=torch.int64))
+        self._wanted[:, : len(columns[0])].copy_(to_device(columns, self._wanted.device))
         self._written.zero_()
 
     def take(self, index: int, output: Any, stream: Any) -> None:
@@ -164,7 +165,7 @@ class LensTap:
         pairs = [layer * slots + slot for slot, (_, note) in enumerate(self._noted, 1)
                  for layer in note.state.layers]  # fmt: skip
         count = max(note.state.collector.request.lens for _, note in self._noted)
-        places = torch.tensor(pairs, dtype=torch.int64).to(self._kept.device)
+        places = to_device(pairs, self._kept.device)
         hidden = self._kept.flatten(0, 1)
         likely = likely_tokens(hidden[places], self._logits, count, self._parts.vocabulary)
         deviation = self._deviation

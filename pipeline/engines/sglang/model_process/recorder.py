@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
@@ -47,6 +46,7 @@ from pipeline.engines.serving.steps.states import (
     take_row,
     wants_lists,
 )
+from pipeline.engines.serving.steps.transfers import to_device
 
 from .captured_model import CapturedModel
 from .device_step import DeviceStep, LensStep, token_at
@@ -156,7 +156,7 @@ class Recorder(BaseRecorder):
             [note.position + 1 for note in noted],
             [starts[note.request] + note.position - prefixes[note.request] for note in noted],
         ]
-        pools, keys, queries = torch.tensor(columns, dtype=torch.int64).to(self._tokens.device)
+        pools, keys, queries = to_device(columns, self._tokens.device)
         self._extend = ExtendRows(PageTable.of_requests(self._tokens, pools, keys), queries)
         self._lens.note(noted, columns[2], (starts[1] - 1, lengths[0]))
 
