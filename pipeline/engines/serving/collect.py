@@ -17,6 +17,7 @@ from capture_kernels.fingerprint.vector import Layout
 from capture_kernels.fingerprint.zones import ZoneRules
 from pipeline.record import MEAN_LAYER, SCHEMA, make_batch
 
+from .entry_numbers import EntryNumbers, Statistics
 from .phases import PhaseTracker
 from .request import CaptureRequest
 from .responses import (
@@ -83,7 +84,8 @@ class RequestCollector:
         self._tracker = phases or PhaseTracker(None)
         self._phases: list[str] = []  # of the generated tokens
         self._keep, self._elsewhere = keep_records, records_elsewhere
-        self._rules = rules or ZoneRules()
+        # What its entries say of a row.
+        self.numbers = EntryNumbers(request.mode, request.top_k, layout, rules or ZoneRules())
         self._kept: list[tuple[Row, str]] = []
         self.rows = 0  # captured, with a key to describe or not
         self.bytes = 0  # of entries, as JSON
@@ -187,25 +189,20 @@ class RequestCollector:
         layers = row.layers
         if not request.routing:
             layers = [layer._replace(routing=None) for layer in layers]
+        numbers = row.numbers
+        if numbers is None:
+            [numbers] = self.numbers.of_rows(Statistics.of_row(layers))
         step = row.position - self.prompt_len + 1
-        if request.mode == "raw":
-            # Counted as the positions of its keys are, so that no entry tells how much is hidden.
-            position = row.position - request.mask_prefix
-            return [
-                raw_entry(layer, request.top_k, step=step, position=position, phase=phase)
-                for layer in layers
-                if (layer.positions >= 0).any()
-            ]
+        if request.mode == "fingerprint":
+            return [fingerprint_entry(own, step=step, phase=phase, rows=layers) for own in numbers]
+        seen = [(layer, own) for layer, own in zip(layers, numbers, strict=True) if own is not None]
         if request.mode == "sketch":
-            seen = [layer for layer in layers if (layer.positions >= 0).any()]
-            return [sketch_entry(seen, request.top_k, step=step, phase=phase)] if seen else []
-        columns = np.stack([layer.mean for layer in row.layers])[:, None]
-        described = vectors_of_columns(columns, self.layout)
-        if not described.valid[0]:
-            return []
-        vector = described.vector[0]
+            return [sketch_entry(seen, step=step, phase=phase)] if seen else []
+        # Counted as the positions of its keys are, so that no entry tells how much is hidden.
+        position = row.position - request.mask_prefix
         return [
-            fingerprint_entry(vector, self.layout, self._rules, step=step, phase=phase, rows=layers)
+            raw_entry(layer, own, request.top_k, step=step, position=position, phase=phase)
+            for layer, own in seen
         ]
 
 

@@ -1,8 +1,6 @@
 """What a response says of captured rows: raw, sketch and fingerprint entries, and full scores.
 
-Numbers are rounded, so that an entry is small: probabilities to `SHARE` decimals, logits and
-logsumexp to `LOGIT`, a fingerprint's numbers to `VECTOR`, with which its sums keep the invariants
-of DESIGN.md section 2. exp(logit - logsumexp) is then p within a factor of exp(1e-4).
+How numbers are rounded: `entry_numbers`.
 
 Source: DESIGN.md section 7.
 """
@@ -18,40 +16,41 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from capture_kernels.arrays import Doubles, Floats, Int32s
-from capture_kernels.fingerprint.vector import HIST_BINS, Layout
-from capture_kernels.fingerprint.zones import ZoneRules
+from capture_kernels.arrays import Floats
 
+from .entry_numbers import (
+    LOGIT,
+    SHARE,
+    FingerprintNumbers,
+    RawNumbers,
+    SketchNumbers,
+    rounded,
+)
 from .rows import HeadRows, LayerRow, Lens, Routing
 
 Entry = dict[str, Any]
 # Of positions, without their ends.
 Ranges = Sequence[tuple[int, int]]
 Bools = NDArray[np.bool_]
-# Decimals.
-SHARE, LOGIT, VECTOR = 4, 4, 5
 HUBS = 32
-# Column of `LayerRow.mean`.
-_ENTROPY = 27
 # Fast: attention hardly gets smaller with more effort.
 _GZIP_LEVEL = 1
 
 
-def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) -> Entry:
+def raw_entry(
+    row: LayerRow, numbers: RawNumbers, k: int, *, step: int, position: int, phase: str
+) -> Entry:
     """The k most attended positions of one layer of a row.
 
     Args:
         step: the decode step, position - prompt_len + 1.
         position: of the query, counted from the end of the masked prefix.
     """
-    positions, masses = _most(row, k)
-    total = masses.sum()
-    logsumexp = round(row.logsumexp, LOGIT)
     entry: Entry = {
-        "token_positions": positions.tolist(),
-        "attention_scores": _rounded(masses / total if total else masses, SHARE),
-        "topk_logits": _rounded(np.log(masses) + logsumexp, LOGIT),
-        "logsumexp_candidates": logsumexp,
+        "token_positions": numbers.positions,
+        "attention_scores": numbers.shares,
+        "topk_logits": numbers.logits,
+        "logsumexp_candidates": numbers.logsumexp,
         "layer_id": row.layer,
         "decode_step": step,
         "position": position,
@@ -62,33 +61,38 @@ def raw_entry(row: LayerRow, k: int, *, step: int, position: int, phase: str) ->
     return entry | _inside(row)
 
 
-def sketch_entry(rows: list[LayerRow], k: int, *, step: int, phase: str) -> Entry:
+def sketch_entry(
+    rows: Sequence[tuple[LayerRow, SketchNumbers]], *, step: int, phase: str
+) -> Entry:  # fmt: skip
     """Where each layer of a row attends to: at most k positions, and a histogram of distance."""
+    sketches = {
+        str(row.layer): {
+            "top_hubs": numbers.hubs,
+            "dist_hist": numbers.distances,
+            "entropy": numbers.entropy,
+            "mass_captured": numbers.captured,
+            **_inside(row),
+        }
+        for row, numbers in rows
+    }
     return {
         "mode": "sketch",
-        "layer_sketches": {str(row.layer): _sketch(row, k) | _inside(row) for row in rows},
+        "layer_sketches": sketches,
         "decode_step": step,
         "think_phase": phase,
     }
 
 
 def fingerprint_entry(
-    vector: Floats,
-    layout: Layout,
-    rules: ZoneRules,
-    *,
-    step: int,
-    phase: str,
-    rows: Sequence[LayerRow] = (),
+    numbers: FingerprintNumbers, *, step: int, phase: str, rows: Sequence[LayerRow] = ()
 ) -> Entry:
-    """A row's fingerprint float32[20] and its zone; of its layers the routing, as in its record,
-    and the logit lens by layer."""
-    zoned = rules.classify(vector, layout)
+    """A row's fingerprint and its zone; of its layers the routing, as in its record, and the logit
+    lens by layer."""
     lenses = {str(row.layer): _lens(row.lens) for row in rows if row.lens is not None}
     return {
-        "fingerprint": _rounded(vector.astype(np.float64), VECTOR),
-        "manifold": zoned.names[0],
-        "confidence": round(float(zoned.confidence[0]), SHARE),
+        "fingerprint": numbers.vector,
+        "manifold": numbers.zone,
+        "confidence": numbers.confidence,
         "step": step,
         "think_phase": phase,
         **_routing(*routing_of(rows)),
@@ -125,7 +129,7 @@ def hub_list(hubs: Floats, layers: int, count: int = HUBS) -> list[list[float]]:
     """
     order = np.argsort(-hubs, kind="stable")[:count]
     order = order[hubs[order] > 0]
-    masses = _rounded(hubs[order].astype(np.float64) / layers, SHARE)
+    masses = rounded(hubs[order].astype(np.float64) / layers, SHARE)
     return [list(pair) for pair in zip(order.tolist(), masses, strict=True)]
 
 
@@ -173,17 +177,6 @@ def named_ranges(ranges: Ranges) -> list[Entry]:
     return [{"start": begin, "end": end} for begin, end in ranges]
 
 
-def _sketch(row: LayerRow, k: int) -> Entry:
-    positions, masses = _most(row, k)
-    hubs = zip(positions.tolist(), _rounded(masses, SHARE), strict=True)
-    return {
-        "top_hubs": list(map(list, hubs)),
-        "dist_hist": _rounded(row.mean[:HIST_BINS].astype(np.float64), SHARE),
-        "entropy": round(float(row.mean[_ENTROPY]), SHARE),
-        "mass_captured": round(float(masses.sum()), SHARE),
-    }
-
-
 def _inside(row: LayerRow) -> Entry:
     """What an entry says of a layer besides its attention."""
     found = _routing(*routing_of([row]))
@@ -205,23 +198,13 @@ def _lens(lens: Lens) -> list[Entry]:
     ]
 
 
-def _most(row: LayerRow, k: int) -> tuple[Int32s, Doubles]:
-    """The at most k largest positions, and their masses above 0: float64."""
-    kept = (row.positions[:k] >= 0) & (row.masses[:k] > 0)
-    return row.positions[:k][kept], row.masses[:k][kept].astype(np.float64)
-
-
 def _heads(heads: HeadRows, k: int) -> Entry:
     found = {}
     for number, positions, logits, lse in zip(*heads, strict=True):
         kept = (positions[:k] >= 0) & np.isfinite(logits[:k])
         found[str(number)] = {
             "token_positions": positions[:k][kept].tolist(),
-            "topk_logits": _rounded(logits[:k][kept].astype(np.float64), LOGIT),
+            "topk_logits": rounded(logits[:k][kept].astype(np.float64), LOGIT),
             "logsumexp_candidates": round(float(lse), LOGIT),
         }
     return found
-
-
-def _rounded(values: Doubles, decimals: int) -> list[float]:
-    return np.round(values, decimals).tolist()

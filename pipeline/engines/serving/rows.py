@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from capture_kernels.arrays import Floats, Int32s
 
@@ -54,3 +54,5 @@ class Row(NamedTuple):
     token_id: int | None  # the token fed there
     layers: list[LayerRow]  # ascending
     captured_at: datetime
+    # What its entries say, as `EntryNumbers.of_rows` has it; None: it is yet to be made.
+    numbers: list[Any] | None = None

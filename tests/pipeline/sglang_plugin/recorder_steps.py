@@ -40,10 +40,12 @@ class Req:
 class Steps:
     """Runs steps as SGLang does: prepared, run layer by layer, sampled, and later consumed."""
 
-    def __init__(self, options: ServeOptions, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, options: ServeOptions, ranks: Ranks | None = None, most_running: int = MOST_RUNNING
+    ) -> None:
         self.options, self.facts = options, list[ModelFacts]()
-        slots = (1 + MOST_RUNNING) * LONGEST
-        rows = torch.arange(slots, dtype=torch.int32).reshape(1 + MOST_RUNNING, LONGEST)
+        slots = (1 + most_running) * LONGEST
+        rows = torch.arange(slots, dtype=torch.int32).reshape(1 + most_running, LONGEST)
         generator = torch.Generator().manual_seed(0)
         self.keys = torch.randn((LAYERS, slots, KEY_HEADS, DIM), generator=generator)
         self.runner = SimpleNamespace(
@@ -61,7 +63,7 @@ class Steps:
             model=torch.nn.Module(),
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda n: self.keys[n]),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
-            max_running_requests=MOST_RUNNING,
+            max_running_requests=most_running,
             is_hybrid_swa=False,
         )
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)

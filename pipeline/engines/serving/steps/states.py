@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.layer_plan import LOGSUMEXP_COLUMN
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.collect import RequestCollector
+from pipeline.engines.serving.entry_numbers import EntryNumbers, Statistics
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
 from pipeline.engines.serving.responses import mean_routing
@@ -128,9 +131,13 @@ class HostRows:
     Attributes:
         mean: float32[L, R, 32]. complete: bool[R], whether all layers of a row are there. hubs:
             float32[n], of the asked slots, one after the other.
+
+    Args:
+        noted: the step's rows.
     """
 
-    def __init__(self, found: StepResults) -> None:
+    def __init__(self, found: StepResults, noted: Sequence[NotedRow]) -> None:
+        self._noted = noted
         self.mean = found.mean.numpy()
         self._positions, self._masses = found.mean_positions.numpy(), found.mean_masses.numpy()
         # Of each head: the top k, and the logsumexp.
@@ -156,6 +163,25 @@ class HostRows:
             for i in note.state.layers
         ]  # fmt: skip
 
+    @cached_property
+    def numbers(self) -> dict[int, list[Any]]:
+        """What the entries of rows say, as `EntryNumbers.of_rows` has it, by row; without rows
+        whose clients asked for none. Made for all of them at once."""
+        alike: dict[tuple[EntryNumbers, tuple[int, ...]], list[int]] = defaultdict(list)
+        for note in self._noted:
+            state = note.state
+            if state.collector.request.stream_entries:
+                alike[state.collector.numbers, state.layers].append(note.row)
+        found: dict[int, list[Any]] = {}
+        for (numbers, layers), rows in alike.items():
+            at = np.ix_(layers, rows)
+            mean = self.mean[at]
+            statistics = Statistics(
+                mean, mean[..., LOGSUMEXP_COLUMN], self._positions[at], self._masses[at]
+            )
+            found |= zip(rows, numbers.of_rows(statistics), strict=True)
+        return found
+
     def _head_rows(self, request: CaptureRequest, layer: int, row: int) -> HeadRows | None:
         if self._of_heads is None or request.heads is None or not wants_lists(request):
             return None
@@ -166,11 +192,15 @@ class HostRows:
     def lacks_top_k(self, note: NotedRow) -> bool:
         """Whether a row sees keys, but no top k of them, as where heads lie on several ranks and
         there was no room."""
-        if note.state.collector.request.mode == "fingerprint":
+        if note.state.collector.request.mode == "fingerprint" or not self._lacking.any():
             return False
-        layers = list(note.state.layers)
-        sees = self.mean[layers, note.row, VALID_COLUMN] == 1
-        return bool((sees & (self._positions[layers, note.row, 0] < 0)).any())
+        return bool(self._lacking[list(note.state.layers), note.row].any())
+
+    @cached_property
+    def _lacking(self) -> Mask:
+        """Which rows see keys in a layer, but have no top k there: bool[L, R]."""
+        found: Mask = (self.mean[:, :, VALID_COLUMN] == 1) & (self._positions[:, :, 0] < 0)
+        return found
 
 
 def take_row(
@@ -196,7 +226,8 @@ def take_row(
         layers = found.layer_rows(note, numbers, routings, lenses)
         state.lensless += bool(collector.request.lens and not lenses)
         state.unnamed += found.lacks_top_k(note)
-        state.entries += collector.add_encoded(Row(note.position, token, layers, at))
+        own = found.numbers.get(note.row)
+        state.entries += collector.add_encoded(Row(note.position, token, layers, at, own))
     if not record:
         return None
     phase = collector.phase(note.position)

@@ -87,5 +87,5 @@ class HostStep:
     at: datetime
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        found = HostRows(self.found)
+        found = HostRows(self.found, self.noted)
         self.consumer(self.noted, found, self.routing, self.lens, self.at, batch, commits)

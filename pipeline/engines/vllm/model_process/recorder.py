@@ -391,7 +391,7 @@ class Recorder(RequestRecorder):
                     rows.state.collector.add_seconds(rows.seconds)
         if found is None:
             return
-        host = HostRows(found)
+        host = HostRows(found, step.noted)
         routed = self._routers.on_host(routing) if self._routers and routing else None
         lenses = {} if self._lens is None else self._lens.by_row(lens)
         hubs = hubs_after(step.noted, host)
