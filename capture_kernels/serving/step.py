@@ -55,7 +55,7 @@ class StepResults(NamedTuple):
 
     Columns are those of `decode.answers`. If a row was not captured, column 28 of `mean` is 0, and
     the other fields mean nothing. With heads on several ranks, means are of all of them, and fields
-    with an H of this rank's.
+    with an H of this rank's. Fields without a number are on the host.
     """
 
     mean: Tensor  # float32[L, R, 32], of the chosen heads
@@ -272,32 +272,39 @@ class StepCapture:
             )
 
     def results(
-        self, rows: int, *, heads: bool = False, hubs: Sequence[tuple[int, int]] = ()
-    ) -> StepResults:
+        self, rows: int, *, keys: bool = True, heads: bool = False,
+        hubs: Sequence[tuple[int, int]] = (),
+    ) -> StepResults:  # fmt: skip
         """Copies of what the step that ran last found of its first rows. It does not wait for the
         device.
 
         Args:
             rows: how many there are; a replayed graph does not tell the host.
+            keys: whether the keys of the heads' mean are wanted.
             heads: whether each head's numbers are wanted too.
             hubs: slots, and how many of their first positions.
         """
-        kept = slice(None) if heads else slice(0)
         top = [plan.answers for plan in self._plans]
         return StepResults(
             self._in_order([self._mean], rows),
-            self._in_order([each.mean_positions for each in top], rows),
-            self._in_order([each.mean_masses for each in top], rows),
-            self._in_order([plan.per_head[:, :, kept] for plan in self._plans], rows),
-            self._in_order([each.positions[:, :, kept] for each in top], rows),
-            self._in_order([each.logits[:, :, kept] for each in top], rows),
+            self._in_order([each.mean_positions for each in top], rows, wanted=keys),
+            self._in_order([each.mean_masses for each in top], rows, wanted=keys),
+            self._in_order([plan.per_head for plan in self._plans], rows, wanted=heads),
+            self._in_order([each.positions for each in top], rows, wanted=heads),
+            self._in_order([each.logits for each in top], rows, wanted=heads),
             torch.cat([self.hubs[slot, :length] for slot, length in hubs])
             if hubs
             else self.hubs.new_empty(0),
         )
 
-    def _in_order(self, of_kinds: list[Tensor], rows: int) -> Tensor:
-        """A copy of [layers of each kind, max_rows, ...]: [L, rows, ...], shallowest first."""
+    def _in_order(self, of_kinds: list[Tensor], rows: int, *, wanted: bool = True) -> Tensor:
+        """A copy of [layers of each kind, max_rows, n, ...]: [L, rows, n, ...], shallowest first;
+        with n = 0 if it is not wanted. Of nothing the copy is on the host, as launching it would
+        take as long as any."""
+        first = of_kinds[0]
+        if not wanted or not first[0].numel():
+            rest = first.shape[2:] if wanted else (0, *first.shape[3:])
+            return torch.empty((len(self.layers), rows, *rest), dtype=first.dtype)
         if len(of_kinds) == 1 and self._order is None:
             return of_kinds[0][:, :rows].clone()
         found = torch.cat([each[:, :rows] for each in of_kinds])

@@ -9,10 +9,7 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.serving.responses import mean_routing, routing_of  # noqa: E402
 from pipeline.engines.serving.rows import LayerRow  # noqa: E402
-from pipeline.engines.serving.steps.routing import (  # noqa: E402
-    HostRouting,
-    RoutingRows,
-)
+from pipeline.engines.serving.steps.routing import HostRouting  # noqa: E402
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 8))
@@ -22,9 +19,8 @@ def test_records_and_entries_say_the_same_of_each_row(seed, rows, k):
     experts = random.integers(0, 60, (3, rows, k)).astype(np.int32)
     weights = (random.integers(0, 4, (3, rows, k)) / 4).astype(np.float32)  # some are equal
     entropy = random.uniform(-0.1, 1.0, (3, rows)).astype(np.float32)
-    found = HostRouting(
-        layers, scales, RoutingRows(*map(torch.tensor, (experts, weights, entropy)))
-    )
+    parts = experts, weights.view(np.int32), entropy.view(np.int32)[..., None]
+    found = HostRouting(layers, scales, torch.tensor(np.concatenate(parts, axis=2)))
     for row in range(rows):
         routings = found.of_row(row)
         assert list(routings) == list(layers)
@@ -43,3 +39,4 @@ def test_records_and_entries_say_the_same_of_each_row(seed, rows, k):
                 entropies = [each.entropy for each in own]
                 expected = own[-1].experts.tolist(), sum(entropies) / len(entropies)
             assert mean_routing(own) == routing_of(of_layers) == expected
+            assert found.of_record(row, asked) == expected

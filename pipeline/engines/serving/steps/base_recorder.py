@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+from capture_kernels.serving.step import StepCapture, StepResults
 from pipeline.engines.serving.budget import OverheadBudget
 from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.facts_file import ENDED
@@ -13,9 +14,11 @@ from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import SKETCH_TOP_K, CaptureRequest, ModelFacts
 from pipeline.engines.serving.sinks import open_sink
 
+from .hubs import asked_slots
 from .ranks import Ranks
 from .records import RecordMaker
 from .served_model import ServedModel
+from .states import NotedRow, wants_keys, wants_lists
 
 LOG = logging.getLogger("attn.capture")
 
@@ -94,6 +97,20 @@ class BaseRecorder:
             keep_records=False,
             records_elsewhere=self.options.records,
         )
+
+    def results_of(
+        self, capture: StepCapture, rows: int, noted: Sequence[NotedRow]
+    ) -> StepResults:  # fmt: skip
+        """Copies of what a step found of its first rows, as far as requests ask for it.
+
+        Args:
+            noted: the captured ones of them.
+        """
+        requests = [note.state.collector.request for note in noted]
+        return capture.results(
+            rows, keys=any(map(wants_keys, requests)),
+            heads=self._has_lists and any(map(wants_lists, requests)), hubs=asked_slots(noted),
+        )  # fmt: skip
 
     @property
     def off(self) -> str | None:

@@ -22,10 +22,10 @@ from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.entry_numbers import EntryNumbers, Statistics
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
-from pipeline.engines.serving.responses import mean_routing
 from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing, Row
 
 from .records import RecordRow
+from .routing import HostRouting
 
 
 @dataclass(eq=False)
@@ -109,6 +109,11 @@ class ExtendRows(NamedTuple):
 
     table: PageTable
     queries: Tensor  # int64[R]
+
+
+def wants_keys(request: CaptureRequest) -> bool:
+    """Whether a request's entries name keys."""
+    return request.stream_entries and request.mode != "fingerprint"
 
 
 def wants_lists(request: CaptureRequest) -> bool:
@@ -205,15 +210,14 @@ class HostRows:
 
 def take_row(
     note: NotedRow, found: HostRows, numbers: Sequence[int], token: int | None, at: datetime, *,
-    record: bool, routing: Mapping[int, Routing] | None = None,
-    lens: Mapping[int, Lens] | None = None,
+    record: bool, routing: HostRouting | None = None, lens: Mapping[int, Lens] | None = None,
 ) -> RecordRow | None:  # fmt: skip
     """Give a row, whose request's tokens are known up to its own, to the request.
 
     Args:
         numbers: of the captured layers; token: that the row was computed for.
         record: whether its record is wanted.
-        routing, lens: what is known of it besides, by layer.
+        routing: of the step's rows; lens: of this row, by layer.
 
     Returns:
         what its record is made of, if one is wanted.
@@ -221,8 +225,8 @@ def take_row(
     state, collector = note.state, note.state.collector
     state.last = note.position
     state.prompt_rows += note.position < collector.prompt_len
-    routings, lenses = routing or {}, lens or {}
     if state.is_asked:
+        routings, lenses = {} if routing is None else routing.of_row(note.row), lens or {}
         layers = found.layer_rows(note, numbers, routings, lenses)
         state.lensless += bool(collector.request.lens and not lenses)
         state.unnamed += found.lacks_top_k(note)
@@ -231,6 +235,6 @@ def take_row(
     if not record:
         return None
     phase = collector.phase(note.position)
-    asked = collector.request.layers
-    of = mean_routing([routings[layer] for layer in asked if layer in routings])
+    asked = tuple(collector.request.layers)
+    of = () if routing is None else routing.of_record(note.row, asked)
     return RecordRow(collector, note.row, state.layers, note.position, token, phase, *of)

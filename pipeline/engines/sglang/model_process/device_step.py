@@ -11,7 +11,6 @@ from torch import Tensor
 
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.steps.lens import LikelyTokens
-from pipeline.engines.serving.steps.routing import RoutingRows
 from pipeline.engines.serving.steps.states import HostRows, NotedRow
 
 
@@ -61,7 +60,7 @@ class DeviceStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
-    routing: RoutingRows | None
+    routing: Tensor | None
     lens: LensStep | None
     at: datetime
 
@@ -70,7 +69,7 @@ class DeviceStep:
         copied = StepResults(
             *(copy_tensor(each) if each.numel() else each.cpu() for each in self.found)
         )
-        routing = self.routing and RoutingRows(*map(copy_tensor, self.routing))
+        routing = None if self.routing is None else copy_tensor(self.routing)
         lens = self.lens and self.lens.copied(copy_tensor)
         return HostStep(self.consumer, self.noted, copied, routing, lens, self.at)
 
@@ -82,7 +81,7 @@ class HostStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
-    routing: RoutingRows | None
+    routing: Tensor | None
     lens: LensStep | None
     at: datetime
 

@@ -27,7 +27,7 @@ from pipeline.engines.serving.steps.base_recorder import (
     top_k_of_heads,
     top_k_of_mean,
 )
-from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, take_hubs
+from pipeline.engines.serving.steps.hubs import HubSlots, take_hubs
 from pipeline.engines.serving.steps.ranks import (
     FAULT,
     Ranks,
@@ -35,7 +35,6 @@ from pipeline.engines.serving.steps.ranks import (
     ends_capture_not_serving,
 )
 from pipeline.engines.serving.steps.records import RecordRow, StepRows
-from pipeline.engines.serving.steps.routing import RoutingRows
 from pipeline.engines.serving.steps.states import (
     ExtendRows,
     HostRows,
@@ -44,7 +43,6 @@ from pipeline.engines.serving.steps.states import (
     Stage,
     nearest,
     take_row,
-    wants_lists,
 )
 from pipeline.engines.serving.steps.transfers import to_device
 
@@ -275,17 +273,14 @@ class Recorder(BaseRecorder):
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
-        lists = any(wants_lists(note.state.collector.request) for note in self._noted)
-        found = self.capture.results(
-            self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
-        )
+        found = self.results_of(self.capture, self._rows, self._noted)
         routing = None if self._routers is None else self._routers.results(self._rows)
         lens, at = self._lens.end(), datetime.now(UTC)
         return DeviceStep(self.consume, self._noted, found, routing, lens, at)
 
     @ends_capture_not_serving
     def consume(
-        self, noted: list[NotedRow], found: HostRows, routing: RoutingRows | None,
+        self, noted: list[NotedRow], found: HostRows, routing: Tensor | None,
         lens: LensStep | None, at: datetime, batch: Any, commits: Sequence[Any],
     ) -> None:  # fmt: skip
         """Give the rows of a step to their requests, and then the step's tokens."""
@@ -293,7 +288,9 @@ class Recorder(BaseRecorder):
             return  # their requests are captured to their ends
         began = time.perf_counter()
         recorded: list[RecordRow] = []
-        routed = self._routers.on_host(routing) if self._routers and routing else None
+        routed = None
+        if self._routers is not None and routing is not None:
+            routed = self._routers.on_host(routing)
         lenses = self._lens.by_row(lens)
         for number, note in enumerate(noted):
             state, commit = note.state, commits[note.request]
@@ -315,7 +312,7 @@ class Recorder(BaseRecorder):
                 note, found, self.capture.layers,
                 note.token if note.token is not None else token_at(req, note.position), at,
                 record=self._records is not None,
-                routing=routed.of_row(note.row) if routed else None, lens=lenses.get(number),
+                routing=routed, lens=lenses.get(number),
             )  # fmt: skip
             if row is not None:
                 recorded.append(row)

@@ -21,9 +21,9 @@ from capture_kernels.serving.fused import FusedCapture
 from capture_kernels.serving.step import StepCapture
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.steps.hubs import HubSlots, asked_slots, hubs_after
+from pipeline.engines.serving.steps.hubs import HubSlots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
-from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest, wants_lists
+from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest
 from pipeline.engines.serving.steps.transfers import to_device
 
 from ..scheduling import ATTRIBUTE as DECIDED
@@ -323,11 +323,8 @@ class Recorder(RequestRecorder):
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return StepTaken(None, scores=scores)
-        lists = any(wants_lists(note.state.collector.request) for note in self._noted)
         capture = self._fused if self._fused is not None and self._is_decode else self.capture
-        found = capture.results(
-            self._rows, heads=lists and self._has_lists, hubs=asked_slots(self._noted)
-        )
+        found = self.results_of(capture, self._rows, self._noted)
         routing = lens = None
         if self._routers is not None:
             routing = self._routers.results(self._rows if self._extend is None else self._extend[2])
@@ -392,7 +389,9 @@ class Recorder(RequestRecorder):
         if found is None:
             return
         host = HostRows(found, step.noted)
-        routed = self._routers.on_host(routing) if self._routers and routing else None
+        routed = None
+        if self._routers is not None and routing is not None:
+            routed = self._routers.on_host(routing)
         lenses = {} if self._lens is None else self._lens.by_row(lens)
         hubs = hubs_after(step.noted, host)
         for number, note in enumerate(step.noted):
@@ -400,7 +399,7 @@ class Recorder(RequestRecorder):
             if host.complete[note.row] and note.request in current:
                 current[note.request].add(WaitingRow(
                     note, host, step.at, hubs.get((note.state, note.position)),
-                    routed.of_row(note.row) if routed else None, lenses.get(number),
+                    routed, lenses.get(number),
                 ))  # fmt: skip
 
     def fail(self) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from capture_kernels.arrays import Floats
 from capture_kernels.serving.step import StepResults
 from pipeline.engines.serving.full_scores import ScoreBlock
-from pipeline.engines.serving.rows import Lens, Routing
+from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.steps.hubs import ROW_TWICE
 from pipeline.engines.serving.steps.lens import LikelyTokens
-from pipeline.engines.serving.steps.routing import RoutingRows
+from pipeline.engines.serving.steps.routing import HostRouting
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, RequestState
 
 
@@ -146,13 +146,14 @@ class LensStep(NamedTuple):
 
 class WaitingRow(NamedTuple):
     """A row, and the results of its step. hubs: float32[n], what the slot of its request held after
-    the step, if it is the step's last row of a request with a slot; routing, lens: by layer."""
+    the step, if it is the step's last row of a request with a slot; routing: of the step's rows;
+    lens: by layer."""
 
     note: NotedRow
     found: HostRows
     at: datetime
     hubs: Floats | None = None
-    routing: dict[int, Routing] | None = None
+    routing: HostRouting | None = None
     lens: dict[int, Lens] | None = None
 
 
@@ -161,7 +162,7 @@ class StepTaken(NamedTuple):
     layer is missing; so are routing and lens then."""
 
     found: StepResults | None
-    routing: RoutingRows | None = None
+    routing: Tensor | None = None
     lens: LensStep | None = None
     scores: StepScores | None = None
 
@@ -172,7 +173,7 @@ class StepTaken(NamedTuple):
     def copied(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepTaken:
         return StepTaken(
             self.found and StepResults(*map(copy_tensor, self.found)),
-            self.routing and RoutingRows(*map(copy_tensor, self.routing)),
+            None if self.routing is None else copy_tensor(self.routing),
             self.lens and self.lens.copied(copy_tensor),
             self.scores and self.scores.copied(copy_tensor),
         )
