@@ -36,6 +36,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "idle": {},
     "raw": {"return_attention_tokens": True, "top_k_attention": 16},
     "sketch": {"return_attention_tokens": True, "attention_sketch_mode": True},
+    "fingerprint": {"return_attention_tokens": True, "attention_fingerprint_mode": True},
 }
 
 
@@ -201,7 +202,7 @@ def run(program: Program, parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--steps", type=int, default=program.steps, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
     parser.add_argument("--kinds", default=program.kinds,
-                        help="recording, fused (vLLM), idle, raw, sketch, control")  # fmt: skip
+                        help=f"{', '.join([*RECORDING, *ASKED])}, control")  # fmt: skip
     parser.add_argument("--shape", default="llama-8b", choices=program.shapes, help="of the model")
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")

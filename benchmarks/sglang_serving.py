@@ -5,15 +5,15 @@
 
 Servers of one model run on the same GPU, one without the plug-in and up to two with it. Of one,
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
-could give entries of all modes, nobody asks in "idle"; in "raw" and "sketch" every request asks for
-those of every step, in its answer. A "control" is one more without the plug-in: what it loses is
-what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same prompts: in
-a round each answers as many requests as the batch has, all sent at once; every other round goes the
-other way round. What counts is the throughput that the engine itself reports for every 40 steps of
-the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite with its latent keys, or
-of gpt-oss 20B, whose every other layer has its keys in a pool for windows, with weights that SGLang
-makes up: their attention is nearly uniform, which changes nothing for statistics. Prompts are
-CONTEXT random tokens each, in the prefix cache since the first round.
+could give entries of all modes, nobody asks in "idle"; in "raw", "sketch" and "fingerprint" every
+request asks for those of every step, in its answer. A "control" is one more without the plug-in:
+what it loses is what two equal servers differ by. CUDA graphs are on. All kinds take turns with the
+same prompts: in a round each answers as many requests as the batch has, all sent at once; every
+other round goes the other way round. What counts is the throughput that the engine itself reports
+for every 40 steps of the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite
+with its latent keys, or of gpt-oss 20B, whose every other layer has its keys in a pool for windows,
+with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
+statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
 
 Three servers of batch 48 fit into 139 GiB, two of batch 64: that one without "recording", or alone.
 

@@ -215,7 +215,8 @@ def multiply_keys(
     # `HeadGroups`: how many heads lie before, and which these are.
     first_head = gl.load(group + 1) + WHICH * HALF
     group += 2 + WHICH * HALF
-    head = gl.load(group + gl.arange(0, HALF, gl.SliceLayout(1, copied())))[:, None]
+    # Lanes of no head take head 0, as what nobody wrote could make their maximum rise at each tile.
+    head = gl.maximum(gl.load(group + gl.arange(0, HALF, gl.SliceLayout(1, copied()))), 0)[:, None]
     number = gl.arange(0, CHUNK, gl.SliceLayout(0, copied()))[None, :]
     lane = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     stored_head = gl.arange(0, HALF, STORED_HEADS)
@@ -228,7 +229,7 @@ def multiply_keys(
         )
         of_row = query + row.to(gl.int64) * stride_qr + head * stride_qh + number
         for chunk in gl.static_range(CHUNKS):
-            load_async(queries.index(chunk), of_row + chunk * CHUNK, mask=head >= 0)
+            load_async(queries.index(chunk), of_row + chunk * CHUNK)
         async_copy.commit_group()
         real = row_field(row_table, REAL, row, num_rows)
         visible = row_field(row_table, VISIBLE, row, num_rows)
