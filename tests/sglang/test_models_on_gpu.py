@@ -202,7 +202,9 @@ def test_latent_keys(tmp_path, heads, dtype, keys, share, logit):
 
     model = save_latent_model(tmp_path / "model", getattr(torch, dtype), heads=heads)
     options = "--dtype", dtype, "--kv-cache-dtype", keys
-    checked(tmp_path, model, len(LAYERS), share, logit, *options, full=True)
+    # Full scores of 128 heads of the longest prompt are more than a request may have.
+    full = heads < 128
+    checked(tmp_path, model, len(LAYERS), share, logit, *options, full=full)
 
 
 def test_experts_are_those_of_the_models_routers(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from .responses import (
 )
 from .rows import Row
 
+T = TypeVar("T")
 NO_RECORDS = pa.RecordBatch.from_pylist([], SCHEMA)
 
 
@@ -155,17 +157,16 @@ class RequestCollector:
         if not kept:
             return NO_RECORDS
         columns = np.stack([[layer.mean for layer in row.layers] for row, _ in kept], axis=1)
-        rows = [
-            RecordedRow(
-                self.common,
-                row.position,
-                row.token_id,
-                phase,
-                row.captured_at,
-                *routing_of(row.layers),
-            )
-            for row, phase in kept
-        ]
+        routings = [routing_of(row.layers) for row, _ in kept]
+        rows = RecordedRows(
+            [self.common] * len(kept),
+            [row.position for row, _ in kept],
+            [row.token_id for row, _ in kept],
+            [phase for _, phase in kept],
+            [row.captured_at for row, _ in kept],
+            [experts for experts, _ in routings],
+            [entropy for _, entropy in routings],
+        )
         return record_batch(rows, columns, self.layout)
 
     def finish(self, hubs: Floats | None = None) -> dict[str, Any]:
@@ -206,19 +207,20 @@ class RequestCollector:
         ]
 
 
-class RecordedRow(NamedTuple):
-    """What a row's record has beside its numbers. common: of `RequestCollector`."""
+class RecordedRows(NamedTuple):
+    """What the records of R rows have beside their numbers, each of R. common: of
+    `RequestCollector`; experts, entropy: as in `responses.routing_of`."""
 
-    common: dict[str, Any]
-    position: int
-    token: int | None
-    phase: str
-    at: datetime
-    experts: list[int] | None = None  # as in `responses.routing_of`
-    router_entropy: float | None = None
+    common: list[dict[str, Any]]
+    position: list[int]
+    token: list[int | None]
+    phase: list[str]
+    at: list[datetime]
+    experts: list[list[int] | None]
+    entropy: list[float | None]
 
 
-def record_batch(rows: Sequence[RecordedRow], columns: Floats, layout: Layout) -> pa.RecordBatch:
+def record_batch(rows: RecordedRows, columns: Floats, layout: Layout) -> pa.RecordBatch:
     """The records of rows of any requests, in `record.SCHEMA`; rows without a key to describe have
     none.
 
@@ -226,18 +228,32 @@ def record_batch(rows: Sequence[RecordedRow], columns: Floats, layout: Layout) -
         columns: float32[L, R, 32] of the captured layers (`capture_kernels.decode.answers`).
     """
     vector, sink_mass, valid = vectors_of_columns(columns, layout)
-    kept = [row for row, there in zip(rows, valid.tolist(), strict=True) if there]
-    if not kept:
+    if not valid.any():
         return NO_RECORDS
-    columns_of = {name: [row.common[name] for row in kept] for name in kept[0].common}
+    if not valid.all():
+        kept: list[Any] = [list(compress(each, valid)) for each in rows]
+        rows = RecordedRows(*kept)
+    commons, common_at = once_each(rows.common)
+    times, time_at = once_each(rows.at)
+    columns_of = {
+        name: pa.array([common[name] for common in commons]).take(common_at) for name in commons[0]
+    }
     changing = {
-        "position": pa.array([row.position for row in kept], pa.int32()),
-        "captured_at": pa.array([row.at for row in kept], pa.timestamp("us", tz="UTC")),
-        "phase": pa.array([row.phase for row in kept], pa.string()),
-        "token_id": pa.array([row.token for row in kept], pa.int32()),
+        "position": pa.array(rows.position, pa.int32()),
+        "captured_at": pa.array(times, pa.timestamp("us", tz="UTC")).take(time_at),
+        "phase": pa.array(rows.phase, pa.string()),
+        "token_id": pa.array(rows.token, pa.int32()),
         "sink_mass": sink_mass[valid],
         "vector": vector[valid],
-        "top_experts": pa.array([row.experts for row in kept], pa.list_(pa.int16())),
-        "router_entropy": pa.array([row.router_entropy for row in kept], pa.float32()),
+        "top_experts": pa.array(rows.experts, pa.list_(pa.int16())),
+        "router_entropy": pa.array(rows.entropy, pa.float32()),
     }
-    return make_batch({**columns_of, **changing}, len(kept))
+    return make_batch({**columns_of, **changing}, len(rows.position))
+
+
+def once_each(objects: Sequence[T]) -> tuple[list[T], pa.Array]:
+    """The different ones of some objects, and which of them each is: Arrow makes a column of many
+    rows of a few faster than of each row's."""
+    found = {id(each): each for each in objects}
+    number = dict(zip(found, range(len(found)), strict=True))
+    return list(found.values()), pa.array([number[id(each)] for each in objects], pa.int32())

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from capture_kernels.arrays import Floats
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.engines.serving.collect import RecordedRow, RequestCollector, record_batch
+from pipeline.engines.serving.collect import RecordedRows, RequestCollector, record_batch
 from pipeline.engines.serving.sinks import Counts, RecordSink
 
 # Seconds between two batches.
@@ -96,29 +96,25 @@ class RecordMaker:
 def batches_of(steps: list[StepRows], layout: Layout) -> list[pa.RecordBatch]:
     """The records of some steps, a batch for each choice of layers. Rows without a key to describe
     have none."""
-    chosen: dict[tuple[int, ...], list[RecordedRow]] = defaultdict(list)
-    columns: dict[tuple[int, ...], list[Floats]] = defaultdict(list)
+    found: dict[tuple[int, ...], tuple[RecordedRows, list[Floats]]] = {}
     for step in steps:
         own: dict[tuple[int, ...], list[RecordRow]] = defaultdict(list)
         for row in step.rows:
             own[row.layers].append(row)
         for layers, rows in own.items():
-            chosen[layers] += [
-                RecordedRow(
-                    row.collector.common,
-                    row.position,
-                    row.token,
-                    row.phase,
-                    step.at,
-                    row.experts,
-                    row.router_entropy,
-                )
-                for row in rows
-            ]
-            numbers = [row.row for row in rows]
-            columns[layers].append(step.columns[np.ix_(layers, numbers)])
-    found = (
-        record_batch(rows, np.concatenate(columns[layers], axis=1), layout)
-        for layers, rows in chosen.items()
+            recorded, columns = found.setdefault(
+                layers, (RecordedRows(*([] for _ in range(7))), [])
+            )
+            recorded.common.extend([row.collector.common for row in rows])
+            recorded.position.extend([row.position for row in rows])
+            recorded.token.extend([row.token for row in rows])
+            recorded.phase.extend([row.phase for row in rows])
+            recorded.at.extend([step.at] * len(rows))
+            recorded.experts.extend([row.experts for row in rows])
+            recorded.entropy.extend([row.router_entropy for row in rows])
+            columns.append(step.columns[np.ix_(layers, [row.row for row in rows])])
+    batches = (
+        record_batch(recorded, np.concatenate(columns, axis=1), layout)
+        for recorded, columns in found.values()
     )
-    return [batch for batch in found if batch.num_rows]
+    return [batch for batch in batches if batch.num_rows]
