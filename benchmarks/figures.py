@@ -262,6 +262,15 @@ def of_sglang_serving(found: dict[str, Any]) -> Iterator[Figure]:
             yield f"batch {batch}, {kind}", f"{case['percent']:.2f}% less than without the plug-in"
 
 
+def of_step_host(found: dict[str, Any]) -> Iterator[Figure]:
+    for name, case in found["figures"].items():
+        times = case["row_by_row_ms"] / case["ms"]
+        yield (
+            f"{found['requests']} requests, {name}",
+            (f"{case['ms']:.2f} ms a step; entries of each row separately: {times:.1f} times"),
+        )
+
+
 def of_engines_agree(found: dict[str, Any]) -> Iterator[Figure]:
     for name in ("needle", "codename"):
         case = found[name]
@@ -341,6 +350,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {
     "sidecar_fuzz": of_sidecar_fuzz,
     "stream": of_stream,
     "answer_bytes": of_answer_bytes,
+    "step_host": of_step_host,
     "capture_memory": of_capture_memory,
     "sidecar_under_engine": of_sidecar_under_engine,
     "page": of_page,

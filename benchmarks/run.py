@@ -41,6 +41,7 @@ ON_CPU["real-nights"] = ["real_nights", "--clusterings", "consensus,hdbscan"]
 ON_CPU |= {"sidecar": ["sidecar"], "sidecar-soak": ["sidecar", "--soak", "30"]}
 ON_CPU |= {"sidecar-fuzz": ["sidecar_fuzz"], "stream": ["stream"]}
 ON_CPU |= {"answer-bytes": ["answer_bytes"], "capture-memory": ["capture_memory"]}
+ON_CPU["step-host"] = ["step_host"]
 ON_CPU |= {"outage": ["sidecar_under_engine"], "page-map": ["page_map"]}
 # Their rows are kept there: made anew they would take longer than what is measured.
 MEMORY = ["memory", "--folder", "build/benchmarks"]
@@ -61,6 +62,8 @@ ON_GPU["layers"] = ["kernel_layers"]
 ON_GPU["steps"] = ["gpu_server_steps"]
 # vllm_serving is not among them: an installation has SGLang or vLLM.
 ON_GPU["sglang"] = ["sglang_serving"]
+ON_GPU["sglang-windows"] = "sglang_serving --batches 64 --rounds 6 --steps 200".split()
+ON_GPU["sglang-windows"] += "--layers 22,23 --kinds recording --shape gpt-oss-20b".split()
 ON_GPU |= {"kernels": ["gpu_kernels"], "latent": ["gpu_latent"]}
 # Where `gpu_kernels` says how a wheel of SGLang is unpacked, if there is one.
 SGLANG = Path("build/sglang")
@@ -82,7 +85,10 @@ LIBRARIES = (
     "transformers",
 )
 # Those that need torch and no RAPIDS.
-OF_TORCH = ("capture", "capture-8b", "kernels", "latent", "layers", "steps", "sglang")
+OF_TORCH = (
+    *("capture", "capture-8b", "kernels", "latent", "layers", "steps"),
+    *("sglang", "sglang-windows"),
+)
 
 
 def gpu_memory_gib() -> float:

@@ -60,7 +60,8 @@ class Program:
             answer has others, or other entries than asked for.
         throughput: tokens a second of such a round.
         at_once: whether servers may start beside each other.
-        most_percent: of throughput that the largest batch may lose on an H200, by kind of server.
+        most_percent: of throughput that the largest batch may lose on an H200, by shape and layers,
+            and by kind of server.
         batches, steps, kinds: defaults of the options.
     """
 
@@ -70,7 +71,7 @@ class Program:
     send: Callable[[Server, list[list[int]], int], Coroutine[Any, Any, Any]]
     throughput: Callable[[Server, list[list[int]], int], float]
     at_once: bool
-    most_percent: Mapping[str, float]
+    most_percent: Mapping[tuple[str, str], Mapping[str, float]]
     batches: str
     steps: int
     kinds: str
@@ -182,12 +183,9 @@ def misses(program: Program, figures: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     batch = max(figures["batches"], key=int)
     largest = figures["batches"][batch]
-    if (
-        "H200" in torch.cuda.get_device_name()
-        and figures["layers"] == "last"
-        and figures["shape"] == "llama-8b"
-    ):
-        for name, most in program.most_percent.items():
+    if "H200" in torch.cuda.get_device_name():
+        most_of = program.most_percent.get((figures["shape"], figures["layers"]), {})
+        for name, most in most_of.items():
             if name in largest and largest[name]["percent"] > most:
                 found.append(
                     f"batch {batch}, {name}: {largest[name]['percent']:.2f}%, target {most}"

@@ -5,9 +5,10 @@
 The recorder of SGLang's plug-in over stand-ins for SGLang's objects, as in its tests: it prepares a
 decode step, gives the rows to their requests once the results are on the host, and hands out the
 entries of answers. Two layers with experts are captured, and all requests ask for the same: to be
-recorded into a store alone, or for entries of a mode in their answers. Not in the times: attention
-itself, which a GPU computes, and the thread that makes records. In a server it is the thread that
-launches a model's steps that does this, so that it shows where a step takes few milliseconds.
+recorded into a store alone, or for entries of a mode in their answers. Times are of
+CPU. Attention itself, which a GPU computes, and the thread that makes records are not in them. In a
+server it is the thread that launches the model's steps that does this, so that it shows where a
+step takes few milliseconds.
 
 The peer is the same recorder with the entries of each row made separately, as the server of
 `transformers` makes them. Both must give the same entries, and record every row.
@@ -39,6 +40,7 @@ from benchmarks.common import (  # noqa: E402
     exit_code,
     write_figures,
 )
+from pipeline.engines.serving.answer_writer import ENTRIES  # noqa: E402
 from pipeline.engines.serving.options import ServeOptions  # noqa: E402
 from pipeline.engines.serving.steps.states import HostRows  # noqa: E402
 from pipeline.engines.sglang.model_process import captured_model  # noqa: E402
@@ -62,7 +64,7 @@ class Router(torch.nn.Module):
 
 
 class Timer:
-    """Adds up the milliseconds of some methods of a recorder in each step."""
+    """Adds up the milliseconds of CPU of some methods of a recorder in each step."""
 
     def __init__(self, recorder: Any, *names: str) -> None:
         self.steps: list[float] = []
@@ -71,17 +73,17 @@ class Timer:
 
     def _timed(self, method: Any) -> Any:
         def timed(*given: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return method(*given, **named)
             finally:
-                self.steps[-1] += 1e3 * (time.perf_counter() - began)
+                self.steps[-1] += 1e3 * (time.thread_time() - began)
 
         return timed
 
 
 def measure(asked: dict[str, Any], requests: int, steps: int) -> tuple[float, list[Any]]:
-    """Milliseconds of a step, and the entries of all steps.
+    """Milliseconds of CPU of a step, and the entries of all steps.
 
     Raises:
         WrongAnswerError: capture ended, or rows are missing.
@@ -99,7 +101,7 @@ def measure(asked: dict[str, Any], requests: int, steps: int) -> tuple[float, li
             timer.steps.append(0.0)
             consume = running.run(reqs, [PROMPT + 1 + step] * requests)
             consume([SimpleNamespace(output_index=0, token_ids=(TOKEN,))] * requests)
-            said.append([running.said(req)[0] for req in reqs])
+            said.append(running.recorder.outputs(reqs)[ENTRIES])
         running.recorder.close()
         if running.recorder.off is not None:
             raise WrongAnswerError(f"capture ended: {running.recorder.off}")
