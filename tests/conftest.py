@@ -38,16 +38,17 @@ gc.disable()
 EACH_FOLDERS = {"conftest.py"}
 # The files that take longest, about the longest first: one that began last would be alone with one
 # core. The others follow in the order of their names. The very first has numba compile, which other
-# files wait for; the four after it do not.
+# files wait for; those up to test_ranks.py do not.
 LONGEST = (
-    "test_dask_workers.py", "test_compiled.py", "test_latent.py", "test_capture_engine.py",
-    "test_eager.py", "test_recipes.py",
+    "test_dask_workers.py", "test_compiled.py", "test_latent.py", "test_demo_model.py",
+    "test_statistics.py", "test_store.py", "test_capture_engine.py", "test_eager.py",
+    "test_scores.py", "test_host.py", "test_ranks.py", "test_recipes.py",
     "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",
     "test_fuzz.py", "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py",
     "test_discover_command.py", "test_main_job.py", "test_score_tap_served.py", "test_memory.py",
     "test_manifold.py", "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
     "test_live_view.py", "test_report_in_a_browser.py", "test_faults_of_stores.py",
-    "test_device_arrays.py", "test_dask.py", "test_recluster.py", "test_demo_model.py",
+    "test_device_arrays.py", "test_dask.py", "test_recluster.py",
     "test_profiled.py", "test_sidecar_notebook.py", "test_classifier.py", "test_regions.py",
     "test_steering.py", "test_examples_command.py", "test_discovery_notebook.py",
 )  # fmt: skip
@@ -79,6 +80,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_from_before() -> None:
+    """What earlier files left, libraries above all, is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

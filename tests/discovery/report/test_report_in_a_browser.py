@@ -153,7 +153,10 @@ def test_every_kind_of_run_opens(show, tmp_path: Path, kind: str):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1440
 
 
-@pytest.mark.parametrize("says", ["a new lineage, as was asked for: 5 new clusters", ""])
+@pytest.mark.parametrize(
+    "says",
+    ["a new lineage, as was asked for: 5 new clusters", pytest.param("", marks=pytest.mark.slow)],
+)
 def test_a_run_without_a_parent_says_why_it_has_none(show, tmp_path: Path, says: str):
     inputs = first_run(tmp_path)
     events = [{"event": "born", "cluster_id": c, "parents": [], "children": [], "says": ""}
