@@ -39,7 +39,6 @@ def test_each_zone_has_a_meter_of_its_evidence(show: Callable[..., Page], traffi
     )
 
 
-@pytest.mark.slow
 def test_recommended_settings_are_applied_to_the_next_run_and_undone(
     show: Callable[..., Page], traffic: Traffic
 ):
