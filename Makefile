@@ -24,7 +24,8 @@ $(VENV)/.dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[capture,dev]'
 	$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/(.*/)?(tests?|transformers/models)/' \
-		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') || true
+		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
+		capture_kernels pipeline discovery sidecar cli.py || true
 	touch $@ $(VENV)/.base
 
 # SGLang's wheel as it is, on a CPU. Its own needs are gigabytes for a GPU, so it is installed without
@@ -51,8 +52,10 @@ discover: $(VENV)/.base
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The everyday tests; tests/README.md lists what only test-all runs. Three processes share the cores,
-# for which the threads of OpenMP in each would compete; test-all has them.
+# for which the threads of OpenMP in each would compete, and lay out in fewer epochs
+# (tests/quick_layout.py); test-all has them.
 test: export OMP_NUM_THREADS ?= 1
+test: export LAYOUT_EPOCHS ?= 50
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu and not slow'
 

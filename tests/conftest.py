@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import built_command  # noqa: F401
 import pytest
+import quick_layout  # noqa: F401
 from hypothesis import settings
 from planted import planted, planted_batch
 from processes import AttnProcess
@@ -24,7 +26,7 @@ from pipeline.store.open import open_store
 # at many. Examples have no deadline: other work on a test machine would break one.
 # They are the same each time, so that a change is not blamed for what another run would have found;
 # `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile("fast", deadline=None, max_examples=15, derandomize=True)
+settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("all", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("fast")
@@ -35,15 +37,18 @@ gc.disable()
 
 EACH_FOLDERS = {"conftest.py"}
 # The files that take longest, about the longest first: one that began last would be alone with one
-# core. The others follow in the order of their names.
+# core. The others follow in the order of their names. The very first has numba compile, which other
+# files wait for; those up to test_ranks.py do not.
 LONGEST = (
-    "test_compiled.py", "test_latent.py", "test_recipes.py", "test_dask_workers.py",
+    "test_dask_workers.py", "test_compiled.py", "test_latent.py", "test_demo_model.py",
+    "test_statistics.py", "test_store.py", "test_capture_engine.py", "test_eager.py",
+    "test_scores.py", "test_host.py", "test_ranks.py", "test_recipes.py",
     "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",
     "test_fuzz.py", "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py",
     "test_discover_command.py", "test_main_job.py", "test_score_tap_served.py", "test_memory.py",
     "test_manifold.py", "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
     "test_live_view.py", "test_report_in_a_browser.py", "test_faults_of_stores.py",
-    "test_device_arrays.py", "test_dask.py", "test_recluster.py", "test_demo_model.py",
+    "test_device_arrays.py", "test_dask.py", "test_recluster.py",
     "test_profiled.py", "test_sidecar_notebook.py", "test_classifier.py", "test_regions.py",
     "test_steering.py", "test_examples_command.py", "test_discovery_notebook.py",
 )  # fmt: skip
@@ -70,14 +75,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from here on, and only among what the tests make."""
+    """Look for garbage from here on, and only among what the tests make. What stays frozen to the
+    end, some libraries would report as leaked; pytest looks for garbage before that."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
 
 
-def pytest_unconfigure() -> None:
-    """What stays frozen, some libraries would report as leaked."""
-    gc.unfreeze()
+@pytest.fixture(scope="module", autouse=True)
+def kept_from_before() -> None:
+    """What earlier files left, libraries above all, is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import multiprocessing
 import os
 import resource
@@ -24,9 +25,10 @@ import numpy as np
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["tests.built_command", "cli", "discovery.job", "discovery.events.websocket",
-     "discovery.execution.dask_cluster", "discovery.engines.cpu", "discovery.artifacts.classifier",
-     "pipeline.store.transfer", "discovery.algorithms.consensus.loops", "hdbscan", "umap",
+    ["tests.built_command", "tests.quick_layout", "cli", "discovery.job",
+     "discovery.events.websocket", "discovery.execution.dask_cluster", "discovery.engines.cpu",
+     "discovery.artifacts.classifier", "pipeline.store.transfer",
+     "discovery.algorithms.consensus.loops", "hdbscan", "umap",
      "sklearn.cluster", "sklearn.neighbors", "scipy.sparse.linalg", "scipy.spatial",
      "pyarrow.dataset",
      # Imported, and not started: a loop of uvloop or a context of ZMQ would not survive the fork.
@@ -146,6 +148,9 @@ def _command(
     most_bytes: int | None, most_files: int | None,
 ) -> None:  # fmt: skip
     """The process: `attn` with these files as its standard streams."""
+    # What the server has imported stays. `attn sidecar` and long runs would look through all of it
+    # for garbage, and copy its memory by that.
+    gc.freeze()
     if new_session:
         os.setsid()
     os.chdir(folder)

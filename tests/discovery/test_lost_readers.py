@@ -74,7 +74,9 @@ def test_a_summary_that_does_not_fit_is_named_and_does_not_change_the_exit_code(
     )
 
 
-@pytest.mark.parametrize("arguments", [["runs", "list"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["runs", "list"], pytest.param(["--help"], marks=pytest.mark.slow)]
+)
 def test_an_answer_that_cannot_be_written_is_an_error_unless_nobody_wants_it(arguments):
     if arguments != ["--help"]:
         arguments = [*arguments, "--output", REPO / "tests" / "golden"]

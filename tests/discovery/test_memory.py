@@ -59,11 +59,11 @@ def published(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def without_limit(fresh_attn, tmp_path_factory) -> tuple[Path, Path]:
+def without_limit(attn, tmp_path_factory) -> tuple[Path, Path]:
     """A store of 1,501 rows, and the folder of a run of it that has all the memory there is."""
     base = tmp_path_factory.mktemp("without_limit")
     db = make_store(base / "fingerprints.db", planted(1_501, 0)[0])
-    done = fresh_attn("discover", "--db", db, "--output", base / "out", *OPTIONS)
+    done = attn("discover", "--db", db, "--output", base / "out", *OPTIONS)
     assert done.returncode == 0, done.stderr
     return db, base / "out" / RUN_ID
 
@@ -252,7 +252,7 @@ OPTIMIST = textwrap.dedent(
 
 
 def test_a_run_that_takes_more_than_its_limit_stops_at_a_checkpoint_and_can_be_finished(
-    fresh_attn, without_limit, tmp_path
+    attn, without_limit, tmp_path
 ):
     (db, alone), output = without_limit, tmp_path / "out"
     command = ["discover", "--db", str(db), "--output", str(output), *OPTIONS]
@@ -263,7 +263,7 @@ def test_a_run_that_takes_more_than_its_limit_stops_at_a_checkpoint_and_can_be_f
     assert stopped.returncode == 2, stopped.stderr
     assert "--max-memory-gb 0.1 was passed" in stopped.stderr
     assert "Traceback" not in stopped.stderr and f"--resume {RUN_ID}" in stopped.stderr
-    done = fresh_attn(
+    done = attn(
         "discover", "--db", db, "--output", output, "--resume", RUN_ID, "--max-memory-gb", "2"
     )
     assert done.returncode == 0, done.stderr

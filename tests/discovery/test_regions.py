@@ -208,7 +208,9 @@ def test_the_space_of_regions_evens_out_what_rows_of_a_request_vary_by():
     np.testing.assert_allclose(np.cov((rows @ root).T), np.eye(4), atol=1e-2)
 
 
-@pytest.mark.parametrize("count", [1, 2, 13, 97, 4_001])
+@pytest.mark.parametrize(
+    "count", [1, 2, 13, 97, 1_009, pytest.param(4_001, marks=pytest.mark.slow)]
+)
 def test_rows_of_any_number_have_regions_in_families(count):
     rows, requests = continuum(count, count)
     atom = np.arange(count) % min(count, 300)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import quick_layout
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -22,6 +23,11 @@ from discovery.engines.rapids import engine as rapids_engine
 from discovery.stages.umap import rotated_onto
 
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_engine, "epochs_for", quick_layout.every_epoch)
 
 
 def rotation(angle: float, mirrored: bool) -> NDArray[np.float64]:

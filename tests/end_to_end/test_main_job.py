@@ -15,9 +15,10 @@ PROMPTS = REPO / "examples" / "sample" / "prompts.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("count", "least"), [(12, 400), pytest.param(24, 500, marks=pytest.mark.slow)]
+    ("count", "least", "options"),
+    [(12, 400, []), pytest.param(24, 500, ["--long-running"], marks=pytest.mark.slow)],
 )
-def test_from_a_model_to_named_behaviours(attn, tmp_path, count, least):
+def test_from_a_model_to_named_behaviours(attn, tmp_path, count, least, options):
     prompts = tmp_path / "prompts.jsonl"
     lines = PROMPTS.read_text().splitlines()
     prompts.write_text("\n".join(sorted(lines, key=len)[:count]))
@@ -30,7 +31,7 @@ def test_from_a_model_to_named_behaviours(attn, tmp_path, count, least):
     assert captured.returncode == 0, captured.stderr
     rows = json.loads(captured.stdout)["rows"]["inserted"]
 
-    found = attn("discover", "--db", db, "--output", output, "--long-running", "--json")
+    found = attn("discover", "--db", db, "--output", output, *options, "--json")
     assert found.returncode == 0, found.stderr
     manifest = json.loads(found.stdout)
     assert manifest["counts"]["rows"] == rows > least

@@ -73,6 +73,7 @@ def test_the_reason_of_a_hint_is_shown(show: Callable[..., Page], traffic: Traff
     assert any(why in hints.inner_text() for why in whys)
 
 
+@pytest.mark.slow
 def test_one_session_and_one_request_can_be_looked_at(
     show: Callable[..., Page], sidecar: Sidecar, traffic: Traffic
 ):

@@ -8,9 +8,13 @@ import pytest
 from playwright.sync_api import Page, expect
 
 VIEWS = ("live", "chat", "inspect", "manifold", "router", "compare", "overhead")
+# Of the views `make test` opens these.
+DAILY = ("live", "inspect", "manifold")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "view", [pytest.param(view, marks=() if view in DAILY else pytest.mark.slow) for view in VIEWS]
+)
 def test_every_view_has_an_address(show: Callable[..., Page], view: str):
     page = show(f"/{view}")
     expect(page.locator("main")).to_have_attribute("data-view", view)
@@ -37,6 +41,7 @@ def test_the_served_run_and_the_connection_are_shown(show: Callable[..., Page], 
     expect(page.locator("[data-connection=open]")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_the_help_lists_the_keys_and_escape_closes_it(show: Callable[..., Page]):
     page = show("/live")
     page.keyboard.press("?")
@@ -45,6 +50,7 @@ def test_the_help_lists_the_keys_and_escape_closes_it(show: Callable[..., Page])
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_a_chosen_theme_stays(show: Callable[..., Page]):
     page = show("/live", color_scheme="light")
     body = page.locator("body")

@@ -41,6 +41,9 @@ needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available"),
 ]
+OF_EACH = [
+    pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in CAPTURABLE
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
@@ -149,7 +152,7 @@ def test_per_layer_gives_one_record_for_each_layer(kind):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", CAPTURABLE)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_watching_does_not_change_a_single_bit_of_the_output(kind, dtype, device):
     model = make_model(kind, device).to(dtype)
     tokens = torch.randint(0, 64, (1, 30), generator=torch.Generator().manual_seed(1)).to(device)

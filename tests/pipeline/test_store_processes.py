@@ -264,7 +264,9 @@ def test_two_exports_to_one_name_leave_a_whole_file(tmp_path):
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["out.parquet", "out.jsonl", pytest.param("out.jsonl.gz", marks=pytest.mark.slow)]
+)
 def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(small_disk, tmp_path, name):
     path = tmp_path / "fingerprints"
     assert not child(WRITER, path, 0, 40).communicate(timeout=60)[1]

@@ -216,7 +216,16 @@ def test_a_file_of_version_1_becomes_what_a_new_one_is(tmp_path, path, records):
         assert store.counts().rows == 503
 
 
-@pytest.mark.parametrize("at", range(len(list(statements(MIGRATIONS[0]))) + 2))
+WRITES = len(list(statements(MIGRATIONS[0]))) + 2
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(at, marks=() if at in (0, WRITES // 2, WRITES - 1) else pytest.mark.slow)
+        for at in range(WRITES)
+    ],
+)
 def test_a_migration_that_is_killed_leaves_the_old_file_and_the_next_one_ends_it(
     tmp_path, records, at
 ):

@@ -116,8 +116,17 @@ def test_every_endpoint_is_called_in_these_tests() -> None:
     assert methods == {name.split()[0] for name in (*SAFE, *UNSAFE)}
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("name", SAFE)
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        # Every call, and every failure of one of them.
+        pytest.param(
+            name, failure, marks=() if name == "health" or failure == "busy" else pytest.mark.slow
+        )
+        for name in SAFE
+        for failure in FAILURES
+    ],
+)
 def test_a_safe_call_is_made_again_until_it_succeeds(
     call: Callable[..., Any], server: FailingServer, name: str, failure: str
 ) -> None:

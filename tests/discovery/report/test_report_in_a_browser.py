@@ -153,7 +153,10 @@ def test_every_kind_of_run_opens(show, tmp_path: Path, kind: str):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1440
 
 
-@pytest.mark.parametrize("says", ["a new lineage, as was asked for: 5 new clusters", ""])
+@pytest.mark.parametrize(
+    "says",
+    ["a new lineage, as was asked for: 5 new clusters", pytest.param("", marks=pytest.mark.slow)],
+)
 def test_a_run_without_a_parent_says_why_it_has_none(show, tmp_path: Path, says: str):
     inputs = first_run(tmp_path)
     events = [{"event": "born", "cluster_id": c, "parents": [], "children": [], "says": ""}
@@ -168,6 +171,7 @@ def test_a_run_without_a_parent_says_why_it_has_none(show, tmp_path: Path, says:
     assert "first run" not in page.locator("body").inner_text()
 
 
+@pytest.mark.slow
 def test_hover_tells_the_row_under_the_pointer(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
@@ -200,6 +204,7 @@ def test_hover_tells_the_row_under_the_pointer(show, tmp_path: Path):
     assert page.locator("#tip").is_hidden()
 
 
+@pytest.mark.slow
 def test_a_row_is_drawn_where_it_lies_and_felt_within_nine_pixels(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
@@ -263,6 +268,7 @@ def test_the_legend_hides_and_isolates_and_filters_add_up(show, tmp_path: Path):
     assert drawn(page) == total
 
 
+@pytest.mark.slow
 def test_the_wheel_zooms_once_the_map_was_clicked_and_scrolls_the_page_before(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
@@ -285,6 +291,7 @@ def test_the_wheel_zooms_once_the_map_was_clicked_and_scrolls_the_page_before(sh
     assert zoom(page) == 1
 
 
+@pytest.mark.slow
 def test_keys_and_drags_move_the_map(show, tmp_path: Path):
     inputs = later_run(tmp_path)
     page = show(inputs)
@@ -323,6 +330,7 @@ def test_a_card_and_its_cluster_on_the_map_are_chosen_together(show, tmp_path: P
     assert page.locator(".card.chosen").get_attribute("id") == f"cluster-{row['cluster_id']}"
 
 
+@pytest.mark.slow
 def test_cards_can_be_sorted(show, tmp_path: Path):
     page = show(later_run(tmp_path))
 
@@ -335,6 +343,7 @@ def test_cards_can_be_sorted(show, tmp_path: Path):
     assert {*order()[:3]} == {0, 2, 4}
 
 
+@pytest.mark.slow
 def test_an_exemplar_shows_its_request_alone(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     page.locator("#cluster-0 .exemplars button").click()
@@ -356,6 +365,7 @@ def test_what_changed_since_the_parent_is_drawn_and_listed(show, tmp_path: Path)
     assert "kept in words" not in listed
 
 
+@pytest.mark.slow
 def test_the_gate_and_the_drift_are_shown(show, tmp_path: Path):
     inputs = later_run(tmp_path, passed=False)
     page = show(inputs)
@@ -369,6 +379,7 @@ def test_the_gate_and_the_drift_are_shown(show, tmp_path: Path):
     assert "50.0%\t60.0%" in drift
 
 
+@pytest.mark.slow
 def test_the_zone_mix_and_the_axes_are_shown(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     assert page.locator(".mix .volume").count() == 4
@@ -452,6 +463,7 @@ def test_a_hundred_thousand_points_are_drawn_panned_and_zoomed(show, tmp_path: P
     assert pixels(page)["sum"] == whole["sum"]
 
 
+@pytest.mark.slow
 def test_a_phone_shows_it_all_in_one_column(show, tmp_path: Path):
     page = show(later_run(tmp_path), viewport={"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

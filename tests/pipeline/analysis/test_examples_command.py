@@ -65,7 +65,9 @@ def examples() -> Run:
     return run
 
 
-@pytest.mark.parametrize("example", [NEEDLE, CODENAME], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "example", [NEEDLE, pytest.param(CODENAME, marks=pytest.mark.slow)], ids=lambda e: e.name
+)
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "chat"])
 def test_the_answer_is_right_and_the_line_is_marked(
     example: Example, kind: str, attn: Run, request: pytest.FixtureRequest, demo: DemoModel
