@@ -328,8 +328,9 @@ def test_the_codename_of_the_documents_is_found(demo: Demo) -> None:
     assert continuation(demo, prompt, 16).startswith("'Phantom'")
 
 
-def test_a_head_looks_at_the_line_that_is_asked_for(demo: Demo) -> None:
-    mass = evaluate.line_mass(demo.model, demo.tokenizer, evaluate.fresh_needles(20, seed=7))
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_head_looks_at_the_line_that_is_asked_for(demo: Demo, count: int) -> None:
+    mass = evaluate.line_mass(demo.model, demo.tokenizer, evaluate.fresh_needles(count, seed=7))
     assert (mass >= 0).all() and (mass <= 1 + 1e-5).all()
     assert float((mass > 0.5).float().mean(0).max()) >= 0.8
 
