@@ -127,7 +127,7 @@ def cannot_run(name: str, on_gpu: bool) -> str | None:
     free = gpu_memory_gib()
     if not free:
         return "torch sees no GPU"
-    if name == "sglang" and not is_installed("sglang"):
+    if name.startswith("sglang") and not is_installed("sglang"):
         return "SGLang is not installed"
     if name == "capture-8b" and free < MEMORY_8B_GIB:
         return f"{free:.0f} GiB are free and it takes {MEMORY_8B_GIB}"

@@ -199,8 +199,11 @@ def run(program: Program, parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=program.steps, help="tokens of each answer")
     parser.add_argument("--layers", default="last", help="--attention-capture-layers")
-    parser.add_argument("--kinds", default=program.kinds,
-                        help=f"{', '.join([*RECORDING, *ASKED])}, control")  # fmt: skip
+    parser.add_argument(
+        "--kinds",
+        default=program.kinds,
+        help=", ".join([*RECORDING, "control", *ASKED]) + " (fused: vLLM)",
+    )
     parser.add_argument("--shape", default="llama-8b", choices=program.shapes, help="of the model")
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs and the store")
     parser.add_argument("--json", type=Path, help="write the figures here as well")

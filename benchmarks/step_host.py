@@ -126,7 +126,7 @@ def run(asked: argparse.Namespace) -> None:
     ):
         for name, request in ASKED.items():
             own, said = measure(request, asked.requests, asked.steps)
-            with patch.object(HostRows, "numbers", {}):
+            with patch.object(HostRows, "entry_numbers", {}):
                 peer, expected = measure(request, asked.requests, asked.steps)
             if said != expected:
                 raise WrongAnswerError(f"{name}: entries differ from those of single rows")

@@ -87,7 +87,7 @@ class RequestCollector:
         self._phases: list[str] = []  # of the generated tokens
         self._keep, self._elsewhere = keep_records, records_elsewhere
         # What its entries say of a row.
-        self.numbers = EntryNumbers(request.mode, request.top_k, layout, rules or ZoneRules())
+        self.entry_numbers = EntryNumbers(request.mode, request.top_k, layout, rules or ZoneRules())
         self._kept: list[tuple[Row, str]] = []
         self.rows = 0  # captured, with a key to describe or not
         self.bytes = 0  # of entries, as JSON
@@ -190,9 +190,9 @@ class RequestCollector:
         layers = row.layers
         if not request.routing:
             layers = [layer._replace(routing=None) for layer in layers]
-        numbers = row.numbers
+        numbers = row.entry_numbers
         if numbers is None:
-            [numbers] = self.numbers.of_rows(Statistics.of_row(layers))
+            [numbers] = self.entry_numbers.of_rows(Statistics.of_row(layers))
         step = row.position - self.prompt_len + 1
         if request.mode == "fingerprint":
             return [fingerprint_entry(own, step=step, phase=phase, rows=layers) for own in numbers]
@@ -252,8 +252,8 @@ def record_batch(rows: RecordedRows, columns: Floats, layout: Layout) -> pa.Reco
 
 
 def once_each(objects: Sequence[T]) -> tuple[list[T], pa.Array]:
-    """The different ones of some objects, and which of them each is: Arrow makes a column of many
-    rows of a few faster than of each row's."""
+    """The different ones of n objects, and which of them each is, int32[n]: Arrow makes a column of
+    many rows of a few faster than of each row's."""
     found = {id(each): each for each in objects}
     number = dict(zip(found, range(len(found)), strict=True))
     return list(found.values()), pa.array([number[id(each)] for each in objects], pa.int32())

@@ -65,7 +65,7 @@ class SketchNumbers(NamedTuple):
 
 
 class FingerprintNumbers(NamedTuple):
-    """Of a row."""
+    """Of a row. vector: 20 numbers."""
 
     vector: list[float]
     zone: str
@@ -153,5 +153,5 @@ def _most(found: Statistics, k: int) -> tuple[Any, Doubles, Any]:
 
 
 def rounded(values: Doubles, decimals: int) -> Any:
-    """As lists."""
+    """float64 of any shape as lists of lists, each number rounded."""
     return np.round(values, decimals).tolist()

@@ -55,4 +55,4 @@ class Row(NamedTuple):
     layers: list[LayerRow]  # ascending
     captured_at: datetime
     # What its entries say, as `EntryNumbers.of_rows` has it; None: it is yet to be made.
-    numbers: list[Any] | None = None
+    entry_numbers: list[Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -264,6 +265,33 @@ def test_hubs_are_of_the_rows_whose_tokens_are_kept(steps, monkeypatch, windowed
     again = some.request("again", 7, hubs=True)
     some.answer(again, tokens=3)
     check_hubs(some.ended(again)[1], hubs_of(some, again, [7, 8]))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["another is put back", "past its end"])
+def test_a_slot_is_free_once_its_request_is_over(steps, late):
+    """Also while a row of another request of its last step waits, as that was put back, and where a
+    step that was begun before is read after its end."""
+    gc.collect()
+    gc.disable()
+    try:
+        some = steps(hub_slots=1)
+        one, other = some.request("one", 6, hubs=True), some.request("other", 6, mode="raw")
+        some.run((one, 6), (other, 6))()
+        some.decode(one, other, times=2)
+        read = some.run((one, 1), (other, 1))
+        if not late:
+            read(stale=True)
+            some.put_back(other)
+        some.end(one)
+        some.run((other, 8 if other.computed == 0 else 1))
+        if late:
+            read()
+        del read
+        again = some.request("again", 7, hubs=True)
+        some.answer(again, tokens=3)
+        assert "hubs_missing" not in some.ended(again)[1]
+    finally:
+        gc.enable()
 
 
 def test_a_request_that_is_put_back_has_no_hubs(steps):

@@ -69,8 +69,8 @@ class RoutingBuffer:
         self._entropy.fill_(torch.nan)
 
     def results(self, rows: int | Tensor) -> Tensor:
-        """A copy for the first rows of the step that ran last, or for those of the given numbers,
-        int64[R]."""
+        """A copy, int32[M, R, 2 k + 1], for the first rows of the step that ran last, or for those
+        of the given numbers, int64[R]."""
         return self._kept[:, :rows].clone() if isinstance(rows, int) else self._kept[:, rows]
 
     def on_host(self, found: Tensor) -> HostRouting:
@@ -80,7 +80,12 @@ class RoutingBuffer:
 
 class HostRouting:
     """The routing of a step's rows, as arrays: one row of tensors after the other took as long as
-    the step of a small model."""
+    the step of a small model.
+
+    Args:
+        layers: the M with a router; scales: of the entropy of each.
+        found: int32[M, R, 2 k + 1] on the host, as `RoutingBuffer` packs it.
+    """
 
     def __init__(self, layers: Sequence[int], scales: Sequence[float], found: Tensor) -> None:
         self._at = {number: index for index, number in enumerate(layers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,13 @@ class HostRows:
     """
 
     def __init__(self, found: StepResults, noted: Sequence[NotedRow]) -> None:
-        self._noted = noted
+        # Rows whose entries say the same things of the same layers. No requests, which would live
+        # as long as a row of any other waits.
+        self._alike: dict[tuple[EntryNumbers, tuple[int, ...]], list[int]] = defaultdict(list)
+        for note in noted:
+            if note.state.collector.request.stream_entries:
+                alike = note.state.collector.entry_numbers, note.state.layers
+                self._alike[alike].append(note.row)
         self.mean = found.mean.numpy()
         self._positions, self._masses = found.mean_positions.numpy(), found.mean_masses.numpy()
         # Of each head: the top k, and the logsumexp.
@@ -152,39 +159,36 @@ class HostRows:
         self.complete: Mask = np.all(np.any(self.mean, axis=2), axis=0)
 
     def layer_rows(
-        self, note: NotedRow, numbers: Sequence[int], routing: Mapping[int, Routing],
+        self, note: NotedRow, layer_numbers: Sequence[int], routing: Mapping[int, Routing],
         lens: Mapping[int, Lens],
     ) -> list[LayerRow]:  # fmt: skip
-        """What a row did in the layers of its request, whose numbers are those of all captured
-        ones by index."""
+        """What a row did in the layers of its request, of the numbers of all captured ones."""
         mean, positions, masses = self.mean, self._positions, self._masses
         return [
             LayerRow(
-                numbers[i], mean[i, note.row], float(mean[i, note.row, LOGSUMEXP_COLUMN]),
+                layer_numbers[i], mean[i, note.row], float(mean[i, note.row, LOGSUMEXP_COLUMN]),
                 positions[i, note.row], masses[i, note.row],
                 heads=self._head_rows(note.state.collector.request, i, note.row),
-                routing=routing.get(numbers[i]), lens=lens.get(numbers[i]),
+                routing=routing.get(layer_numbers[i]), lens=lens.get(layer_numbers[i]),
             )
             for i in note.state.layers
         ]  # fmt: skip
 
     @cached_property
-    def numbers(self) -> dict[int, list[Any]]:
-        """What the entries of rows say, as `EntryNumbers.of_rows` has it, by row; without rows
-        whose clients asked for none. Made for all of them at once."""
-        alike: dict[tuple[EntryNumbers, tuple[int, ...]], list[int]] = defaultdict(list)
-        for note in self._noted:
-            state = note.state
-            if state.collector.request.stream_entries:
-                alike[state.collector.numbers, state.layers].append(note.row)
-        found: dict[int, list[Any]] = {}
-        for (numbers, layers), rows in alike.items():
+    def entry_numbers(self) -> dict[int, tuple[list[Any], float]]:
+        """What the entries of rows say, as `EntryNumbers.of_rows` has it, and the seconds that it
+        took, by row; without rows whose clients asked for none. Made for all of them at once."""
+        found: dict[int, tuple[list[Any], float]] = {}
+        for (numbers, layers), rows in self._alike.items():
+            began = time.perf_counter()
             at = np.ix_(layers, rows)
             mean = self.mean[at]
             statistics = Statistics(
                 mean, mean[..., LOGSUMEXP_COLUMN], self._positions[at], self._masses[at]
             )
-            found |= zip(rows, numbers.of_rows(statistics), strict=True)
+            made = numbers.of_rows(statistics)
+            seconds = (time.perf_counter() - began) / len(rows)
+            found |= {row: (own, seconds) for row, own in zip(rows, made, strict=True)}
         return found
 
     def _head_rows(self, request: CaptureRequest, layer: int, row: int) -> HeadRows | None:
@@ -197,7 +201,7 @@ class HostRows:
     def lacks_top_k(self, note: NotedRow) -> bool:
         """Whether a row sees keys, but no top k of them, as where heads lie on several ranks and
         there was no room."""
-        if note.state.collector.request.mode == "fingerprint" or not self._lacking.any():
+        if not wants_keys(note.state.collector.request) or not self._lacking.any():
             return False
         return bool(self._lacking[list(note.state.layers), note.row].any())
 
@@ -209,13 +213,13 @@ class HostRows:
 
 
 def take_row(
-    note: NotedRow, found: HostRows, numbers: Sequence[int], token: int | None, at: datetime, *,
-    record: bool, routing: HostRouting | None = None, lens: Mapping[int, Lens] | None = None,
+    note: NotedRow, found: HostRows, layer_numbers: Sequence[int], token: int | None, at: datetime,
+    *, record: bool, routing: HostRouting | None = None, lens: Mapping[int, Lens] | None = None,
 ) -> RecordRow | None:  # fmt: skip
     """Give a row, whose request's tokens are known up to its own, to the request.
 
     Args:
-        numbers: of the captured layers; token: that the row was computed for.
+        layer_numbers: of the captured layers; token: that the row was computed for.
         record: whether its record is wanted.
         routing: of the step's rows; lens: of this row, by layer.
 
@@ -227,10 +231,11 @@ def take_row(
     state.prompt_rows += note.position < collector.prompt_len
     if state.is_asked:
         routings, lenses = {} if routing is None else routing.of_row(note.row), lens or {}
-        layers = found.layer_rows(note, numbers, routings, lenses)
+        layers = found.layer_rows(note, layer_numbers, routings, lenses)
         state.lensless += bool(collector.request.lens and not lenses)
         state.unnamed += found.lacks_top_k(note)
-        own = found.numbers.get(note.row)
+        own, seconds = found.entry_numbers.get(note.row, (None, 0.0))
+        collector.add_seconds(seconds)
         state.entries += collector.add_encoded(Row(note.position, token, layers, at, own))
     if not record:
         return None

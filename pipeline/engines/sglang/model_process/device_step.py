@@ -60,7 +60,7 @@ class DeviceStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
-    routing: Tensor | None
+    routing: Tensor | None  # as `RoutingBuffer.results`
     lens: LensStep | None
     at: datetime
 
@@ -81,7 +81,7 @@ class HostStep:
     consumer: Callable[..., None]  # `Recorder.consume`
     noted: list[NotedRow]
     found: StepResults
-    routing: Tensor | None
+    routing: Tensor | None  # as `RoutingBuffer.results`
     lens: LensStep | None
     at: datetime
 

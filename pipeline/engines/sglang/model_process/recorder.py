@@ -287,6 +287,8 @@ class Recorder(BaseRecorder):
         if self._budget.exceeded and not self.ranks.alone:
             return  # their requests are captured to their ends
         began = time.perf_counter()
+        collectors = [state.collector for state in {note.state for note in noted}]
+        counted = -sum(collector.seconds for collector in collectors)
         recorded: list[RecordRow] = []
         routed = None
         if self._routers is not None and routing is not None:
@@ -320,8 +322,9 @@ class Recorder(BaseRecorder):
         if self._records is not None and recorded:
             self._records.put(StepRows(recorded, found.mean, at))
         now = time.perf_counter()
+        counted += sum(collector.seconds for collector in collectors)
         for note in noted:
-            note.state.collector.add_seconds((now - began) / len(noted))
+            note.state.collector.add_seconds((now - began - counted) / len(noted))
         spent = now - began + self._prepare_s + (0.0 if lens is None else lens.seconds)
         self.add_seconds(now - self._consumed_at, spent)
         self._consumed_at = now

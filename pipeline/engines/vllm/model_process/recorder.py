@@ -379,8 +379,13 @@ class Recorder(RequestRecorder):
     def _have_wait(self, step: SampledStep) -> None:
         """Have the rows of a step wait until their tokens are kept."""
         found, routing, lens, scores = step.taken
-        # A request that was put back since then is run again.
-        current = {i: state for i, state, times in step.requests if state.times == times}
+        # A request that was put back since then is run again; one that is over has all its rows.
+        running = set(self._states.values())
+        current = {
+            i: state
+            for i, state, times in step.requests
+            if state.times == times and state in running
+        }
         if scores is not None:
             for number, rows in enumerate(scores.rows):
                 if rows.request in current:

@@ -162,7 +162,7 @@ class StepTaken(NamedTuple):
     layer is missing; so are routing and lens then."""
 
     found: StepResults | None
-    routing: Tensor | None = None
+    routing: Tensor | None = None  # as `RoutingBuffer.results`
     lens: LensStep | None = None
     scores: StepScores | None = None
 
