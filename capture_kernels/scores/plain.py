@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from capture_kernels.fingerprint.eager import head_logits
+from capture_kernels.transfers import to_device
 
 from .layer import ScoresLayerPlan
 
@@ -45,6 +46,7 @@ class PlainScoresPlan(ScoresLayerPlan):
         self.check_run(query, keys, table, start, out, sinks)
         self.descales(descale)
         out.zero_()
+        chosen = to_device(self.order, torch.device(self.device))
         end = start + query.shape[0]
         low = self.mask_prefix
         if self.window:
@@ -58,7 +60,7 @@ class PlainScoresPlan(ScoresLayerPlan):
         for begin in range(0, len(query), BLOCK_ROWS):
             rows = slice(begin, min(begin + BLOCK_ROWS, len(query)))
             # Scaled last, so that products of narrow types stay exact.
-            logits = head_logits(query[rows].float(), seen)[self.order] * self.scale
+            logits = head_logits(query[rows].float(), seen)[chosen] * self.scale
             if self.soft_cap is not None:
                 logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
             positions = torch.arange(start + begin, start + rows.stop, device=self.device)[:, None]
@@ -67,7 +69,7 @@ class PlainScoresPlan(ScoresLayerPlan):
                 hidden |= columns <= positions - self.window
             logits = logits.masked_fill(hidden, -math.inf)
             if sinks is not None:
-                learned = sinks[self.order].float()[:, None, None].expand(-1, len(positions), 1)
+                learned = sinks[chosen].float()[:, None, None].expand(-1, len(positions), 1)
                 logits = torch.cat([logits, learned], dim=2)
             # A row without keys is 0 throughout, where softmax gives NaN.
             p = logits.softmax(dim=2).nan_to_num(0.0)[:, :, : len(columns)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from capture_kernels.errors import OptionError
 from capture_kernels.launch import LOG2_E, interpreted, processors
 from capture_kernels.layer_plan import LARGEST_HEAD_DIM
+from capture_kernels.transfers import to_device
 
 from .kernel import scores_pass
 from .layer import ScoresLayerPlan
@@ -80,7 +81,7 @@ class ScoresPlan(ScoresLayerPlan):
         # float32 does not use tensor cores, and larger tiles would not fit the registers.
         self._wide_tuning = self.tuning or WIDE_TUNING._replace(splits=suited.splits)
         self.tuning = self._narrow_tuning = self.tuning or suited
-        self._heads = torch.tensor(order, dtype=torch.int32, device=self.device)
+        self._heads = to_device(order, torch.device(self.device), torch.int32)
         shape = (self.tuning.splits, 2, self.packs, self.max_rows * self.group)
         self._partial = torch.zeros(shape, dtype=torch.float32, device=self.device)
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from capture_kernels.fingerprint.vector import chosen_heads
 from capture_kernels.scores.plain import PlainScoresPlan
 from capture_kernels.serving.step import LayerKind
+from capture_kernels.transfers import to_device
 from pipeline.engines.serving.request import CaptureRequest
-
-from .transfers import to_device
 
 # With fewer queries a kernel would be compiled, and launched, for little.
 FEWEST_FOR_KERNEL = 32

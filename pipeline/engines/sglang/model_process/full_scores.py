@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from capture_kernels.serving.step import LayerKind
+from capture_kernels.transfers import on_its_way
 from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest, RequestError
 from pipeline.engines.serving.steps.layer_scores import LayerScores
 from pipeline.engines.serving.steps.states import RequestState
-from pipeline.engines.serving.steps.transfers import on_its_way
 
 
 @dataclass(eq=False)

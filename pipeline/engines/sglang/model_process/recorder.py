@@ -19,6 +19,7 @@ from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.step import StepCapture
+from capture_kernels.transfers import to_device
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.steps.base_recorder import (
@@ -44,7 +45,6 @@ from pipeline.engines.serving.steps.states import (
     nearest,
     take_row,
 )
-from pipeline.engines.serving.steps.transfers import to_device
 
 from .captured_model import CapturedModel
 from .device_step import DeviceStep, LensStep, token_at

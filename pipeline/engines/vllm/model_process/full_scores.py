@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture_kernels.transfers import on_its_way
 from pipeline.engines.serving.full_scores import check_room
 from pipeline.engines.serving.request import RequestError
 from pipeline.engines.serving.steps.layer_scores import LayerScores
-from pipeline.engines.serving.steps.transfers import on_its_way
 
 from .layers import LayerKeys
 from .states import ScoreRows, StepScores, VllmState

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture_kernels.transfers import to_device
 from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
 from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.steps.lens import deviation_of, likely_tokens
 from pipeline.engines.serving.steps.states import NotedRow
-from pipeline.engines.serving.steps.transfers import to_device
 
 from .states import LensStep
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from capture_kernels.decode.step.page_table import PageTable
 from capture_kernels.serving.fused import FusedCapture
 from capture_kernels.serving.step import StepCapture
+from capture_kernels.transfers import to_device
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.hubs import HubSlots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest
-from pipeline.engines.serving.steps.transfers import to_device
 
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 
-def to_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 of the shape of `numbers`. Without a wait, as of indices that are a list, for the step
-    that runs."""
-    on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+def to_device(
+    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:  # fmt: skip
+    """`dtype` of the shape of `numbers`. Without a wait, as of indices that are a list, for the
+    step that runs."""
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
