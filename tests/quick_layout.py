@@ -1,5 +1,6 @@
 """Layouts of few rows in fewer epochs, where LAYOUT_EPOCHS is set, as by `make test`: they are half
-of the time of a small run. Only the map is another one; clusters are found in PCA space.
+of the time of a small run. The default clusters are found without the map, those of --clustering
+hdbscan in it.
 
 Imported by conftest.py, and by the server of processes.py before its forks.
 """

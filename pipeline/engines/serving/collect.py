@@ -199,7 +199,7 @@ class RequestCollector:
         seen = [(layer, own) for layer, own in zip(layers, numbers, strict=True) if own is not None]
         if request.mode == "sketch":
             return [sketch_entry(seen, step=step, phase=phase)] if seen else []
-        # Counted as the positions of its keys are, so that no entry tells how much is hidden.
+        # Counted as the positions of its keys are, so that no entry shows how much is hidden.
         position = row.position - request.mask_prefix
         return [
             raw_entry(layer, own, request.top_k, step=step, position=position, phase=phase)

@@ -65,7 +65,7 @@ def noted(row: int, mode: str, k: int, layers: tuple[int, ...], entries: bool) -
     seed=st.integers(0, 2**32 - 1), order=st.permutations(range(ROWS)),
     asked=st.lists(ASKED, min_size=1, max_size=ROWS),
 )  # fmt: skip
-def test_each_request_is_told_of_its_own_rows(seed, order, asked):
+def test_entries_are_those_of_a_request_alone(seed, order, asked):
     """Whatever the others of its step ask for."""
     notes = [noted(row, *given) for row, given in zip(order, asked, strict=False)]
     found = HostRows(results(seed), notes)

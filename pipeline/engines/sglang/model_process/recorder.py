@@ -290,9 +290,7 @@ class Recorder(BaseRecorder):
         collectors = [state.collector for state in {note.state for note in noted}]
         counted = -sum(collector.seconds for collector in collectors)
         recorded: list[RecordRow] = []
-        routed = None
-        if self._routers is not None and routing is not None:
-            routed = self._routers.on_host(routing)
+        routed = self._routers.on_host(routing) if self._routers and routing is not None else None
         lenses = self._lens.by_row(lens)
         for number, note in enumerate(noted):
             state, commit = note.state, commits[note.request]

@@ -394,9 +394,7 @@ class Recorder(RequestRecorder):
         if found is None:
             return
         host = HostRows(found, step.noted)
-        routed = None
-        if self._routers is not None and routing is not None:
-            routed = self._routers.on_host(routing)
+        routed = self._routers.on_host(routing) if self._routers and routing is not None else None
         lenses = {} if self._lens is None else self._lens.by_row(lens)
         hubs = hubs_after(step.noted, host)
         for number, note in enumerate(step.noted):
