@@ -1,12 +1,13 @@
-"""The pass over latent keys (MLA) of 16 bits for more than 64 query heads, on Hopper GPUs; without
-a top k or a head mean.
+"""The pass over latent keys (MLA) of 16 bits for more than 16 query heads, on Hopper GPUs; without
+a top k of heads.
 
 Mathematics, results and tensors: those of `key_pass`, without values. `head_pass` does the same on
-any GPU, but multiplies tiles of 32 keys, as its queries take two thirds of a multiprocessor's
-shared memory, and with so few columns a product waits for its operands. Here keys are the rows, 64
-at a time. Twelve warps share the work: four load keys, a third of a tile as soon as it has been
-multiplied; twice four multiply them with half of the heads each, and take in what they got while
-the others multiply. This is written in Gluon, where that is the program's to say.
+any GPU, but multiplies tiles of 32 keys, as the queries of 128 heads take two thirds of a
+multiprocessor's shared memory, and with so few columns a product waits for its operands. Here keys
+are the rows, 64 at a time. Twelve warps share the work: four load keys, a third of a tile as soon
+as it has been multiplied, up to two tiles ahead where fewer heads leave room; twice four multiply
+them with half of the heads each, and take in what they got while the others multiply. This is
+written in Gluon, where that is the program's to say.
 
 The maximum m of a head is only made larger if a logit exceeds it by SLACK (in units of ln 2), which
 float32 has room for; at the end of a split, m becomes the logsumexp of all its keys. A range of
@@ -30,21 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from capture_kernels.decode.step.layers import layer_inputs, note_layer
 from capture_kernels.decode.step.logits import scaled_logits
 from capture_kernels.decode.step.schedule import POSITION, REAL, SEEN, VISIBLE, row_field
-from capture_kernels.launch import LOWEST, after_last_kernel
+from capture_kernels.launch import LN_2, LOWEST, after_last_kernel
 
 from .key_pass import PARTIAL, column_ranges
-from .tuning import LATENT_PASS_HEADS as HEADS
 from .tuning import LATENT_PASS_KEYS as KEYS
 from .tuning import LATENT_PASS_WARPS as WARPS
 
-# Query heads of one group of warps, keys of a tile, and the numbers of a key that are one chunk of
-# shared memory.
-HALF, TILE, CHUNK = tl.constexpr(HEADS // 2), tl.constexpr(KEYS), tl.constexpr(64)
+# Keys of a tile, and the numbers of a key that are one chunk of shared memory.
+TILE, CHUNK = tl.constexpr(KEYS), tl.constexpr(64)
 # Warps and threads of each group, and the registers of a thread that multiplies and that loads.
 GROUP, THREADS = tl.constexpr(WARPS), tl.constexpr(32 * WARPS)
 MOST_REGISTERS, FEW_REGISTERS = tl.constexpr(232), tl.constexpr(40)
-# Chunks that are loaded and waited for together.
-THIRD = tl.constexpr(3)
+# Chunks that are loaded and waited for together, and how many times as many a key has.
+THIRD, THIRDS = tl.constexpr(3), tl.constexpr(3)
+# Query heads that leave room for a second tile in shared memory.
+FEW_HEADS = tl.constexpr(64)
 # By how many powers of two a logit may exceed the maximum that is known.
 SLACK = tl.constexpr(64.0)
 NOWHERE = tl.constexpr(2147483647)
@@ -66,6 +67,14 @@ def unknown_zero():
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def distance_of_lane(lane):
+    """The distance, from the tile's first key, of the key in a lane: a row of the product. A thread
+    has the rows r and r + 8, so that two neighbours are put there, whose logits are written
+    together."""
+    return (lane & -16) | ((lane & 7) << 1) | ((lane >> 3) & 1)
 
 
 @gluon.jit
@@ -103,7 +112,9 @@ def load_keys(
     NO_KEYS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Load all tiles of a program, a third of one after another."""
-    key = gl.arange(0, TILE, gl.SliceLayout(1, copied()))
+    HELD: gl.constexpr = loaded.shape[0] // THIRDS
+    CHUNKS: gl.constexpr = chunks.shape[0] // HELD
+    key = distance_of_lane(gl.arange(0, TILE, gl.SliceLayout(1, copied())))
     number = gl.arange(0, CHUNK, gl.SliceLayout(0, copied()))[None, :]
     turn = block - block
     while block < end:
@@ -116,11 +127,14 @@ def load_keys(
         for tile in range(first_tile, after_tile):
             at = keys + slot.to(gl.int64)[:, None] * STRIDE_KS + number
             slot = gl.load(newest - gl.minimum((tile + 1) * TILE + key, last_key))
-            for third in gl.static_range(3):
-                mbarrier.wait(free.index(third), (turn & 1) ^ 1)
+            here, again = turn % HELD, turn // HELD & 1
+            for third in gl.static_range(THIRDS):
+                mbarrier.wait(free.index(here * THIRDS + third), again ^ 1)
                 for chunk in gl.static_range(third * THIRD, (third + 1) * THIRD):
-                    load_async(chunks.index(chunk), at + chunk * CHUNK)
-                async_copy.mbarrier_arrive(loaded.index(third), increment_count=False)
+                    load_async(chunks.index(here * CHUNKS + chunk), at + chunk * CHUNK)
+                async_copy.mbarrier_arrive(
+                    loaded.index(here * THIRDS + third), increment_count=False
+                )
             turn += 1
         block = stop
 
@@ -128,13 +142,31 @@ def load_keys(
 @gluon.jit
 def pairs(x):
     """[keys, heads] added up over keys 8 apart, which a thread has both of."""
-    return gl.sum(gl.reshape(x, [TILE // 16, 2, 8, HALF]), 1)
+    return gl.sum(gl.reshape(x, [TILE // 16, 2, 8, x.shape[1]]), 1)
 
 
 @gluon.jit
 def over_keys(paired, STORED_HEADS: gl.constexpr):
     """What `pairs` gave, added up over all keys: [heads]."""
-    return gl.convert_layout(gl.sum(gl.reshape(paired, [TILE // 2, HALF]), 0), STORED_HEADS)
+    by_key = gl.reshape(paired, [TILE // 2, paired.shape[2]])
+    return gl.convert_layout(gl.sum(by_key, 0), STORED_HEADS)
+
+
+@gluon.jit
+def write_logits(at, x, count, BLOCK: gl.constexpr):
+    """Write a tile of logits [keys, heads] by distance, of `count` heads: two neighbours, as one
+    number of 64 bits, at a time. `at` points to the first head's, BLOCK numbers before the next."""
+    HALF: gl.constexpr = x.shape[1]
+    x = gl.permute(gl.reshape(x, [TILE // 16, 2, 8, HALF]), (0, 2, 3, 1))
+    x, older = gl.split(gl.reshape(x, [TILE // 2, HALF, 2]))
+    bits = x.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+    bits |= older.to(gl.int32, bitcast=True).to(gl.int64) << 32
+    STORED: gl.constexpr = bits.type.layout
+    two = gl.arange(0, TILE // 2, gl.SliceLayout(1, STORED))
+    head = gl.arange(0, HALF, gl.SliceLayout(0, STORED)) + unknown_zero()
+    at = at.to(gl.pointer_type(gl.int64), bitcast=True)
+    at += head[None, :] * (BLOCK // 2) + two[:, None]
+    gl.store(at, bits, mask=(head < count)[None, :])
 
 
 @gluon.jit
@@ -162,7 +194,7 @@ def take_in(
 ):  # fmt: skip
     """Add a tile of logits, and close the sums at the edges that lie in it or at its end."""
     shifted = y - state[0][None, :]
-    if gl.max(gl.reshape(shifted, [TILE * HALF]), 0) > SLACK:
+    if gl.max(gl.reshape(shifted, [TILE * y.shape[1]]), 0) > SLACK:
         state = raise_maximum(y, state, tile, visible, STORED_HEADS)
         shifted = y - state[0][None, :]
     m, sums, weighted, masses, open_l, total_l, visible_l, visible_s = state
@@ -199,29 +231,35 @@ def take_in(
 
 @gluon.jit
 def multiply_keys(
-    block, end, query, rows, group, partial, factor, soft_cap, stride_qr, stride_qh, first_split,
-    queries, chunks, loaded, free, HEADS: gl.constexpr, SOFT_CAP: gl.constexpr, WHICH: gl.constexpr,
-    TILES: gl.constexpr, NO_KEYS: gl.constexpr, ROWS: gl.constexpr,
+    block, end, query, rows, group, partial, kept, factor, soft_cap, stride_qr, stride_qh,
+    first_split, queries, chunks, loaded, free, HEADS: gl.constexpr, SOFT_CAP: gl.constexpr,
+    WHICH: gl.constexpr, TILES: gl.constexpr, NO_KEYS: gl.constexpr, ROWS: gl.constexpr,
+    LOGITS: gl.constexpr,
 ):  # fmt: skip
     """Statistics of half of the heads: WHICH of the two."""
+    CHUNKS: gl.constexpr = queries.shape[0]
+    HALF: gl.constexpr = queries.shape[1]
+    HELD: gl.constexpr = loaded.shape[0] // THIRDS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
     )
     # [heads, 32 columns], as they are stored.
     STORED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     STORED_HEADS: gl.constexpr = gl.SliceLayout(1, STORED)
-    CHUNKS: gl.constexpr = queries.shape[0]
-    row_table, num_rows = rows[2], rows[4]
+    row_table, block_ptr, num_rows = rows[2], rows[3], rows[4]
     # `HeadGroups`: how many heads lie before, and which these are.
     first_head = gl.load(group + 1) + WHICH * HALF
     group += 2 + WHICH * HALF
     # Lanes of no head take head 0, as what nobody wrote could make their maximum rise at each tile.
     head = gl.maximum(gl.load(group + gl.arange(0, HALF, gl.SliceLayout(1, copied()))), 0)[:, None]
     number = gl.arange(0, CHUNK, gl.SliceLayout(0, copied()))[None, :]
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
+    lane = distance_of_lane(gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT)))
     stored_head = gl.arange(0, HALF, STORED_HEADS)
     chosen = gl.load(group + stored_head) >= 0
     columns = gl.arange(0, 32, gl.SliceLayout(0, STORED))
+    logits, first_logits, logit_blocks = kept
+    # How many of this half's heads there are, which come first.
+    count = gl.sum(chosen.to(gl.int32), 0)
     turn = block - block
     while block < end:
         row, stop, first_tile, after_tile, split_end, _ = split_at(
@@ -236,6 +274,10 @@ def multiply_keys(
         seen = row_field(row_table, SEEN, row, num_rows)
         first, after = column_ranges(columns, visible, real, seen)
         edge = gl.minimum(next_edge(first_tile * TILE, first, after), split_end)
+        if LOGITS:
+            # All of a row's logits have room, or none is written.
+            has_logits = gl.load(block_ptr + row + 1) <= logit_blocks
+            of_row_logits = first_logits + gl.load(block_ptr + row)
         no_logits = gl.zeros([TILE, HALF], gl.float32, PRODUCT)
         m = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(0, PRODUCT))
         nothing, no_heads = pairs(no_logits), gl.zeros([HALF], gl.float32, STORED_HEADS)
@@ -245,21 +287,30 @@ def multiply_keys(
         for tile in range(first_tile, after_tile):
             y = no_logits
             zero = unknown_zero()
-            for third in gl.static_range(3):
-                mbarrier.wait(loaded.index(third), turn & 1)
+            here, again = turn % HELD, turn // HELD & 1
+            for third in gl.static_range(THIRDS):
+                mbarrier.wait(loaded.index(here * THIRDS + third), again)
                 fence_async_shared()
                 for chunk in gl.static_range(third * THIRD, (third + 1) * THIRD):
                     y = warpgroup_mma(
-                        chunks.index(zero + chunk), queries.index(zero + chunk).permute((1, 0)), y,
-                        use_acc=chunk > 0, is_async=True,
+                        chunks.index(zero + here * CHUNKS + chunk),
+                        queries.index(zero + chunk).permute((1, 0)), y, use_acc=chunk > 0,
+                        is_async=True,
                     )  # fmt: skip
                 if third > 0:
                     y = warpgroup_mma_wait(THIRD, deps=(y,))
-                    mbarrier.arrive(free.index(third - 1))
+                    mbarrier.arrive(free.index(here * THIRDS + third - 1))
             y = warpgroup_mma_wait(0, deps=(y,))
-            mbarrier.arrive(free.index(2))
+            mbarrier.arrive(free.index(here * THIRDS + THIRDS - 1))
             turn += 1
             y = scaled_logits(y, factor, soft_cap, SOFT_CAP)
+            if LOGITS:
+                if has_logits:
+                    of_tile = (of_row_logits + tile // TILES) * HEADS + first_head
+                    of_tile = logits + of_tile * (TILES * TILE) + (tile % TILES) * TILE
+                    is_key = (tile * TILE + lane < split_end)[:, None]
+                    x = gl.where(is_key, y * LN_2, float("-inf"))
+                    write_logits(of_tile, x, count, TILES * TILE)
             state, edge = take_in(
                 y, state, edge, tile, split_end, visible, first, after, lane, STORED_HEADS
             )
@@ -280,17 +331,18 @@ def multiply_keys(
 @gluon.jit(do_not_specialize=["num_rows"])
 def latent_pass(
     query, keys, kv_slots, base, row_table, block_ptr, program_ptr, head_table, descale, sinks,
-    partial, addresses, rescan_queue, factor, soft_cap, stride_qr, stride_qh, stride_kh, num_rows,
-    programs, max_rows, STRIDE_KS: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TILES: gl.constexpr, ROWS: gl.constexpr, SOFT_CAP: gl.constexpr, DESCALE: gl.constexpr,
-    NO_KEYS: gl.constexpr, LISTED: gl.constexpr, EARLY: gl.constexpr,
+    partial, addresses, rescan_queue, logits, factor, soft_cap, stride_qr, stride_qh, stride_kh,
+    num_rows, logit_blocks, programs, max_rows, STRIDE_KS: gl.constexpr, HEADS: gl.constexpr,
+    BLOCK_H: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
+    LOGITS: gl.constexpr, SOFT_CAP: gl.constexpr, DESCALE: gl.constexpr, NO_KEYS: gl.constexpr,
+    LISTED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     after_last_kernel(EARLY)
     program = gl.program_id(1)
     if not LISTED:
         if (program == 0) & (gl.program_id(0) == 0):
             note_layer(addresses, keys, descale, sinks, query, rescan_queue, False)
-    group = head_table + gl.program_id(0) * (2 * HALF + 2)
+    group = head_table + gl.program_id(0) * (BLOCK_H + 2)
     key_head = gl.load(group)
     block = gl.load(program_ptr + program)
     end = gl.load(program_ptr + program + 1)
@@ -307,30 +359,34 @@ def latent_pass(
     # From one split to the next the row or the program grows, so program + row is its own.
     first_split = layer * (programs + max_rows) + program
 
+    HALF: gl.constexpr = BLOCK_H // 2
     CHUNKS: gl.constexpr = HEAD_DIM // CHUNK
+    # Tiles that are in shared memory at a time.
+    HELD: gl.constexpr = 2 if BLOCK_H <= FEW_HEADS else 1
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     key_type: gl.constexpr = keys.dtype.element_ty
     lower = gl.allocate_shared_memory(key_type, [CHUNKS, HALF, CHUNK], SHARED)
     upper = gl.allocate_shared_memory(key_type, [CHUNKS, HALF, CHUNK], SHARED)
-    chunks = gl.allocate_shared_memory(key_type, [CHUNKS, TILE, CHUNK], SHARED)
+    chunks = gl.allocate_shared_memory(key_type, [HELD * CHUNKS, TILE, CHUNK], SHARED)
     # For each third: its loads, and the two groups of warps that are through with it.
-    loaded = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for third in gl.static_range(3):
+    loaded = gl.allocate_shared_memory(gl.int64, [HELD * THIRDS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [HELD * THIRDS, 1], mbarrier.MBarrierLayout())
+    for third in gl.static_range(HELD * THIRDS):
         mbarrier.init(loaded.index(third), count=THREADS)
         mbarrier.init(free.index(third), count=2)
     rows = kv_slots, base, row_table, block_ptr, num_rows
+    kept = logits, layer * logit_blocks, logit_blocks
     gl.warp_specialize(
         [
             (multiply_keys, (
-                block, end, query, rows, group, partial, factor, soft_cap, stride_qr, stride_qh,
-                first_split, lower, chunks, loaded, free, HEADS, SOFT_CAP, 0, TILES, NO_KEYS,
-                ROWS,
+                block, end, query, rows, group, partial, kept, factor, soft_cap, stride_qr,
+                stride_qh, first_split, lower, chunks, loaded, free, HEADS, SOFT_CAP, 0, TILES,
+                NO_KEYS, ROWS, LOGITS,
             )),
             (multiply_keys, (
-                block, end, query, rows, group, partial, factor, soft_cap, stride_qr, stride_qh,
-                first_split, upper, chunks, loaded, free, HEADS, SOFT_CAP, 1, TILES, NO_KEYS,
-                ROWS,
+                block, end, query, rows, group, partial, kept, factor, soft_cap, stride_qr,
+                stride_qh, first_split, upper, chunks, loaded, free, HEADS, SOFT_CAP, 1, TILES,
+                NO_KEYS, ROWS, LOGITS,
             )),
             (load_keys, (
                 block, end, keys, rows, chunks, loaded, free, STRIDE_KS, TILES, NO_KEYS, ROWS,

@@ -113,10 +113,9 @@ class StatisticsPlan(LayerPlan):
         count, has_mean = processors(self.device), bool(self.mean_top_k) or self.hubs
         small = count * SMALL.programs_a_processor / len(self.groups) / max_rows
         joined = 1 if self.all_keys else self.groups.joined(LARGEST_HEAD_DIM // head_dim)[0]
-        top = max(self.top_k, self.mean_top_k)
         self._tuning = tuning = self.tuning or tuning_for(
-            top, has_mean, head_dim, self.groups.block, self.groups.readers, max_length, small,
-            joined > 1,
+            self.top_k, self.mean_top_k, has_mean, head_dim, self.groups.block,
+            self.groups.readers, max_length, small, joined > 1,
         )  # fmt: skip
         self.joined, self._pass_table = self.groups.joined(min(joined, tuning.key_heads))
         self._pass_heads = self.groups.block
@@ -133,7 +132,7 @@ class StatisticsPlan(LayerPlan):
         # both are then such as it needs.
         with torch.cuda.device_of(self.groups.table):
             has_pass = has_latent_pass(head_dim, self._pass_heads)
-        self._latent = has_pass and not (self.tuning or self.all_keys or top or has_mean)
+        self._latent = has_pass and not (self.tuning or self.all_keys or self.top_k)
         least = LATENT_PASS_KEYS if self._latent else tile
         block_keys = least * triton.next_power_of_2(triton.cdiv(max_length, least * MOST_BLOCKS))
         if max_rows * triton.cdiv(max_length, block_keys) >= 1 << 30:
@@ -417,17 +416,17 @@ class StatisticsPlan(LayerPlan):
     def _launch_pass(self, step: dict[str, Any], layers: int = 1) -> None:
         """Launch the pass over one layer, or over several whose inputs are noted."""
         grid = (len(self._pass_table), self.scheduled.programs, layers)
+        own = {"head_table": self._pass_table, "BLOCK_H": self._pass_heads}
         if self._latent and suits_latent_pass(step["query"], step["keys"]):
             # Gluon is loaded where it is used.
             from .latent_pass import latent_pass
 
-            own = {"head_table": self._pass_table, "TILES": step["BLOCK"] // LATENT_PASS_KEYS}
+            own["TILES"] = step["BLOCK"] // LATENT_PASS_KEYS
             launch(
                 latent_pass, grid, {**step, **own}, LISTED=layers > 1, num_warps=LATENT_PASS_WARPS
             )
             return
         depth = step["KEY_HEADS"] * step["HEAD_DIM"] + step["VALUE_DIM"]
-        own = {"head_table": self._pass_table, "BLOCK_H": self._pass_heads}
         if by_heads := bool(self._tuning.heads):
             own["LANES"] = head_lanes(step["TILE"], self._pass_heads, self._tuning.warps)
         launch(

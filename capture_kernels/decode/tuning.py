@@ -12,10 +12,10 @@ from capture_kernels.layer_plan import LARGEST_HEAD_DIM, LARGEST_LATENT_DIM
 # Shared memory that pipeline stages beyond the fifth may take, and the largest tile of which more
 # than three stages have room.
 STAGED_BYTES, LARGEST_TILE_BYTES = 80 << 10, 64 << 10
-# `latent_pass`: query heads of a product, keys of a tile, warps of each of its groups; for how many
+# `latent_pass`: query heads of a program, keys of a tile, warps of each of its groups; for how many
 # tiles a row's start counts, in which its queries are loaded and most of its ranges end; and what
 # must divide addresses, in bytes, and strides.
-LATENT_PASS_HEADS, LATENT_PASS_KEYS, LATENT_PASS_WARPS = 128, 64, 4
+LATENT_PASS_HEADS, LATENT_PASS_KEYS, LATENT_PASS_WARPS = (32, 64, 128), 64, 4
 NO_KEYS, COPIED = 8, 16
 
 
@@ -47,10 +47,12 @@ SMALL = Tuning(tile=32, warps=1, programs_a_processor=8)
 # More query heads on a key head need more threads: each lane and head takes registers.
 MANY_HEADS = Tuning(tile=64, warps=4, programs_a_processor=2)
 MANY_HEADS_TOP = Tuning(tile=32, warps=2, stages=12, programs_a_processor=2)
-# Latent keys: a tile takes most of a multiprocessor's shared memory. With more heads than a group
-# of `HeadGroups` holds, all of one key head are one product, if 128 at most.
+# Latent keys: a tile takes most of a multiprocessor's shared memory. With more heads than
+# LATENT_FEW, all of one key head are one product, if 128 at most.
+LATENT_FEW = 16
 LATENT = Tuning(tile=32, warps=1, stages=3, programs_a_processor=3)
 LATENT_TOP = Tuning(tile=64, warps=4, stages=3, programs_a_processor=1)
+LATENT_SOME_HEADS = Tuning(tile=32, warps=2, stages=4, programs_a_processor=1, heads=32)
 LATENT_HEADS = Tuning(tile=32, warps=4, stages=4, programs_a_processor=1, heads=64)
 LATENT_MANY_HEADS = Tuning(tile=32, warps=8, stages=2, programs_a_processor=1, heads=128)
 # With a top k, SMALL is taken if a row has 2 to 4, or 64 or more, of its programs. With fewer, too
@@ -64,6 +66,7 @@ LONGEST_IN_SMALL = 1 << 17
 
 def tuning_for(
     top_k: int,
+    mean_top_k: int,
     has_mean: bool,
     head_dim: int,
     block_h: int,
@@ -72,15 +75,19 @@ def tuning_for(
     programs_a_row: float,
     pairs: bool,
 ) -> Tuning:
-    """The fastest of those timed on an H200, of the larger top k, whether logits are written for a
-    head mean, query heads of a product and of a key head, programs of SMALL for each row, and
-    whether key heads may be joined; not every shape was tried."""
+    """The fastest of those timed on an H200, of the top k of heads and of their mean, whether
+    logits are written for that mean, query heads of a product and of a key head, programs of SMALL
+    for each row, and whether key heads may be joined; not every shape was tried."""
     if head_dim > LARGEST_HEAD_DIM:
+        # That of the mean is found later, in logits.
         if top_k > LATENT_HEADS.tile:
             return LATENT_TOP
-        if readers <= LARGEST_GROUP:
+        if readers <= LATENT_FEW:
             return LATENT
+        if readers <= LATENT_SOME_HEADS.heads:
+            return LATENT_SOME_HEADS
         return LATENT_HEADS if readers <= LATENT_HEADS.heads else LATENT_MANY_HEADS
+    top_k = max(top_k, mean_top_k)
     if top_k > SMALL.tile:
         chosen = MANY_HEADS if block_h > LEAST_GROUP else Tuning()
     elif block_h > LEAST_GROUP and (top_k or has_mean):
@@ -104,7 +111,7 @@ def tuning_for(
 def has_latent_pass(head_dim: int, heads: int) -> bool:
     """Whether `latent_pass` can run on the current device, for keys of so many numbers and products
     of so many heads."""
-    is_kind = head_dim == LARGEST_LATENT_DIM and heads == LATENT_PASS_HEADS
+    is_kind = head_dim == LARGEST_LATENT_DIM and heads in LATENT_PASS_HEADS
     return is_kind and architecture() == HOPPER
 
 

@@ -202,8 +202,13 @@ PLANS: dict[str, Callable[[], None]] = {
     "beside head_dim 256": lambda: beside(head_dim=256),
     "latent keys": lambda: beside(heads=128, key_heads=1, head_dim=576),
     "latent keys, one layer": lambda: beside(layers=1, heads=128, key_heads=1, head_dim=576),
+    "latent keys, 64 heads": lambda: beside(heads=64, key_heads=1, head_dim=576, mean_top_k=16),
+    "latent keys, 32 heads": lambda: beside(heads=32, key_heads=1, head_dim=576),
     "latent keys, float8": lambda: beside(
         torch.float8_e4m3fn, heads=128, key_heads=1, head_dim=576
+    ),
+    "latent keys, top 16 of the mean": lambda: beside(
+        heads=128, key_heads=1, head_dim=576, mean_top_k=16
     ),
     "top 16": lambda: beside(top_k=16, mean_top_k=16),
     "top 16, one layer": lambda: beside(layers=1, top_k=16, mean_top_k=16),

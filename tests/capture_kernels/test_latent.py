@@ -71,6 +71,8 @@ def test_blocks_without_keys_that_rows_begin_with_change_nothing(monkeypatch, pr
     case = paged_case([1, 0, 130, 65], 40, 1, LATENT, padding_rows=1, **BFLOAT16)
     enabled = torch.tensor([1, 1, 1, 0, 1], dtype=torch.uint8, device=DEVICE)
     statistics.check(case, programs=programs, enabled=enabled)
+    for scratch in (64 << 20, 0):
+        tops.check(case, k=0, mean_k=5, programs=programs, enabled=enabled, scratch=scratch)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +92,6 @@ def test_what_latent_pass_can_copy_and_multiply(width, dtype, suits):
 
 
 @needs_gpu
-def test_logits_that_grow_far_beyond_those_of_the_first_tile():
-    case = paged_case([900, 300, 66], 128, 1, LATENT, size=100.0, **BFLOAT16)
-    statistics.check(case, visibility=Visibility(0))
-
-
-@needs_gpu
 def test_a_latent_key_that_is_not_finite_spoils_its_row_alone():
     case = paged_case([150, 200, 90], 128, 1, LATENT, **BFLOAT16)
     exact = statistics.reference(case)
@@ -109,11 +105,54 @@ def test_a_latent_key_that_is_not_finite_spoils_its_row_alone():
     assert_close(found.per_head[others, :, :26], exact.columns[others, :, :26], **statistics.MASSES)
 
 
+# fmt: off
+KINDS_OF_LATENT_PASS = [
+    ([*range(1, 70), 127, 128, 129], BFLOAT16, {"programs": 7}),
+    ([1_025, 4_099], {"padding_rows": 3}, {"programs": 13, "max_length": 5_000}),
+    ([1, 11, 75, 400], BFLOAT16, {"visibility": Visibility(14, 10), "window": 390,
+     "soft_cap": 5.0}),
+    # Logits that grow far beyond those of the first tile.
+    ([900, 300, 66], {"size": 100.0, **BFLOAT16}, {"visibility": Visibility(0)}),
+]
+# fmt: on
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [17, 32, 50, 64, 100, 128])
+@pytest.mark.parametrize(("lengths", "paged", "options"), KINDS_OF_LATENT_PASS)
+def test_latent_pass_of_any_number_of_heads(heads, lengths, paged, options):
+    case = paged_case(lengths, heads, 1, LATENT, **paged)
+    assert plan_for(case, **options)._latent
+    statistics.check(case, **options)
+    for scratch, mean_k in ((64 << 20, 64), (tops.SOME_KEPT, 5)):
+        tops.check(case, k=0, mean_k=mean_k, scratch=scratch, **options)
+
+
+@needs_gpu
+def test_latent_pass_leaves_out_heads_that_are_not_chosen():
+    case = paged_case([65, 700], 128, 1, LATENT, **BFLOAT16)
+    chosen = (*range(0, 50), *range(70, 120))
+    tops.check(case, k=0, mean_k=16, chosen=chosen)
+
+
+@needs_gpu
+def test_hubs_of_128_heads_on_one_key():
+    case = paged_case([150, 3, 700], 128, 1, LATENT, padding_rows=1, **BFLOAT16)
+    hubs = torch.zeros(case.rows, 600, device=DEVICE)
+    for _ in range(2):
+        tops.find(case, k=0, mean_k=0, hubs=hubs)
+    for row in range(case.active):
+        mean = 2 * tops.mean_probabilities(case, row)[:600]
+        assert_close(hubs[row, : len(mean)], mean, largest=tops.MASS, rms=tops.MASS)
+        assert not hubs[row, len(mean) :].any()
+
+
 @needs_gpu
 @pytest.mark.parametrize("layers", [1, 3])
-def test_statistics_alone_of_latent_layers_in_a_graph(layers):
+@pytest.mark.parametrize("mean_k", [0, 16])
+def test_latent_layers_in_a_graph_without_a_top_k_of_heads(layers, mean_k):
     case = paged_case([3_000, 1, 977], 128, 1, LATENT, padding_rows=2, **BFLOAT16)
-    plan = plan_for(case, programs=None, max_length=3_000, layers=layers)
+    plan = plan_for(case, programs=None, max_length=3_000, layers=layers, mean_top_k=mean_k)
 
     def step():
         plan.schedule(page_table(case), num_active=active)
@@ -128,8 +167,11 @@ def test_statistics_alone_of_latent_layers_in_a_graph(layers):
         replayed = step()
     for buffer in (plan.partial, plan.per_head, plan.mean):
         buffer.fill_(torch.nan)
+    tops.poison(plan)
     graph.replay()
     statistics.assert_statistics(replayed, statistics.reference(case))
+    if mean_k:
+        tops.assert_top(replayed.top, case, k=0, mean_k=mean_k)
 
 
 # Heads of a product, keys of a tile, warps.
@@ -163,6 +205,7 @@ def test_however_the_heads_are_cut(heads, tile, warps, programs):
             ("many heads, float8 keys", [150, 9], 128, FLOAT8, {"k": 4, "mean_k": 5}),
             ("of heads alone", [200], 128, BFLOAT16, {"k": 7, "mean_k": 0}),
             ("of the mean alone", [200, 31], 128, BFLOAT16, {"k": 0, "mean_k": 16}),
+            ("of the mean alone, many", [63, 131], 24, BFLOAT16, {"k": 0, "mean_k": 64}),
             ("several splits", [1_500, 40], 34, BFLOAT16, {"k": 3, "programs": 9,
              "max_length": 1_500}),
         ],

@@ -148,7 +148,7 @@ def head_mean(
     BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
     HUBS: tl.constexpr, RECOMPUTE: tl.constexpr, SOFT_CAP: tl.constexpr, DESCALE: tl.constexpr,
-    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, HEAD_WORDS: tl.constexpr, NO_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """p of blocks of keys, with KEEP the largest of each block, with HUBS added to the hubs.
 
@@ -175,7 +175,8 @@ def head_mean(
         block = (item - first * kept).to(tl.int32)
         row = tl.sum((row_ends <= block).to(tl.int32), 0)
         row_block = tl.load(block_ptr + row)
-        stop = tl.minimum(block + (end - item).to(tl.int32), tl.load(block_ptr + row + 1))
+        row_end = tl.load(block_ptr + row + 1)
+        stop = tl.minimum(block + (end - item).to(tl.int32), row_end)
         position = reported_position(row_table, row, num_rows)
         real = row_field(row_table, REAL, row, num_rows)
         slot = row_field(row_table, HUB, row, num_rows)
@@ -188,7 +189,9 @@ def head_mean(
             layer_block = layer * logit_blocks
             layer_maxima = mean_maxima + layer * max_blocks
             largest = tl.full([TILE], float("-inf"), tl.float32)
-            first_tile, after = (block - row_block) * TILES, (stop - row_block) * TILES
+            first_tile = (block - row_block) * TILES
+            # A row's logits are in its first blocks, and so none in its last NO_KEYS.
+            after = (tl.minimum(stop, row_end - NO_KEYS) - row_block) * TILES
             for tile in tl.range(first_tile, after, num_stages=3):
                 this = row_block + tile // TILES
                 within = (tile % TILES) * TILE + lane
@@ -215,7 +218,8 @@ def head_mean(
             position = reported_position(row_table, row, num_rows)
             real = row_field(row_table, REAL, row, num_rows)
             # A row longer than planned may have pushed this one out of the buffers.
-            if (real > 0) & (tl.load(block_ptr + row + 1) <= max_blocks):
+            row_end = tl.load(block_ptr + row + 1)
+            if (real > 0) & (block < row_end - NO_KEYS) & (row_end <= max_blocks):
                 newest = kv_slots + tl.load(base + row)
                 newest += row_field(row_table, POSITION, row, num_rows)
                 first_tile = (block - tl.load(block_ptr + row)) * TILES
@@ -298,7 +302,7 @@ def top_mean(
     mean_keys, mean_maxima, chosen_blocks, positions, top_values, row_table, block_ptr, num_rows,
     logit_blocks, max_blocks, first_layer, max_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     SPAN: tl.constexpr, FEW_BLOCKS: tl.constexpr, FEW_SPAN: tl.constexpr, K: tl.constexpr,
-    SIZE: tl.constexpr, RECOMPUTE: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, RECOMPUTE: tl.constexpr, NO_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The top k of a row's head mean; or, if its p were not kept, the blocks to rescan for it."""
     after_last_kernel(EARLY)
@@ -309,11 +313,12 @@ def top_mean(
     best = tl.full([SIZE], NOTHING, tl.int64)
     if (real > 0) & (end <= max_blocks):
         maxima = mean_maxima + layer.to(tl.int64) * max_blocks + begin
-        if end - begin <= FEW_BLOCKS:
+        blocks = end - begin - NO_KEYS
+        if blocks <= FEW_BLOCKS:
             # Each level of the tree takes time, so a row of few blocks gets no more than it needs.
-            best = tree_select(maxima, end - begin, FEW_BLOCKS, FEW_SPAN, SIZE)
+            best = tree_select(maxima, blocks, FEW_BLOCKS, FEW_SPAN, SIZE)
         else:
-            best = tree_select(maxima, end - begin, BLOCKS, SPAN, SIZE)
+            best = tree_select(maxima, blocks, BLOCKS, SPAN, SIZE)
         if RECOMPUTE:
             if end > logit_blocks:
                 at = chosen_blocks + (layer * max_rows + row) * SIZE + tl.arange(0, SIZE)
@@ -321,7 +326,7 @@ def top_mean(
                 tl.store(at, tl.where(there, number_of(best), -1))
                 return
         values = mean_keys + (layer.to(tl.int64) * logit_blocks + begin) * BLOCK
-        best = first_values(best, values, (end - begin) * BLOCK, BLOCK, SIZE)
+        best = first_values(best, values, blocks * BLOCK, BLOCK, SIZE)
     line = (first_layer + layer) * max_rows + row
     write_top(best, line, position, 0.0, positions, top_values, top_values, K, SIZE, True)
 

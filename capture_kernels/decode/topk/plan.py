@@ -99,9 +99,9 @@ class TopKPlan:
             if not 0 <= asked <= LARGEST_K:
                 raise OptionError(f"{name} must be 0 to {LARGEST_K}, got {asked}")
         tile = self.tile
-        if tile < power(max(k, mean_k)):
+        if tile < power(k):
             raise OptionError(f"a tile of {tile} keys: use a power of two, as large as the top k")
-        self._row_blocks = triton.cdiv(schedule.max_length, block_keys)
+        self._row_blocks = triton.cdiv(schedule.max_length, block_keys) + schedule.no_keys
         blocks = max_rows * self._row_blocks
         has_mean = bool(mean_k) or self.hubs
         logit_bytes = block_keys * (heads + bool(mean_k)) * 4
@@ -283,8 +283,10 @@ class TopKPlan:
         if self.ranks is not None:
             # Rows beyond have no answer.
             step["max_blocks"] = step["logit_blocks"]
-        # With all logits kept, two warps were faster than four for 32 heads.
-        warps = 2 if heads <= 32 and not recompute else 4 if heads <= 64 else 8
+        # With all logits kept, two warps were faster than four for 32 heads, and four than eight
+        # for 128.
+        few, some = (32, 128) if not recompute else (0, 64)
+        warps = 2 if heads <= few else 4 if heads <= some else 8
         blocks = step["max_blocks"] * (layers if hubs is None else 1)
         launch(
             head_mean,

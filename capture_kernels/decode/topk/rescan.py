@@ -202,7 +202,10 @@ def rescan_mean(
                         HEADS, ALL_HEADS, GROUPS, BLOCK_H, HEAD_DIM, BLOCK_D, TAIL_D, TILE,
                         SOFT_CAP, DESCALE, UPCAST,
                     )  # fmt: skip
-                    best = better(best, pack(x, distance), TILE, SIZE)
+                    if TILE < SIZE:
+                        best = insert(best, pack(x, distance), SIZE)
+                    else:
+                        best = better(best, pack(x, distance), TILE, SIZE)
         at = (kept_row * PROGRAMS_A_ROW + turn) * SIZE + tl.arange(0, SIZE)
         tl.store(chosen_tops + at, best)
 
