@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +23,15 @@ PROMPTS = [
 
 
 @contextmanager
-def serving(folder: Path, model: Path, *options: str) -> Iterator[SGLangServer]:
+def serving(
+    folder: Path, model: Path, *options: str | Path, environment: Mapping[str, str] | None = None
+) -> Iterator[SGLangServer]:
     """A server that captures all layers of a model, and their full scores."""
     require_sglang()
     capture = ("--return-attention-tokens", "--attention-capture-layers", "all",
                "--enable-attention-instrumentation",
                "--attention-instrumentation-layers", "all")  # fmt: skip
-    with SGLangServer(folder, *capture, *options, model=model) as running:
+    with SGLangServer(folder, *capture, *options, environment=environment, model=model) as running:
         yield running
 
 

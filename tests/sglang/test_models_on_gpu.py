@@ -207,6 +207,16 @@ def test_latent_keys(tmp_path, heads, dtype, keys, share, logit):
     checked(tmp_path, model, len(LAYERS), share, logit, *options, **few)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_latent_keys_of_requests_on_two_ranks(tmp_path):
+    """With data-parallel attention: some ranks have prompts, or nothing, while others generate."""
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", torch.float16, heads=32)
+    ranks = "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"
+    checked(tmp_path, model, len(LAYERS), 4e-4, 2e-3, *ranks, full=True)
+
+
 def test_experts_are_those_of_the_models_routers(tmp_path):
     """Of rows of the prompt, and of generated ones, which pass in graphs."""
     from engine_checks import count_clear_experts

@@ -1,13 +1,19 @@
-"""What can be captured, from the model's process to the one that answers: a file, as they share
-nothing else. It is written again when capture is switched off."""
+"""What can be captured, from the processes of the model to the one that answers: a file of each, as
+they share nothing else. It is written again when capture is switched off.
+
+Where a server runs several copies of a model, or of its attention (data parallelism), each has a
+process that writes; else there is one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,66 +27,83 @@ ENDED = "the server ends"
 
 
 def is_chosen() -> bool:
-    """Whether the path was chosen: by the first process of a server, which this one then is not."""
+    """Whether the folder was chosen: by the first process of a server, so not by this one."""
     return "ATTN_ENGINE_FACTS" in os.environ
 
 
-def choose_path() -> None:
+def choose_folder() -> None:
     """Of this process and its children. Nothing is made yet."""
-    folder = Path(tempfile.gettempdir()) / f"attn-{secrets.token_hex(8)}"
-    os.environ["ATTN_ENGINE_FACTS"] = str(folder / "facts.json")
+    path = Path(tempfile.gettempdir()) / f"attn-{secrets.token_hex(8)}"
+    os.environ["ATTN_ENGINE_FACTS"] = str(path)
 
 
 def folder() -> Path:
-    """Of the file; for this user alone. Made when something is written to it."""
-    return Path(os.environ["ATTN_ENGINE_FACTS"]).parent
+    """Of the files; for this user alone. Made when something is written to it."""
+    return Path(os.environ["ATTN_ENGINE_FACTS"])
 
 
 def write(facts: ModelFacts | str) -> None:
-    """Write facts, or why nothing can be captured."""
-    path = Path(os.environ["ATTN_ENGINE_FACTS"])
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    """Write this process's facts, or why nothing can be captured."""
+    folder().mkdir(mode=0o700, exist_ok=True)
     content = {"error": facts} if isinstance(facts, str) else asdict(facts)
-    # Of several processes each says the same.
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    path = folder() / f"{os.getpid()}.json"
+    unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     unfinished.replace(path)
 
 
 def remove() -> None:
-    """Remove the file, if there is one."""
+    """Remove the files, if there are any."""
     if path := os.environ.get("ATTN_ENGINE_FACTS"):
-        shutil.rmtree(Path(path).parent, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class LiveFacts:
-    """The facts as they were last written.
+    """The facts as they were last written by the processes that have written any by now.
 
     Raises:
         AttnError: there are none, or nothing can be captured.
     """
 
     def __init__(self) -> None:
-        self._path = Path(os.environ["ATTN_ENGINE_FACTS"])
-        try:
-            self._changed, self._facts = self._read()
-        except OSError as error:
-            raise AttnError(
-                "the hooks in the model's process did not take: see its log above"
-            ) from error
+        self._paths = sorted(folder().glob("*.json"))
+        if not self._paths:
+            raise AttnError("the hooks in the model's process did not take: see its log above")
+        self._read()
 
     def __call__(self) -> ModelFacts:
         try:
-            if self._path.stat().st_mtime_ns != self._changed:
-                self._changed, self._facts = self._read()
+            if self._changes() != self._changed:
+                self._read()
         except OSError:  # somebody has cleared the folder for temporary files
             pass
         return self._facts
 
-    def _read(self) -> tuple[int, ModelFacts]:
-        changed = self._path.stat().st_mtime_ns
-        content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
-        if error := content.get("error"):
-            raise AttnError(error)
-        lists = {name: tuple(content[name]) for name in ("layers", "score_layers")}
-        return changed, ModelFacts(**content | lists)
+    def _changes(self) -> list[int]:
+        return [path.stat().st_mtime_ns for path in self._paths]
+
+    def _read(self) -> None:
+        changed = self._changes()
+        self._facts = of_all([_read(path) for path in self._paths])
+        self._changed = changed
+
+
+def _read(path: Path) -> ModelFacts:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if error := content.get("error"):
+        raise AttnError(error)
+    lists = {name: tuple(content[name]) for name in ("layers", "score_layers")}
+    return ModelFacts(**content | lists)
+
+
+def of_all(found: Sequence[ModelFacts]) -> ModelFacts:
+    """The facts of a server by those of its processes. It captures as long as one of them does, and
+    has ended when all have; what one of them cannot do otherwise, the server cannot."""
+    reasons = {name: why for each in found for name, why in each.reasons.items()}
+    off = [each.reasons["capture"] for each in found if "capture" in each.reasons]
+    if len(off) < len(found):
+        reasons.pop("capture", None)
+    else:
+        # The server has not ended while one of them is off for another reason.
+        reasons["capture"] = next((why for why in off if why != ENDED), ENDED)
+    return dataclasses.replace(found[0], reasons=reasons)

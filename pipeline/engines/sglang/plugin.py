@@ -79,7 +79,7 @@ def install_hooks() -> None:
     if not facts_file.is_chosen():
         # The first process: what is captured is not known before the command line is read.
         install(HOOKS_OF_FIRST)
-        facts_file.choose_path()
+        facts_file.choose_folder()
     elif ServeOptions.from_environment(os.environ).is_on:
         wrap_backends()
         install(HOOKS_OF_MODEL)

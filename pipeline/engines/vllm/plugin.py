@@ -54,7 +54,7 @@ def register() -> None:
     program with 2."""
     if not facts_file.is_chosen():
         # The first process: what is captured is not known before the command line is read.
-        facts_file.choose_path()
+        facts_file.choose_folder()
     hook(ARGUMENTS + "add_cli_args", with_options)
     hook(ARGUMENTS + "from_cli_args", read_options)
     try:

@@ -82,10 +82,15 @@ class Steps:
 
     def run(
         self, reqs: list[Req], lengths: list[int], prefixes: list[int] | None = None,
-        leave_out: int | None = None,
+        leave_out: int | None = None, padding: int = 0, as_prompts: bool = False,
     ) -> Callable[[list[Any]], None]:  # fmt: skip
         """A step over rows of so many keys: a decode, or with prefixes an extend. Gives what
-        consumes it, with what was committed of each request."""
+        consumes it, with what was committed of each request.
+
+        Args:
+            padding: rows more, as with data-parallel attention.
+            as_prompts: whether a decode runs as prompts of a token each, as it may do there.
+        """
         decode = prefixes is None
         batch = SimpleNamespace(reqs=reqs)
         mode = SimpleNamespace(
@@ -97,6 +102,10 @@ class Steps:
             seq_lens=torch.tensor(lengths), req_pool_indices=torch.tensor(pools),
         )  # fmt: skip
         self.recorder.prepare(forward, batch)
+        if not as_prompts:
+            filled = torch.ones(padding, dtype=torch.int64)
+            forward.seq_lens = torch.cat([forward.seq_lens, filled])
+            forward.req_pool_indices = torch.cat([forward.req_pool_indices, 0 * filled])
         queries = len(reqs) if decode else sum(lengths) - sum(prefixes or ())
         for number in range(LAYERS):
             if number == leave_out:
@@ -109,7 +118,9 @@ class Steps:
             at = [(r.rid, p) for r, a, b in zip(reqs, firsts, lengths, strict=True)
                   for p in range(a, b)]  # fmt: skip
             self.queries[number] |= zip(at, query.view(-1, HEADS, DIM), strict=True)
-            self.recorder.layer(layer, query, forward, decode=decode, sinks=None)
+            query = torch.cat([query, torch.full((padding, HEADS * DIM), torch.nan)])
+            ran_as = decode and not as_prompts
+            self.recorder.layer(layer, query, forward, decode=ran_as, sinks=None)
         step = None
         if self.recorder.is_active(None):
             step = self.recorder.after_sample(True, torch.zeros(len(reqs)))

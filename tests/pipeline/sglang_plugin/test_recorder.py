@@ -156,6 +156,26 @@ def test_one_of_two_asks(steps):
     assert steps_of(decoded(entries[1])) == [1]
 
 
+@pytest.mark.parametrize("as_prompts", [False, True])
+def test_a_step_that_other_ranks_have_padded_says_the_same(steps, as_prompts):
+    """As with data-parallel attention, where the rows that pad it are of request 0."""
+
+    def entries(**padded: int | bool) -> list[list[dict]]:
+        some = steps()
+        reqs = [some.request(1, 6, mode="raw"), some.request(3, 9, mode="fingerprint")]
+        some.run(reqs, [6, 9], [0, 0])([TOKEN, TOKEN])
+        for step in range(2):
+            for req in reqs:
+                req.output_ids.append(5)
+            some.run(reqs, [7 + step, 10 + step], **padded)([TOKEN, TOKEN])
+        assert some.recorder.off is None
+        return [some.said(req)[0] for req in reqs]
+
+    alone = entries()
+    assert [len(found) for found in alone] == [2 * LAYERS, 2]
+    assert entries(padding=5, as_prompts=as_prompts) == alone
+
+
 def test_records_of_ended_and_of_aborted_requests_are_in_the_store(steps, tmp_path):
     path = tmp_path / "f.db"
     some = steps(path)

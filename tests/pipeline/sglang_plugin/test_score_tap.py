@@ -100,6 +100,20 @@ def test_chunks_and_steps_prepared_before_the_last_is_known(steps, wanted):
     assert SCORES not in some.recorder.outputs([req])
 
 
+@pytest.mark.parametrize("as_prompts", [False, True])
+def test_steps_that_other_ranks_have_padded(steps, as_prompts):
+    some = steps(**ON)
+    req = some.request(1, 30, mode="fingerprint", scores=ALL, stream_entries=False)
+    some.run([req], [30], [0])([TOKEN])
+    req.output_ids.append(5)
+    some.run([req], [31], padding=2, as_prompts=as_prompts)([TOKEN])
+    req.output_ids.append(5)
+    some.run([req], [32])([None])
+    entries, usage = answered(some, req)
+    check(some, req, entries, 31)
+    assert "missing_score_rows" not in usage
+
+
 def test_rows_that_never_passed_are_named(steps):
     some = steps(**ON)
     req = some.request(1, 30, mode="fingerprint", scores=ALL, mask_prefix=3, stream_entries=False)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared import REPO
 
 from capture_kernels.errors import AttnError
 from pipeline.engines.serving import facts_file
@@ -79,7 +82,7 @@ def test_what_cannot_be_used_ends_the_program_with_one_line(words, capsys):
 
 
 def test_facts_reach_the_other_process_and_change_when_capture_is_off(tmp_path):
-    facts_file.choose_path()
+    facts_file.choose_folder()
     assert list(tmp_path.iterdir()) == []
     facts_file.write(FACTS)
     live = facts_file.LiveFacts()
@@ -93,8 +96,33 @@ def test_facts_reach_the_other_process_and_change_when_capture_is_off(tmp_path):
     assert live() == off
 
 
+def test_facts_of_several_processes_are_those_of_one_server():
+    """As with data parallelism: requests of one may still be captured while another is off."""
+    off, ended = ({"capture": why} for why in ("it failed", facts_file.ENDED))
+    lensless = {"logit_lens": "that head was not tried"}
+
+    def reasons(*found: dict[str, str]) -> dict[str, str]:
+        return facts_file.of_all([replace(FACTS, reasons=each) for each in found]).reasons
+
+    assert reasons({}, {}) == {}
+    assert reasons({}, off) == reasons(ended, {}) == {}
+    assert reasons(off, off) == reasons(off, ended) == reasons(ended, off) == off
+    assert reasons(ended, ended) == ended
+    assert reasons(lensless, off) == lensless
+
+
+def test_each_process_writes_its_own_facts():
+    facts_file.choose_folder()
+    code = "from pipeline.engines.serving import facts_file; facts_file.write('not here')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=dict(os.environ))
+    assert done.returncode == 0
+    facts_file.write(FACTS)
+    with pytest.raises(AttnError, match="not here"):
+        facts_file.LiveFacts()
+
+
 def test_why_nothing_can_be_captured_reaches_it_too():
-    facts_file.choose_path()
+    facts_file.choose_folder()
     with pytest.raises(AttnError, match="did not take"):
         facts_file.LiveFacts()
     facts_file.write("that backend was not tried")

@@ -222,7 +222,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path: Path, vllm) -> Iterator[Callable[..., Server]]:
-    monkeypatch.setenv("ATTN_ENGINE_FACTS", str(tmp_path / "attn" / "facts.json"))
+    monkeypatch.setenv("ATTN_ENGINE_FACTS", str(tmp_path / "attn"))
     answers.replies.cache_clear()
     made: list[Server] = []
 

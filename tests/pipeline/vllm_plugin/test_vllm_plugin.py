@@ -250,7 +250,7 @@ def test_a_further_process_that_answers_is_hooked_before_it_reads_a_command_line
 def test_a_name_that_is_too_long_for_a_socket_is_said_at_the_start(vllm, capsys, monkeypatch):
     started(vllm, "--return-attention-tokens")
     facts_file.write(FACTS)
-    monkeypatch.setitem(os.environ, "ATTN_ENGINE_FACTS", f"/tmp/{'x' * 1_000}/facts.json")
+    monkeypatch.setitem(os.environ, "ATTN_ENGINE_FACTS", f"/tmp/{'x' * 1_000}")
     monkeypatch.setattr("pipeline.engines.vllm.plugin.LiveFacts", lambda: lambda: FACTS)
     with pytest.raises(SystemExit):
         app_of(vllm)
@@ -265,7 +265,7 @@ def test_a_variable_that_cannot_be_used_ends_the_program(vllm, capsys):
     assert capsys.readouterr().err.startswith("attn: ATTN_CAPTURE_TOKENS_STRIDE='two'")
 
 
-def test_all_processes_of_a_server_have_one_file_of_facts(vllm):
+def test_all_processes_of_a_server_have_one_folder_of_facts(vllm):
     register()
     path = os.environ["ATTN_ENGINE_FACTS"]
     register()

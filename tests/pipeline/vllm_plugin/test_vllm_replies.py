@@ -24,7 +24,7 @@ USAGE = {"mode": "raw", "rows": 2}
 def folder(monkeypatch, tmp_path: Path) -> Path:
     """Of the facts, which nobody has made yet."""
     made = tmp_path / "attn"
-    monkeypatch.setenv("ATTN_ENGINE_FACTS", str(made / "facts.json"))
+    monkeypatch.setenv("ATTN_ENGINE_FACTS", str(made))
     return made
 
 

@@ -68,10 +68,12 @@ def _run_prompts_over_latent_keys(module: ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
-def _find_keys_of_windows(module: ModuleType) -> None:
+def _run_what_gpus_do(module: ModuleType) -> None:
     """Where layers with a window have a pool of their own, `torch_native` attention writes their
-    keys there, and reads them in the KV slots of the other layers."""
+    keys there, and reads them in the KV slots of the other layers. It does not say how many keys a
+    row has that pads a batch, as rows do with data-parallel attention."""
     backend = module.TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
     def translated(run: Callable[..., Any]) -> Callable[..., Any]:
         def found(
@@ -92,7 +94,7 @@ def _find_keys_of_windows(module: ModuleType) -> None:
 
 PATCHES = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _run_prompts_over_latent_keys,
-    "sglang.srt.layers.attention.torch_native_backend": _find_keys_of_windows,
+    "sglang.srt.layers.attention.torch_native_backend": _run_what_gpus_do,
 }
 
 

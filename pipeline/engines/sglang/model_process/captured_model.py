@@ -70,7 +70,7 @@ class CapturedModel(ServedModel):
         if ranks > 1:
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
-        self._lens = self._find_lens(runner, layers, ranks)
+        self._lens = self._find_lens(runner, layers)
         if isinstance(self._lens, str):
             reasons["logit_lens"] = self._lens
         routers = routers_of(runner.model)
@@ -95,10 +95,11 @@ class CapturedModel(ServedModel):
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
 
-    def _find_lens(self, runner: Any, layers: dict[int, Any], ranks: int) -> LensParts | str:
+    def _find_lens(self, runner: Any, layers: dict[int, Any]) -> LensParts | str:
         if not self._options.logit_lens:
             return "start the server with --attention-logit-lens"
-        if ranks > 1:
+        # Also where each rank has all heads of attention, as with --enable-dp-attention.
+        if runner.server_args.tp_size > 1:
             return "with --tp-size the head's vocabulary lies on several ranks"
         parts = lens_parts(runner.model, layers, runner.model_config)
         return lens_refusal(runner.server_args) or parts

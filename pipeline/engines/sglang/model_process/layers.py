@@ -28,7 +28,6 @@ def refusal(runner: Any) -> str | None:
             runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
         ),
         "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
-        "--enable-dp-attention was not tried": arguments.enable_dp_attention,
         "context parallelism (--attn-cp-size) splits the keys": arguments.attn_cp_size > 1,
         "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
         "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),

@@ -208,6 +208,10 @@ class Recorder(BaseRecorder):
     ) -> None:
         """A layer has run: take what is captured of it, after its keys were written."""
         capture, number = self.capture, layer.layer_id
+        if self._is_decode and not decode:
+            # With data-parallel attention generated tokens may run as padded prompts of one token
+            # each, so that all ranks run alike where another one has prompts.
+            decode, query = True, query[: len(forward_batch.seq_lens)]
         self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
         # Where KV slots are mapped a step begins with the model's first layer: once the step before
         # is consumed, tokens may be given other ones.

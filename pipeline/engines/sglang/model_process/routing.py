@@ -64,6 +64,9 @@ def routing_refusal(arguments: Any, routers: Mapping[int, Any]) -> str | None:
     reasons = {
         "--enable-eplb moves experts, so that their numbers change": arguments.enable_eplb,
         "--init-expert-location numbers experts anew": arguments.init_expert_location != "trivial",
+        "--enable-dp-attention routes the tokens of all ranks together": (
+            arguments.enable_dp_attention
+        ),
         "--moe-a2a-backend routes each rank's own tokens": arguments.moe_a2a_backend != "none",
     }
     for reason, applies in reasons.items():
