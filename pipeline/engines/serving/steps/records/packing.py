@@ -1,0 +1,114 @@
+"""In the model's process: the rows of steps as bytes for the process that makes their records.
+
+It shares the interpreter with the thread that launches the model's steps, so that nearly all of it
+is calls into C over all rows of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from capture_kernels.arrays import Floats
+from pipeline.engines.serving.collect import RequestCollector
+
+from .messages import Packed, RowGroup, Rows, encode, packed
+from .rows import RecordRow, StepRows
+
+LOG = logging.getLogger("attn.capture")
+
+
+class Packer:
+    """Packs steps for one worker, in their order.
+
+    What never changes of a request is sent with its first row. A request is over when nothing holds
+    its collector any more, so that no row of it can come: both sides forget it then. One thread
+    packs; a collector may end in any.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[RequestCollector]] = {}
+        self._unsendable: set[int] = set()  # known ones, whose rows have no record
+        self._over: deque[int] = deque()  # numbers of known ones that are over
+
+    def pack(self, steps: Iterable[StepRows]) -> Packed:
+        """A message with the rows of some steps."""
+        over = self._forget()
+        begun: dict[int, msgspec.Raw] = {}
+        groups: list[RowGroup] = []
+        columns: list[Floats] = []
+        rows = unsendable = 0
+        for step in steps:
+            self._begin(step.rows, begun)
+            wanted = step.rows
+            if self._unsendable:
+                wanted = [row for row in wanted if row.collector.number not in self._unsendable]
+                unsendable += len(step.rows) - len(wanted)
+            rows += len(wanted)
+            for layers, own in _by_layers(wanted):
+                group, numbers = _group(own, layers, step)
+                groups.append(group)
+                columns.append(numbers)
+        return Packed(packed(Rows(over, begun, groups), columns), rows, unsendable)
+
+    def __len__(self) -> int:
+        """Requests that are known."""
+        return len(self._known)
+
+    def _forget(self) -> list[int]:
+        # What has ended is no row's that is still to be packed: a row would hold it.
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        for number in over:
+            del self._known[number]
+            self._unsendable.discard(number)
+        return over
+
+    def _begin(self, rows: Sequence[RecordRow], begun: dict[int, msgspec.Raw]) -> None:
+        numbers = {row.collector.number for row in rows}
+        if numbers <= self._known.keys():
+            return
+        for row in rows:
+            collector = row.collector
+            number = collector.number
+            if number in self._known:
+                continue
+            self._known[number] = weakref.ref(collector, _adds(number, self._over))
+            try:
+                begun[number] = msgspec.Raw(encode(collector.common))
+            except (ValueError, TypeError, OverflowError) as error:
+                # Such as text that is not UTF-8. Rows of other requests are not lost with it.
+                self._unsendable.add(number)
+                LOG.error("a request has no records: %s", error)
+
+
+def _adds(number: int, over: deque[int]) -> Callable[[object], None]:
+    return lambda _: over.append(number)
+
+
+def _by_layers(rows: list[RecordRow]) -> Iterable[tuple[tuple[int, ...], list[RecordRow]]]:
+    """The rows of each choice of layers."""
+    if len({row.layers for row in rows}) == 1:
+        return [(rows[0].layers, rows)]
+    found: dict[tuple[int, ...], list[RecordRow]] = defaultdict(list)
+    for row in rows:
+        found[row.layers].append(row)
+    return found.items()
+
+
+def _group(
+    rows: list[RecordRow], layers: tuple[int, ...], step: StepRows
+) -> tuple[RowGroup, Floats]:
+    """Rows with the same layers, and their columns float32[L, R, 32], contiguous."""
+    collectors, at, _, position, token, phase, experts, entropy = zip(*rows, strict=True)
+    request = [collector.number for collector in collectors]
+    columns = step.columns
+    if layers != tuple(range(len(columns))):
+        columns = columns.take(layers, axis=0)
+    # A copy in any case: it is the step's own memory otherwise.
+    columns = columns.take(at, axis=1)
+    group = RowGroup(len(layers), step.at, request, position, token, phase, experts, entropy)
+    return group, columns
