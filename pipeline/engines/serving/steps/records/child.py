@@ -137,13 +137,14 @@ class Child:
         """Read what it says, and write what is unwritten; returns once either was possible, or
         after so many seconds."""
         for descriptor, _ in self._poll.poll(max(0.0, 1e3 * seconds)):
-            if descriptor == self._to:
-                self._write()
-                if not self._unwritten:
-                    self._poll.unregister(self._to)
-                    if self._is_last:
-                        self._close_pipe()
-        self._receive()
+            if descriptor == self._from:
+                self._receive()
+                continue
+            self._write()
+            if not self._unwritten:
+                self._poll.unregister(self._to)
+                if self._is_last:
+                    self._close_pipe()
 
     def end(self, *, kill: bool) -> str:
         """Close the pipes, and wait for its end; how it ended, in words.
@@ -195,6 +196,8 @@ class Child:
                 self.is_over = True
                 break
             self._read += data
+            if len(data) < READ_BYTES:
+                break
         while len(self._read) >= FROM_WORKER.size:
             end = FROM_WORKER.size + FROM_WORKER.unpack_from(self._read)[0]
             if len(self._read) < end:

@@ -82,7 +82,7 @@ class Packer:
             except (ValueError, TypeError, OverflowError) as error:
                 # Such as text that is not UTF-8. Rows of other requests are not lost with it.
                 self._unsendable.add(number)
-                LOG.error("a request has no records: %s", error)
+                LOG.error("a request has no records: %s", str(error))
 
 
 def _adds(number: int, over: deque[int]) -> Callable[[object], None]:

@@ -25,8 +25,9 @@ from .messages import Close, Packed, Start, packed
 from .rows import StepRows
 
 LOG = logging.getLogger("attn.capture")
-# Rows of a message, about.
-MESSAGE_ROWS = 2_048
+# Rows of a message, about: to pack them takes a third of a millisecond at most, and to write them
+# lets other threads have the interpreter's lock.
+MESSAGE_ROWS = 512
 # Seconds that the worker has to end, beyond those to deliver what waits.
 GRACE_S = 2.0
 

@@ -247,7 +247,7 @@ def main(to_worker: int, from_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     reports = Reports(from_worker)
-    logging.basicConfig(level=logging.INFO, handlers=[ParentLog(reports)])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ParentLog(reports)])
     run(Messages(to_worker), reports)
 
 
