@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -20,6 +21,7 @@ from .messages import Packed, RowGroup, Rows, encode, packed
 from .rows import RecordRow, StepRows
 
 LOG = logging.getLogger("attn.capture")
+_NUMBER, _LAYERS = attrgetter("collector.number"), attrgetter("layers")
 
 
 class Packer:
@@ -43,14 +45,15 @@ class Packer:
         columns: list[Floats] = []
         rows = unsendable = 0
         for step in steps:
-            self._begin(step.rows, begun)
+            if not self._known.keys() >= set(map(_NUMBER, step.rows)):
+                self._begin(step.rows, begun)
             wanted = step.rows
             if self._unsendable:
                 wanted = [row for row in wanted if row.collector.number not in self._unsendable]
                 unsendable += len(step.rows) - len(wanted)
             rows += len(wanted)
-            for layers, own in _by_layers(wanted):
-                group, numbers = _group(own, layers, step)
+            for own in _by_layers(wanted):
+                group, numbers = _group(own, step)
                 groups.append(group)
                 columns.append(numbers)
         return Packed(packed(Rows(over, begun, groups), columns), rows, unsendable)
@@ -68,9 +71,6 @@ class Packer:
         return over
 
     def _begin(self, rows: Sequence[RecordRow], begun: dict[int, msgspec.Raw]) -> None:
-        numbers = {row.collector.number for row in rows}
-        if numbers <= self._known.keys():
-            return
         for row in rows:
             collector = row.collector
             number = collector.number
@@ -89,23 +89,20 @@ def _adds(number: int, over: deque[int]) -> Callable[[object], None]:
     return lambda _: over.append(number)
 
 
-def _by_layers(rows: list[RecordRow]) -> Iterable[tuple[tuple[int, ...], list[RecordRow]]]:
+def _by_layers(rows: list[RecordRow]) -> Iterable[list[RecordRow]]:
     """The rows of each choice of layers."""
-    if len({row.layers for row in rows}) == 1:
-        return [(rows[0].layers, rows)]
+    if len(set(map(_LAYERS, rows))) == 1:
+        return [rows]
     found: dict[tuple[int, ...], list[RecordRow]] = defaultdict(list)
     for row in rows:
         found[row.layers].append(row)
-    return found.items()
+    return found.values()
 
 
-def _group(
-    rows: list[RecordRow], layers: tuple[int, ...], step: StepRows
-) -> tuple[RowGroup, Floats]:
+def _group(rows: list[RecordRow], step: StepRows) -> tuple[RowGroup, Floats]:
     """Rows with the same layers, and their columns float32[L, R, 32], contiguous."""
-    collectors, at, _, position, token, phase, experts, entropy = zip(*rows, strict=True)
-    request = [collector.number for collector in collectors]
-    columns = step.columns
+    _, at, _, position, token, phase, experts, entropy = zip(*rows, strict=True)
+    layers, request, columns = rows[0].layers, list(map(_NUMBER, rows)), step.columns
     if layers != tuple(range(len(columns))):
         columns = columns.take(layers, axis=0)
     # A copy in any case: it is the step's own memory otherwise.

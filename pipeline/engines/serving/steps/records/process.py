@@ -25,11 +25,11 @@ from .messages import Close, Packed, Start, packed
 from .rows import StepRows
 
 LOG = logging.getLogger("attn.capture")
-# Rows of a message, about: to pack them takes a third of a millisecond at most, and to write them
-# lets other threads have the interpreter's lock.
-MESSAGE_ROWS = 512
 # Seconds that the worker has to end, beyond those to deliver what waits.
-GRACE_S = 2.0
+GRACE_S = 1.0
+# Rows of a message, about: to pack them takes a third of a millisecond, and to write them lets
+# other threads have the interpreter's lock.
+MESSAGE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Limits:
         most_failures: workers in a row of which each ended within `steady_s`: then recording stops.
     """
 
-    send_s: float = 0.05
+    send_s: float = 0.1
     most_rows: int = 200_000
     close_s: float = CLOSE_S
     start_s: float = 60.0
@@ -124,7 +124,7 @@ class RecordProcess:
             self._deadline = time.monotonic() + self._limits.close_s
             self._closing.set()
         # A system that is very slow may still end the process: do not wait for ever.
-        self._thread.join(self._limits.close_s + 2 * GRACE_S)
+        self._thread.join(self._limits.close_s + 3 * GRACE_S)
         return self.counts
 
     # In the thread, but for the first start -----------------------------------------------------
