@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ def main(store: str, *words: str) -> None:
     process = RecordProcess(Layout.LOG16, store=Path(store))
     if words and os.fork() == 0:
         os.close(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(600)
     print(process.worker, flush=True)
     try:

@@ -58,7 +58,7 @@ class BothSides:
     def __init__(self, layout: Layout = Layout.LOG16) -> None:
         self._reader, self._writer = os.pipe()
         fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._messages = Messages(self._reader)
+        self._messages = Messages(self._reader, os.getppid())
         self.packer, self._kept = Packer(), Kept()
         self._sink = RecordSink(self._kept, batch_s=0.0)
         self.maker = RecordMaker(self._sink, layout)

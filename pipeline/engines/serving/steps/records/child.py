@@ -69,11 +69,12 @@ class Child:
         self._unwritten: deque[memoryview] = deque()
         self._read = bytearray()
         self._is_last = self._is_closed = False
+        self._how: str | None = None  # it ended
         theirs, self._to = os.pipe()
         self._from, reports = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER, str(theirs), str(reports)],
+                [sys.executable, "-P", "-m", WORKER, *map(str, (theirs, reports, os.getpid()))],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs, reports],
                 env=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
                 # A terminal's Ctrl+C is for the server. Its end is that of its pipe.
@@ -152,6 +153,8 @@ class Child:
         Args:
             kill: at once. Otherwise it has a second.
         """
+        if self._how is not None:
+            return self._how
         self.is_over = True
         self._unwritten.clear()
         self._close_pipe()
@@ -162,9 +165,10 @@ class Child:
         if code is None:
             self._process.kill()
             code = self._process.wait()
+        self._how = how_ended(code)
         self._receive()
         os.close(self._from)
-        return how_ended(code)
+        return self._how
 
     def _close_pipe(self) -> None:
         if not self._is_closed:

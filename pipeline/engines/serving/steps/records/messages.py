@@ -21,14 +21,12 @@ FROM_WORKER = struct.Struct("<Q")
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message: where records go, as `open_sink` takes it, and of which layout they are.
-    parent: the id of the model's process."""
+    """The first message: where records go, as `open_sink` takes it, and their layout."""
 
     sidecar_url: str | None
     store: str | None
     curve_keys: str | None
     layout: int
-    parent: int
 
 
 class RowGroup(msgspec.Struct, array_like=True):

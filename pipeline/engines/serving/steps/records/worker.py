@@ -1,9 +1,9 @@
 """The process that makes the records of a model's steps, and stores or sends them.
 
-    python -m pipeline.engines.serving.steps.records.worker TO_WORKER FROM_WORKER
+    python -m pipeline.engines.serving.steps.records.worker TO_WORKER FROM_WORKER PARENT
 
-The arguments are the descriptors of two pipes. It ends when nobody holds the other end of the
-first, however that came about, after it has delivered what it was sent.
+The arguments are the descriptors of two pipes, and the id of the model's process. It ends with that
+process, however that came about, after it has delivered what it was sent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOG = logging.getLogger("attn.capture")
 # A batch of Arrow costs hundreds of microseconds however few rows it has: one is made of so many
 # rows, or of what has come in so many seconds.
 BATCH_ROWS, BATCH_S = 4_096, 0.5
-# Seconds between two reports of progress, and after which it looks whether its parent is there.
+# Seconds between two reports of progress, or until it looks whether its parent is there.
 REPORT_S = 0.25
 # Where cores are few, the process that runs the model goes first.
 NICENESS = 5
@@ -88,16 +88,21 @@ class ParentLog(logging.Handler):
 
 
 class Messages:
-    """The messages of the model's process, of a pipe."""
+    """The messages of the model's process, of a pipe.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    Args:
+        parent: the id of that process.
+    """
+
+    def __init__(self, descriptor: int, parent: int) -> None:
+        self._descriptor, self._parent = descriptor, parent
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
         """Whether there is one, or the end, within so many seconds."""
-        return bool(self._poll.poll(1e3 * seconds))
+        # Where another process holds the pipe, as one that was forked, the end says nothing.
+        return bool(self._poll.poll(1e3 * seconds)) or os.getppid() != self._parent
 
     def next(self) -> tuple[ToWorker, Floats] | None:
         """The next one with its numbers, float32[n]; None at the end."""
@@ -112,6 +117,10 @@ class Messages:
         data = bytearray(count)
         view = memoryview(data)
         while view:
+            if not self._poll.poll(1e3 * REPORT_S):
+                if os.getppid() != self._parent:
+                    raise EOFError
+                continue
             got = os.readv(self._descriptor, [view])
             if not got:
                 raise EOFError
@@ -204,29 +213,24 @@ def run(messages: Messages, reports: Reports) -> None:
     assert sink is not None
     reports.send(Ready())
     maker = RecordMaker(sink, Layout(start.layout))
-    seconds = receive(messages, reports, maker, sink, start.parent)
+    seconds = receive(messages, reports, maker, sink)
     maker.make()
     reports.send(maker.progress(sink.close(seconds)))
 
 
-def receive(
-    messages: Messages, reports: Reports, maker: RecordMaker, sink: RecordSink, parent: int
-) -> float:
+def receive(messages: Messages, reports: Reports, maker: RecordMaker, sink: RecordSink) -> float:
     """Take all messages; returns the seconds that the end may take."""
-    seconds, last, reported = CLOSE_S, maker.progress(sink.counts), time.monotonic()
+    last, reported = maker.progress(sink.counts), time.monotonic()
     while True:
         if messages.wait(min(maker.seconds_left, REPORT_S)):
             found = messages.next()
             if found is None:
-                return seconds
+                return CLOSE_S
             message, columns = found
             if isinstance(message, Rows):
                 maker.add(message, columns)
             elif isinstance(message, Close):
-                seconds = message.seconds
-        elif os.getppid() != parent:
-            # Another process holds the pipe's other end, such as one that was forked there.
-            return seconds
+                return message.seconds
         if maker.seconds_left == 0.0:
             maker.make()
         if (now := time.monotonic()) >= reported + REPORT_S:
@@ -240,7 +244,7 @@ def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
 
-def main(to_worker: int, from_worker: int) -> None:
+def main(to_worker: int, from_worker: int, parent: int) -> None:
     # Ctrl+C, and a service manager's SIGTERM, reach all processes of a server. This one is needed
     # until the model's process has ended, and ends by itself then.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -248,8 +252,8 @@ def main(to_worker: int, from_worker: int) -> None:
     os.nice(NICENESS)
     reports = Reports(from_worker)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ParentLog(reports)])
-    run(Messages(to_worker), reports)
+    run(Messages(to_worker, parent), reports)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))
