@@ -145,7 +145,7 @@ def test_requests_that_are_over_are_forgotten_on_both_sides():
     for number in range(500):
         both.send(step_of([stays, collector(f"r{number}"), collector(f"s{number}")], number))
         # Those that ended with the step before are forgotten by the next message.
-        assert len(both.packer) <= 5
+        assert len(both.packer.known) <= 5
         assert len(both.maker.requests) <= 5
     rows = both.records()
     assert len(rows) == 1_500
@@ -162,8 +162,23 @@ def test_a_request_that_cannot_be_encoded_loses_its_own_rows_only(caplog):
     ]
     del bad
     both.send(step_of([good], 2))
-    assert len(both.packer) == 1
+    assert len(both.packer.known) == 1
     assert [row["request_id"] for row in both.records()] == ["good"] * 3
+
+
+def test_a_step_that_cannot_be_packed_loses_its_own_rows_only():
+    both = BothSides()
+    goes = collector("goes")
+    both.send(step_of([goes], 0))
+    del goes
+    stays = collector("stays")
+    step = step_of([stays], 1)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            both.packer.pack([step._replace(rows=[step.rows[0]._replace(row=9)])])
+    both.send(step)
+    assert list(both.maker.requests) == [stays.number]
+    assert [row["request_id"] for row in both.records()] == ["goes", "stays"]
 
 
 def test_the_process_for_records_loads_no_engine():

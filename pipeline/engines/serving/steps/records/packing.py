@@ -30,22 +30,36 @@ class Packer:
     What never changes of a request is sent with its first row. A request is over when nothing holds
     its collector any more, so that no row of it can come: both sides forget it then. One thread
     packs; a collector may end in any.
+
+    Attributes:
+        known: the requests that were sent and are not over, by number.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[RequestCollector]] = {}
+        self.known: dict[int, weakref.ref[RequestCollector]] = {}
         self._unsendable: set[int] = set()  # known ones, whose rows have no record
         self._over: deque[int] = deque()  # numbers of known ones that are over
 
     def pack(self, steps: Iterable[StepRows]) -> Packed:
-        """A message with the rows of some steps."""
+        """A message with the rows of some steps. Whatever it raises, later ones can be packed."""
         over = self._forget()
         begun: dict[int, msgspec.Raw] = {}
+        try:
+            return self._pack(steps, over, begun)
+        except BaseException:  # the worker is told of neither
+            self._over.extend(over)
+            for number in begun:
+                self.known.pop(number, None)
+            raise
+
+    def _pack(
+        self, steps: Iterable[StepRows], over: list[int], begun: dict[int, msgspec.Raw]
+    ) -> Packed:
         groups: list[RowGroup] = []
         columns: list[Floats] = []
         rows = unsendable = 0
         for step in steps:
-            if not self._known.keys() >= set(map(_NUMBER, step.rows)):
+            if not self.known.keys() >= set(map(_NUMBER, step.rows)):
                 self._begin(step.rows, begun)
             wanted = step.rows
             if self._unsendable:
@@ -58,15 +72,11 @@ class Packer:
                 columns.append(numbers)
         return Packed(packed(Rows(over, begun, groups), columns), rows, unsendable)
 
-    def __len__(self) -> int:
-        """Requests that are known."""
-        return len(self._known)
-
     def _forget(self) -> list[int]:
         # What has ended is no row's that is still to be packed: a row would hold it.
         over = [self._over.popleft() for _ in range(len(self._over))]
         for number in over:
-            del self._known[number]
+            self.known.pop(number, None)
             self._unsendable.discard(number)
         return over
 
@@ -74,9 +84,9 @@ class Packer:
         for row in rows:
             collector = row.collector
             number = collector.number
-            if number in self._known:
+            if number in self.known:
                 continue
-            self._known[number] = weakref.ref(collector, _adds(number, self._over))
+            self.known[number] = weakref.ref(collector, _adds(number, self._over))
             try:
                 begun[number] = msgspec.Raw(encode(collector.common))
             except (ValueError, TypeError, OverflowError) as error:

@@ -23,12 +23,12 @@ from .child import NOTHING, Child
 from .messages import Close, Packed, Start, packed
 from .rows import StepRows
 
-LOG = logging.getLogger("attn.capture")
 # Seconds that the worker has to end, beyond those to deliver what waits.
 GRACE_S = 1.0
 # Rows of a message, about: to pack them takes a third of a millisecond, and to write them lets
 # other threads have the interpreter's lock.
 MESSAGE_ROWS = 512
+LOG = logging.getLogger("attn.capture")
 
 
 @dataclass(frozen=True)
