@@ -6,9 +6,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import sys
 from datetime import timedelta
-from subprocess import run
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from in_process_records import batches_of
-from shared import REPO
 from step_rows import NOON, PROMPT, collector, columns, step_of
 
 from capture_kernels.fingerprint.columns import VISIBLE
@@ -179,12 +176,3 @@ def test_a_step_that_cannot_be_packed_loses_its_own_rows_only():
     both.send(step)
     assert list(both.maker.requests) == [stays.number]
     assert [row["request_id"] for row in both.records()] == ["goes", "stays"]
-
-
-def test_the_process_for_records_loads_no_engine():
-    program = (
-        "import sys, pipeline.engines.serving.steps.records.worker\n"
-        "print({'torch', 'triton', 'sglang', 'vllm', 'transformers'} & set(sys.modules))"
-    )
-    done = run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
-    assert done.stdout.strip() == "set()"
