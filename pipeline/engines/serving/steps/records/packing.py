@@ -46,7 +46,7 @@ class Packer:
         begun: dict[int, msgspec.Raw] = {}
         try:
             return self._pack(steps, over, begun)
-        except BaseException:  # the worker is told of neither
+        except BaseException:  # neither is sent
             self._over.extend(over)
             for number in begun:
                 self.known.pop(number, None)

@@ -44,6 +44,7 @@ class Limits:
         most_failures: workers in a row of which each ended within `steady_s`: then recording stops.
     """
 
+    # By a trial, CPU of a step of 64 rows: 169 us at 0.01 s, 65 at 0.05, 52 at 0.1, 41 at 0.5.
     send_s: float = 0.1
     most_rows: int = 200_000
     close_s: float = CLOSE_S
