@@ -269,6 +269,14 @@ def of_step_host(found: dict[str, Any]) -> Iterator[Figure]:
             f"{found['requests']} requests, {name}",
             (f"{case['ms']:.2f} ms a step; entries of each row separately: {times:.1f} times"),
         )
+    case = found["recording"]
+    times = case["in_threads_us"] / case["other_threads_us"]
+    yield (
+        f"{found['requests']} requests, other threads of the model's process for records",
+        f"{case['other_threads_us']:.0f} us a step; threads that make and store them: {times:.1f} "
+        "times",
+    )
+    yield "the process for records", f"{case['process_us']:.0f} us a step"
 
 
 def of_engines_agree(found: dict[str, Any]) -> Iterator[Figure]:

@@ -8,8 +8,6 @@ clusters of the round before are served until then.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from capture_kernels.errors import OptionError
 from capture_kernels.fingerprint.vector import DIMENSIONS
 from discovery.artifacts.prototypes import Codebook
 from discovery.artifacts.schema import NOISE
+from pipeline.child_process import child_environment, how_ended
 
 from .buffer import Recent, RecentRows
 from .groups import Group
@@ -40,8 +39,6 @@ LEAST_ROWS, LEAST_CLUSTER = 100, 20
 ROOM = 2
 # A round that takes longer, in seconds, is given up with its process.
 TIMEOUT = 300.0
-# One thread of each library: the cores belong to the processes that answer.
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class RoundError(Exception):
@@ -237,15 +234,12 @@ class Reclusterer:
 
     def _start_child(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # The same modules as here, however they came to be importable.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
-        environment |= dict.fromkeys(ONE_THREAD, "1")
         command = [sys.executable, "-m", "sidecar.clusters.worker", str(theirs.fileno())]
         with theirs:
             try:
                 self._child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment,
-                    pass_fds=[theirs.fileno()],
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    env=child_environment(), pass_fds=[theirs.fileno()],
                     # Ctrl+C is for the service, which ends the process when it has stopped.
                     start_new_session=True,
                 )  # fmt: skip
@@ -272,9 +266,7 @@ class Reclusterer:
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return how_ended(code)
 
     def clusters(self) -> list[LiveCluster]:
         """The clusters of the last round, largest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -33,6 +33,7 @@ from .responses import (
 from .rows import Row
 
 T = TypeVar("T")
+_numbers = count()
 NO_RECORDS = pa.RecordBatch.from_pylist([], SCHEMA)
 
 
@@ -54,6 +55,9 @@ class RequestCollector:
         keep_records: whether `records` will be taken.
         records_elsewhere: whether the engine makes records of the wanted rows itself.
         rules: what decides zones.
+
+    Attributes:
+        number: among all collectors of this process.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class RequestCollector:
         records_elsewhere: bool = False,
         rules: ZoneRules | None = None,
     ) -> None:
+        self.number = next(_numbers)
         self.request, self.prompt_len, self.layout = request, prompt_len, layout
         self.common: dict[str, Any] = {  # columns of its records that never change
             "request_id": request_id,

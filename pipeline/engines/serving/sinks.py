@@ -263,14 +263,16 @@ class StoreTarget:
 
 
 def open_sink(
-    *, sidecar_url: str | None = None, store: Path | None = None, curve_keys: Path | None = None
-) -> RecordSink | None:
+    *, sidecar_url: str | None = None, store: Path | None = None, curve_keys: Path | None = None,
+    batch_s: float = BATCH_S,
+) -> RecordSink | None:  # fmt: skip
     """The sink of a server's options; None without a sidecar and a store.
 
     Args:
         sidecar_url: address of the sidecar's stream, as tcp://127.0.0.1:9001.
         store: path of a store.
         curve_keys: folder of the sender's CURVE keys, for a sidecar off this machine.
+        batch_s: as for `RecordSink`.
 
     Raises:
         OptionError: both, or an address or keys that cannot be used.
@@ -279,5 +281,5 @@ def open_sink(
     if sidecar_url and store:
         raise OptionError("records go to a sidecar or to a store: give one of the two")
     if sidecar_url:
-        return RecordSink(SidecarTarget(sidecar_url, curve_keys=curve_keys))
-    return RecordSink(StoreTarget(store)) if store else None
+        return RecordSink(SidecarTarget(sidecar_url, curve_keys=curve_keys), batch_s=batch_s)
+    return RecordSink(StoreTarget(store), batch_s=batch_s) if store else None

@@ -1,4 +1,4 @@
-"""What the recorders of all engines have: a sink for records, a budget, and an end of capture."""
+"""What the recorders of all engines have: records, a budget, and an end of capture."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pipeline.engines.serving.collect import RequestCollector
 from pipeline.engines.serving.facts_file import ENDED
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import SKETCH_TOP_K, CaptureRequest, ModelFacts
-from pipeline.engines.serving.sinks import open_sink
 
 from .hubs import asked_slots
 from .ranks import Ranks
-from .records import RecordMaker
+from .records.process import RecordProcess
 from .served_model import ServedModel
 from .states import NotedRow, wants_keys, wants_lists
 
@@ -52,7 +51,7 @@ class BaseRecorder:
         failed: whether an error has ended capture.
 
     Raises:
-        OptionError: a sink that cannot be used.
+        AttnError: records cannot be stored or sent as asked, or no process for them starts.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class BaseRecorder:
         self.options, self.ranks = options, ranks
         self._served, self._switched_off = model, switched_off
         self._has_lists = top_k_of_heads(options) > 0
-        sink = None
-        if ranks.answers:
-            sink = open_sink(
-                sidecar_url=options.sidecar_url, store=options.store, curve_keys=options.curve_keys
-            )
-        self._records = None if sink is None else RecordMaker(sink, options.layout)
+        self._records = None
+        if ranks.answers and (options.sidecar_url or options.store):
+            self._records = RecordProcess(
+                options.layout, sidecar_url=options.sidecar_url, store=options.store,
+                curve_keys=options.curve_keys,
+            )  # fmt: skip
         self._budget = OverheadBudget(options.overhead_budget)
         self.failed = self._closed = False
 

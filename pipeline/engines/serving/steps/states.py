@@ -25,7 +25,7 @@ from pipeline.engines.serving.full_scores import FullScores
 from pipeline.engines.serving.request import CaptureRequest
 from pipeline.engines.serving.rows import HeadRows, LayerRow, Lens, Routing, Row
 
-from .records import RecordRow
+from .records.rows import RecordRow
 from .routing import HostRouting
 
 

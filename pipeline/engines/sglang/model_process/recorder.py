@@ -35,7 +35,7 @@ from pipeline.engines.serving.steps.ranks import (
     all_or_none,
     ends_capture_not_serving,
 )
-from pipeline.engines.serving.steps.records import RecordRow, StepRows
+from pipeline.engines.serving.steps.records.rows import RecordRow, StepRows
 from pipeline.engines.serving.steps.states import (
     ExtendRows,
     HostRows,
@@ -64,7 +64,7 @@ class Recorder(BaseRecorder):
         ranks: the processes that hold the model's heads, of which this is one.
 
     Raises:
-        OptionError: layers that cannot be captured, or a sink that cannot be used.
+        AttnError: layers that cannot be captured, or as `BaseRecorder`.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Recorder(RequestRecorder):
         ranks: the processes that hold the model's heads, of which this is one.
 
     Raises:
-        OptionError: layers that cannot be captured, or a sink that cannot be used.
+        AttnError: layers that cannot be captured, or as `BaseRecorder`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from pipeline.engines.serving.request import CaptureRequest, ModelFacts
 from pipeline.engines.serving.steps.base_recorder import BaseRecorder
 from pipeline.engines.serving.steps.hubs import HubSlots
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
-from pipeline.engines.serving.steps.records import RecordRow, StepRows
+from pipeline.engines.serving.steps.records.rows import RecordRow, StepRows
 from pipeline.engines.serving.steps.served_model import ServedModel
 from pipeline.engines.serving.steps.states import take_row
 
@@ -37,7 +37,7 @@ class RequestRecorder(BaseRecorder):
         hubs: slots for requests that ask for one.
 
     Raises:
-        OptionError: a sink that cannot be used.
+        AttnError: as `BaseRecorder`.
     """
 
     def __init__(
