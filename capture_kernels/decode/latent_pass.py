@@ -70,7 +70,7 @@ def unknown_zero():
 
 
 @gluon.jit
-def distance_of_lane(lane):
+def paired_distance(lane):
     """The distance, from the tile's first key, of the key in a lane: a row of the product. A thread
     has the rows r and r + 8, so that two neighbours are put there, whose logits are written
     together."""
@@ -114,7 +114,7 @@ def load_keys(
     """Load all tiles of a program, a third of one after another."""
     HELD: gl.constexpr = loaded.shape[0] // THIRDS
     CHUNKS: gl.constexpr = chunks.shape[0] // HELD
-    key = distance_of_lane(gl.arange(0, TILE, gl.SliceLayout(1, copied())))
+    key = paired_distance(gl.arange(0, TILE, gl.SliceLayout(1, copied())))
     number = gl.arange(0, CHUNK, gl.SliceLayout(0, copied()))[None, :]
     turn = block - block
     while block < end:
@@ -253,7 +253,7 @@ def multiply_keys(
     # Lanes of no head take head 0, as what nobody wrote could make their maximum rise at each tile.
     head = gl.maximum(gl.load(group + gl.arange(0, HALF, gl.SliceLayout(1, copied()))), 0)[:, None]
     number = gl.arange(0, CHUNK, gl.SliceLayout(0, copied()))[None, :]
-    lane = distance_of_lane(gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT)))
+    lane = paired_distance(gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT)))
     stored_head = gl.arange(0, HALF, STORED_HEADS)
     chosen = gl.load(group + stored_head) >= 0
     columns = gl.arange(0, 32, gl.SliceLayout(0, STORED))

@@ -174,15 +174,17 @@ class TopKPlan:
             return self.pending_layers
         if self.ranks is not None:
             return 1  # as rows that have no room have no answer
-        usual = max(1, rows) * triton.cdiv(SHARING_KEYS, self.scheduled.block_keys)
+        row_blocks = triton.cdiv(SHARING_KEYS, self.scheduled.block_keys) + self.scheduled.no_keys
+        usual = max(1, rows) * row_blocks
         return max(1, min(self.pending_layers, self._logit_blocks // usual))
 
     def _logits_of(self, rows: int) -> dict[str, Any]:
         """What kernels of a step of so many rows know of its logits."""
         blocks = self._logit_blocks // self.layers_together(rows)
         if self.ranks is not None:
-            # No more than there can be: all are added up over the ranks.
-            blocks = min(blocks, rows * self._row_blocks)
+            # Few more than there can be, as all are added up over the ranks; a multiple of 16 in
+            # all steps, so that none of them compiles anew.
+            blocks = min(blocks, triton.cdiv(rows * self._row_blocks, 16) * 16)
         # With all logits kept, no key is read again.
         kept = self._shared["LOGITS"] and rows * self._row_blocks <= blocks
         return {"logit_blocks": blocks, "LOGITS_KEPT": kept}

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,34 +67,30 @@ class LiveFacts:
     """
 
     def __init__(self) -> None:
-        self._paths = sorted(folder().glob("*.json"))
-        if not self._paths:
+        # By file: when it was written, and what it said.
+        self._found = {path: _read(path) for path in sorted(folder().glob("*.json"))}
+        if not self._found:
             raise AttnError("the hooks in the model's process did not take: see its log above")
-        self._read()
+        self._facts = of_all([facts for _, facts in self._found.values()])
 
     def __call__(self) -> ModelFacts:
-        try:
-            if self._changes() != self._changed:
-                self._read()
-        except OSError:  # somebody has cleared the folder for temporary files
-            pass
+        for path, (written, _) in self._found.items():
+            # Somebody may clear the folder for temporary files.
+            with suppress(OSError):
+                if path.stat().st_mtime_ns != written:
+                    self._found[path] = _read(path)
+                    self._facts = of_all([facts for _, facts in self._found.values()])
         return self._facts
 
-    def _changes(self) -> list[int]:
-        return [path.stat().st_mtime_ns for path in self._paths]
 
-    def _read(self) -> None:
-        changed = self._changes()
-        self._facts = of_all([_read(path) for path in self._paths])
-        self._changed = changed
-
-
-def _read(path: Path) -> ModelFacts:
+def _read(path: Path) -> tuple[int, ModelFacts]:
+    """When a file was written, by its system's clock, and the facts in it."""
+    written = path.stat().st_mtime_ns
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if error := content.get("error"):
         raise AttnError(error)
     lists = {name: tuple(content[name]) for name in ("layers", "score_layers")}
-    return ModelFacts(**content | lists)
+    return written, ModelFacts(**content | lists)
 
 
 def of_all(found: Sequence[ModelFacts]) -> ModelFacts:

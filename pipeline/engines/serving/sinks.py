@@ -22,8 +22,10 @@ LOG = logging.getLogger("attn.capture")
 BATCH_ROWS, BATCH_S = 512, 1.0
 # Rows that may wait: about 20 MB. Past them rows are dropped, and counted.
 MOST_ROWS = 100_000
-# Seconds that the end waits for what is queued.
-CLOSE_S = 5.0
+# Seconds that the end waits for what is queued; that a thread or a process has to end beyond those;
+# and that all of it may take, where a process has the sink.
+CLOSE_S, GRACE_S = 5.0, 1.0
+END_S = CLOSE_S + 3 * GRACE_S
 # Seconds until a store that refused rows, as one that another process holds, is tried again.
 RETRY_S = 1.0
 
@@ -134,7 +136,7 @@ class RecordSink:
                 self._deadline = deadline
             self._changed.notify()
         self._closing.set()
-        self._thread.join(seconds + 1.0)
+        self._thread.join(seconds + GRACE_S)
         self._target.close(max(0.0, deadline - time.monotonic()))
         with self._changed:
             self._dropped += self._rows

@@ -27,7 +27,7 @@ from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.option_table import PREFIX
 from pipeline.engines.serving.options import TABLE, ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.sinks import CLOSE_S
+from pipeline.engines.serving.sinks import END_S
 
 from .answers import check_scores, heard, hide_system_prompt
 from .command_line import add_options, read_options
@@ -266,7 +266,7 @@ async def end_model(tokenizer_manager: Any, facts: Callable[[], ModelFacts]) -> 
     if (watchdog := tokenizer_manager._subprocess_watchdog) is not None:
         watchdog.stop()  # it would take the end for a crash
     tokenizer_manager._dispatch_to_scheduler(ShutdownReq())
-    until = time.monotonic() + CLOSE_S + 1.0
+    until = time.monotonic() + END_S
     while facts().reasons.get("capture") != facts_file.ENDED and time.monotonic() < until:
         await asyncio.sleep(0.05)
 

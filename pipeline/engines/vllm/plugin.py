@@ -25,7 +25,7 @@ from pipeline.engines.serving.facts_file import LiveFacts
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.sinks import CLOSE_S
+from pipeline.engines.serving.sinks import END_S
 
 from .answers import heard, rendered_chat
 from .hooking import around_coroutine, around_generator, before, hook, misfits
@@ -140,7 +140,7 @@ def have_delivered(engine: Any, timeout: float | None = None) -> None:
     if loop is None or not loop.is_running() or current_thread() is main_thread():
         return
     asked = asyncio.run_coroutine_threadsafe(engine.collective_rpc(DELIVER), loop)
-    wait([asked], CLOSE_S + 1.0)
+    wait([asked], END_S)
     if not asked.done() or asked.exception() is not None:
         LOG.warning("records of the last second may be lost: the engine does not answer")
 

@@ -47,7 +47,7 @@ def columns(layers: int, rows: int, seed: int = 0) -> Floats:
 
 
 def step_of(collectors: Sequence[RequestCollector], number: int) -> StepRows:
-    """The step that generates so manieth tokens, a row for each request in all of two layers."""
+    """The step of this number after the prompts, a row for each request in all of two layers."""
     rows = [
         RecordRow(each, row, (0, 1), PROMPT + number, 5, "output", [1, 2, 3], 0.5)
         for row, each in enumerate(collectors)

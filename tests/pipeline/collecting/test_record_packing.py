@@ -90,7 +90,7 @@ def some_steps(draw: st.DrawFn) -> list[StepRows]:
     """Steps of a few requests: each with rows of any of them, or none, and rows without a key."""
     asked = draw(requests)
     made = [
-        # Each has other positions, so that records of requests with one name are told apart.
+        # Each has other positions, so that records of requests with one name differ.
         (collector(name, layers, session_id=session), layers, PROMPT + 100 * n)
         for n, (name, session, layers) in enumerate(asked)
     ]

@@ -82,7 +82,7 @@ def made() -> Iterator[Callable[..., RecordProcess]]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
-    """Starts `step_rows.main` on records.db, in a process group of its own; gives it and the id of
+    """Starts `step_rows.main` on records.db, in a separate process group; gives it and the id of
     its worker."""
     started: list[subprocess.Popen[str]] = []
 
@@ -251,6 +251,38 @@ def test_a_process_that_reads_nothing_keeps_nobody_waiting(made, tmp_path):
     assert time.monotonic() - began < 3.0
 
 
+def test_a_row_counts_with_the_numbers_of_its_step(made, tmp_path, caplog):
+    request, numbers = collector("r0"), step_rows.columns(2, 500)
+    limits = Limits(send_s=0.5, most_bytes=10 * numbers.nbytes)
+    process = made(limits, store=tmp_path / "records.db")
+    for number in range(200):
+        step = step_of([request], number)
+        process.put(step._replace(columns=numbers))
+    given, delivered, queued, dropped, *_ = process.close()
+    assert (given, queued) == (200, 0)
+    # The thread may have taken some twice meanwhile.
+    assert 10 <= delivered <= 40 and dropped == 200 - delivered
+    [line] = caplog.records
+    assert "further ones are dropped" in line.message
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_replaced(made, tmp_path, caplog):
+    # Long enough for the first one to start.
+    process = made(Limits(send_s=0.01, backoff_s=0.05, start_s=8.0), store=tmp_path / "records.db")
+    first = process.worker
+    os.kill(first, signal.SIGSTOP)
+    requests = [collector(f"r{n}") for n in range(ROWS)]
+    # More than its pipe holds.
+    for number in range(200):
+        process.put(step_of(requests, number))
+    until(lambda: process.worker not in (None, first))
+    assert "took nothing for 8 s and was ended by SIGKILL" in caplog.records[0].message
+    counts = process.close()
+    assert counts.given == 200 * ROWS == counts.delivered + counts.dropped
+    assert counts.delivered > 0
+
+
 def test_a_store_that_another_process_holds_gets_its_rows_later(made, tmp_path):
     path = tmp_path / "records.db"
     process = made(store=path)
@@ -271,7 +303,7 @@ def test_a_store_that_another_process_holds_gets_its_rows_later(made, tmp_path):
 def test_a_killed_server_loses_nothing_that_was_sent(program, tmp_path, has_fork):
     server, worker = program(*["fork"] * has_fork)
     delivered = [int(server.stdout.readline()) for _ in range(25)]
-    # Ends alone by the end of its pipe, whatever it is told.
+    # Ends alone by the end of its pipe, whatever signals come before.
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(worker, number)
     server.kill()

@@ -156,6 +156,18 @@ def test_one_of_two_asks(steps):
     assert steps_of(decoded(entries[1])) == [1]
 
 
+def test_a_prompt_that_no_hook_saw_has_nothing_of_the_step_before(steps, monkeypatch):
+    """On a GPU, where generated tokens run in CUDA graphs that no hook sees either."""
+    some = steps()
+    first, second = (some.request(row, 6, mode="raw", prompt_rows=1) for row in (1, 2))
+    some.run([first], [6], [0])([TOKEN])
+    assert steps_of(some.said(first)[0]) == [0] * LAYERS
+    monkeypatch.setattr(some.recorder, "on_gpu", True)
+    monkeypatch.setattr(some.recorder, "layer", lambda *given, **named: None)
+    some.run([second], [6], [0])([TOKEN])
+    assert some.said(second)[0] == []
+
+
 @pytest.mark.parametrize("as_prompts", [False, True])
 def test_a_step_that_other_ranks_have_padded_says_the_same(steps, as_prompts):
     """As with data-parallel attention, where the rows that pad it are of request 0."""

@@ -518,7 +518,7 @@ def test_records_are_delivered_before_the_engine_is_killed(
     running, vllm, monkeypatch, caplog, answers
 ):
     """vLLM calls `AsyncLLM.shutdown` in a thread, while its loop runs."""
-    monkeypatch.setattr("pipeline.engines.vllm.plugin.CLOSE_S", -0.8)
+    monkeypatch.setattr("pipeline.engines.vllm.plugin.END_S", 0.2)
     _, runner = running()
     worker = worker_of(vllm, runner)
     asked: list[str] = []

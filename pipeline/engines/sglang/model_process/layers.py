@@ -28,6 +28,10 @@ def refusal(runner: Any) -> str | None:
             runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
         ),
         "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
+        "--enable-two-batch-overlap runs layers on halves of a step": (
+            arguments.enable_two_batch_overlap
+        ),
+        "CUDA graphs of whole prompts run layers where no hook sees them": has_prompt_graphs(),
         "context parallelism (--attn-cp-size) splits the keys": arguments.attn_cp_size > 1,
         "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
         "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),
@@ -44,6 +48,14 @@ def refusal(runner: Any) -> str | None:
         if backend not in BACKENDS:
             return f"--attention-backend {backend} was not tried: use {' or '.join(BACKENDS)}"
     return None
+
+
+def has_prompt_graphs() -> bool:
+    """Whether SGLang replays graphs of all that a prompt runs, attention too."""
+    from sglang.srt.runtime_context import get_exec
+
+    graphs = get_exec().graph.cuda_graph_config
+    return graphs is not None and graphs.prefill.backend == "full"
 
 
 def attention_layers(model: Any) -> dict[int, Any]:

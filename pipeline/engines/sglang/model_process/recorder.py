@@ -274,7 +274,7 @@ class Recorder(BaseRecorder):
         return self._scores.end(self._rows_of_step())
 
     def _rows_of_step(self) -> DeviceStep | None:
-        replayed = self.on_gpu and self._stage is Stage.REPLAYED
+        replayed = self.on_gpu and self._is_decode and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
         found = self.results_of(self.capture, self._rows, self._noted)

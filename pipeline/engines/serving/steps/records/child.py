@@ -54,6 +54,7 @@ class Child:
         is_ready: whether it has said that its sink can be used.
         is_over: whether it has ended, or closed its pipe.
         started: when, in seconds of `time.monotonic`.
+        moved: when it was started, or last took something of what was sent.
 
     Raises:
         OSError: it cannot be started.
@@ -62,7 +63,7 @@ class Child:
     def __init__(self, start: Start) -> None:
         self.packer = Packer()
         self.is_ready = self.is_over = False
-        self.started = time.monotonic()
+        self.started = self.moved = time.monotonic()
         self._refused: Refused | None = None
         self._progress = Progress(0, NOTHING)
         self._sent = 0  # rows, or about to be sent
@@ -71,7 +72,12 @@ class Child:
         self._is_last = self._is_closed = False
         self._how: str | None = None  # it ended
         theirs, self._to = os.pipe()
-        self._from, reports = os.pipe()
+        try:
+            self._from, reports = os.pipe()
+        except OSError:
+            os.close(theirs)
+            os.close(self._to)
+            raise
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", WORKER, *map(str, (theirs, reports, os.getpid()))],
@@ -185,6 +191,7 @@ class Child:
             except BrokenPipeError:  # it has ended, which its other pipe says
                 self._unwritten.clear()
                 return
+            self.moved = time.monotonic()
             while count and count >= len(self._unwritten[0]):
                 count -= len(self._unwritten.popleft())
             if count:

@@ -73,7 +73,7 @@ class Packer:
         return Packed(packed(Rows(over, begun, groups), columns), rows, unsendable)
 
     def _forget(self) -> list[int]:
-        # What has ended is no row's that is still to be packed: a row would hold it.
+        # No row of these is still to be packed: it would hold its collector.
         over = [self._over.popleft() for _ in range(len(self._over))]
         for number in over:
             self.known.pop(number, None)

@@ -17,29 +17,33 @@ from pathlib import Path
 
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import Layout
-from pipeline.engines.serving.sinks import CLOSE_S, Counts
+from pipeline.engines.serving.sinks import CLOSE_S, GRACE_S, Counts
 
 from .child import NOTHING, Child
 from .messages import Close, Packed, Start, packed
 from .rows import StepRows
 
-# Seconds that the worker has to end, beyond those to deliver what waits.
-GRACE_S = 1.0
 # Rows of a message, about: to pack them takes a third of a millisecond, and to write them lets
 # other threads have the interpreter's lock.
 MESSAGE_ROWS = 512
+# Of the seconds that are left, the share that the worker has to deliver what waits: the rest is for
+# its threads to end, and to say what became of it.
+DELIVERING = 0.8
+# Seconds between two lines that say that rows are dropped.
+WARN_S = 60.0
 LOG = logging.getLogger("attn.capture")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things take, in seconds, and how many rows may wait.
+    """How long things take, in seconds, and how much may wait.
 
     Attributes:
         send_s: between two messages.
-        most_rows: that may wait in this process; past them rows are dropped, and counted.
+        most_rows, most_bytes: that may wait in this process; past them rows are dropped, and
+            counted. A row keeps the numbers of its whole step.
         close_s: that the end waits for what is to be delivered.
-        start_s: that a worker may take to be ready.
+        start_s: that a worker may take to be ready, or to read what it is sent.
         backoff_s: until a worker is started after one that ended; twice as long each time.
         most_failures: workers in a row of which each ended within `steady_s`: then recording stops.
     """
@@ -47,6 +51,7 @@ class Limits:
     # By a trial, CPU of a step of 64 rows: 169 us at 0.01 s, 65 at 0.05, 52 at 0.1, 41 at 0.5.
     send_s: float = 0.1
     most_rows: int = 200_000
+    most_bytes: int = 256 << 20
     close_s: float = CLOSE_S
     start_s: float = 60.0
     backoff_s: float = 1.0
@@ -78,6 +83,8 @@ class RecordProcess:
         self._steps: deque[StepRows] = deque()
         # Each is changed by one thread: that of `put`, or the one here.
         self._put = self._refused = self._sent = self._dropped = 0
+        self._put_bytes = self._sent_bytes = 0
+        self._warned_at = -WARN_S
         self._past = NOTHING  # of workers that have ended
         self._failures, self._restart_at = 0, 0.0
         self._closing = threading.Event()
@@ -108,13 +115,25 @@ class RecordProcess:
 
     def put(self, step: StepRows) -> None:
         """Queue the rows of a step, without waiting."""
-        rows = len(step.rows)
-        full = self._put - self._sent + rows > self._limits.most_rows
-        if full or self._stopped or self._closing.is_set():
+        rows, numbers = len(step.rows), step.columns.nbytes
+        if self._stopped or self._closing.is_set():
             self._refused += rows
             return
+        if (
+            self._put - self._sent + rows > self._limits.most_rows
+            or self._put_bytes - self._sent_bytes + numbers > self._limits.most_bytes
+        ):
+            self._refused += rows
+            self._warn()
+            return
         self._put += rows
+        self._put_bytes += numbers
         self._steps.append(step)
+
+    def _warn(self) -> None:
+        if time.monotonic() >= self._warned_at + WARN_S:
+            self._warned_at = time.monotonic()
+            LOG.warning("too many rows wait for the process for records: further ones are dropped")
 
     def close(self) -> Counts:
         """Deliver what waits, for at most `close_s`; what then is left is dropped and counted."""
@@ -123,6 +142,8 @@ class RecordProcess:
             self._closing.set()
         # A system that is very slow may still end the process: do not wait for ever.
         self._thread.join(self._limits.close_s + 3 * GRACE_S)
+        if not self._thread.is_alive():
+            self._drop_waiting()  # that came just as recording stopped
         return self.counts
 
     # In the thread, but for the first start -----------------------------------------------------
@@ -172,15 +193,18 @@ class RecordProcess:
             while self._steps and not child.has_unwritten:
                 child.send(self._next_message(child))
         child.wait(seconds)
-        slow = not child.is_ready and time.monotonic() > child.started + self._limits.start_s
-        if child.is_over or slow:
+        # Since it was started, or has last read something.
+        waits = not child.is_ready or child.has_unwritten
+        if child.is_over or (waits and time.monotonic() > child.moved + self._limits.start_s):
             self._lose(child)
 
     def _next_message(self, child: Child) -> Packed:
         steps, rows = [], 0
         while self._steps and rows < MESSAGE_ROWS:
-            steps.append(self._steps.popleft())
-            rows += len(steps[-1].rows)
+            step = self._steps.popleft()
+            steps.append(step)
+            rows += len(step.rows)
+            self._sent_bytes += step.columns.nbytes
         try:
             message = child.packer.pack(steps)
             self._dropped += message.unsendable
@@ -198,9 +222,12 @@ class RecordProcess:
             self._fail(0.0, f"does not start: {error.strerror}")
 
     def _lose(self, child: Child) -> None:
-        """A worker has ended, though nobody asked it to, or is not ready in time."""
+        """A worker has ended, though nobody asked it to, or takes nothing."""
         age = time.monotonic() - child.started if child.is_ready else 0.0
-        how = child.end(kill=not child.is_over)
+        hangs = not child.is_over
+        how = child.end(kill=hangs)
+        if hangs:
+            how = f"took nothing for {self._limits.start_s:g} s and {how}"
         lost = self._count(child)
         if child.error is not None:
             how = f"cannot go on: {child.error}"
@@ -235,7 +262,8 @@ class RecordProcess:
         if child is None:
             return
         if not child.has_unwritten:
-            child.send(Packed(packed(Close(max(0.0, self._deadline - time.monotonic())))))
+            left = max(0.0, self._deadline - time.monotonic())
+            child.send(Packed(packed(Close(DELIVERING * left))))
             child.close_when_written()
             until = self._deadline + GRACE_S
             while not child.is_over and (left := until - time.monotonic()) > 0:
@@ -246,9 +274,10 @@ class RecordProcess:
 
     def _drop_waiting(self) -> None:
         while self._steps:
-            rows = len(self._steps.popleft().rows)
-            self._sent += rows
-            self._dropped += rows
+            step = self._steps.popleft()
+            self._sent += len(step.rows)
+            self._sent_bytes += step.columns.nbytes
+            self._dropped += len(step.rows)
 
 
 def _text(path: Path | None) -> str | None:

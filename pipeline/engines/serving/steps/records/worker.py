@@ -3,7 +3,8 @@
     python -m pipeline.engines.serving.steps.records.worker TO_WORKER FROM_WORKER PARENT
 
 The arguments are the descriptors of two pipes, and the id of the model's process. It ends with that
-process, however that came about, after it has delivered what it was sent.
+process, however that came about, after it has delivered what it was sent; unless it is killed with
+it, as where the first process of a container ends.
 """
 
 from __future__ import annotations
