@@ -75,6 +75,19 @@ def test_blocks_without_keys_that_rows_begin_with_change_nothing(monkeypatch, pr
         tops.check(case, k=0, mean_k=5, programs=programs, enabled=enabled, scratch=scratch)
 
 
+def test_layers_that_share_room_have_some_for_blocks_without_keys(monkeypatch):
+    monkeypatch.setattr(plans, "has_latent_pass", lambda head_dim, heads: True)
+    rows, block_bytes = 4, 64 * (128 + 1) * 4
+    plan = StatisticsPlan(
+        layers=8, max_rows=rows, max_length=40_000, heads=128, key_heads=1, head_dim=LATENT,
+        scale=1.0, mean_top_k=4, device="cpu", scratch_bytes=1_560 * block_bytes,
+    )  # fmt: skip
+    # Of 8,192 keys a row, and of what its start counts.
+    wanted = rows * (8_192 // 64 + plan.scheduled.no_keys)
+    assert plan.scheduled.no_keys and plan.top.layers_together(rows) == 1_560 // wanted == 2
+    assert plan.top._logits_of(rows)["logit_blocks"] >= wanted
+
+
 @pytest.mark.parametrize(
     ("width", "dtype", "suits"),
     [(LATENT, torch.bfloat16, True), (592, torch.float16, True), (584, torch.bfloat16, False),

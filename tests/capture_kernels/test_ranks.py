@@ -188,6 +188,21 @@ def test_any_rows_over_any_ranks(lengths, seed, count, key_heads):
     assert group.bytes == 4 * 32 * len(lengths) + 8 * sum(lengths)
 
 
+def test_kernels_are_compiled_for_one_number_of_rows_as_for_another():
+    """They would be anew where 16 divides the blocks of logits of some steps, and not of others."""
+    from capture_kernels.decode.plan import StatisticsPlan
+
+    plan = StatisticsPlan(
+        max_rows=16, max_length=1_300, heads=2, key_heads=1, head_dim=16, scale=1.0, mean_top_k=4,
+        device="cpu", ranks=HeadRanks(2, torch.clone),
+    )  # fmt: skip
+    row_blocks = -(-1_300 // plan.scheduled.block_keys)
+    assert row_blocks % 2
+    for rows in range(1, 17):
+        blocks = plan.top._logits_of(rows)["logit_blocks"]
+        assert blocks % 16 == 0 and rows * row_blocks <= blocks < rows * row_blocks + 16
+
+
 def test_ranks_that_could_not_add_up_are_refused():
     from capture_kernels.serving.step import LayerKind, StepCapture
 

@@ -23,6 +23,7 @@ from step_rows import collector, step_of
 
 from capture_kernels.errors import AttnError, OptionError, StoreError
 from capture_kernels.fingerprint.vector import Layout
+from pipeline.child_process import child_environment
 from pipeline.engines.serving.sinks import RecordSink, StoreTarget, open_sink
 from pipeline.engines.serving.steps.records.process import Limits, RecordProcess
 from pipeline.store.open import open_store
@@ -47,8 +48,7 @@ def is_running(pid: int) -> bool:
 
 
 def stored(path: Path) -> set[tuple[str, int]]:
-    with open_store(path, read_only=True) as store:
-        rows = [row for batch in store.scan() for row in batch.to_pylist()]
+    rows = rows_of(path)
     found = {(row["request_id"], row["position"]) for row in rows}
     assert len(found) == len(rows)
     return found
@@ -87,11 +87,9 @@ def program(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> tuple[subprocess.Popen[str], int]:
-        path = os.pathsep.join(entry or "." for entry in sys.path)
         process = subprocess.Popen(
             [sys.executable, step_rows.__file__, str(tmp_path / "records.db"), *words],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
+            stdout=subprocess.PIPE, text=True, env=child_environment(), start_new_session=True,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
@@ -235,12 +233,14 @@ def test_a_process_that_reads_nothing_keeps_nobody_waiting(made, tmp_path):
     os.kill(process.worker, signal.SIGSTOP)
     requests = [collector(f"r{n}") for n in range(ROWS)]
     steps = [step_of(requests, number) for number in range(400)]
-    slowest = 0.0
+    slowest, all_began = 0.0, time.monotonic()
     for step in steps:
         began = time.thread_time()
         process.put(step)
         slowest = max(slowest, time.thread_time() - began)
     assert slowest < 0.05
+    # Nor did it wait, which takes no CPU.
+    assert time.monotonic() - all_began < 10.0
     counts = process.counts
     assert counts.given == 400 * ROWS
     assert counts.queued == counts.given - counts.dropped
@@ -255,9 +255,9 @@ def test_a_row_counts_with_the_numbers_of_its_step(made, tmp_path, caplog):
     request, numbers = collector("r0"), step_rows.columns(2, 500)
     limits = Limits(send_s=0.5, most_bytes=10 * numbers.nbytes)
     process = made(limits, store=tmp_path / "records.db")
-    for number in range(200):
-        step = step_of([request], number)
-        process.put(step._replace(columns=numbers))
+    steps = [step_of([request], number)._replace(columns=numbers) for number in range(200)]
+    for step in steps:
+        process.put(step)
     given, delivered, queued, dropped, *_ = process.close()
     assert (given, queued) == (200, 0)
     # The thread may have taken some twice meanwhile.
