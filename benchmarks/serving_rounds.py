@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,7 +37,18 @@ ASKED: dict[str, dict[str, Any]] = {
     "raw": {"return_attention_tokens": True, "top_k_attention": 16},
     "sketch": {"return_attention_tokens": True, "attention_sketch_mode": True},
     "fingerprint": {"return_attention_tokens": True, "attention_fingerprint_mode": True},
-}
+    "hubs": {
+        "return_attention_tokens": True, "attention_fingerprint_mode": True, "attention_hubs": True,
+    },
+    "lens": {
+        "return_attention_tokens": True, "top_k_attention": 16, "attention_logit_lens": 4,
+    },
+    "experts": {
+        "return_attention_tokens": True, "top_k_attention": 16, "attention_moe_routing": True,
+    },
+}  # fmt: skip
+# What each entry says of what was asked for besides, by the field that asks.
+SAID = {"attention_logit_lens": "logit_lens", "attention_moe_routing": "top_experts"}
 
 
 class Server(NamedTuple):
@@ -98,7 +109,11 @@ def started(
                 "--attention-fingerprint-max-steps", "0", *RECORDING[kind],
             ]  # fmt: skip
     if {*asked.kinds} & {*ASKED}:
-        wanted["entries"] = [*ours, "--return-attention-tokens"]
+        slots = ["--attention-hub-slots", str(max(asked.batches))]
+        wanted["entries"] = [
+            *ours, "--return-attention-tokens", *(slots if "hubs" in asked.kinds else []),
+            *(["--attention-logit-lens"] if "lens" in asked.kinds else []),
+        ]  # fmt: skip
     if "control" in asked.kinds:
         wanted["control"] = None
     servers: dict[str, Server] = {}
@@ -111,6 +126,26 @@ def started(
     for server in servers.values():
         server.process.wait()
     return servers
+
+
+def is_as_asked(
+    fields: Mapping[str, Any], steps: int, entries: Sequence[dict[str, Any]], usage: dict[str, Any]
+) -> bool:
+    """Whether an answer has what its fields asked for at each of its steps.
+
+    Args:
+        usage: of its attention.
+    """
+    if not fields:
+        return not entries
+    said = [name for field, name in SAID.items() if field in fields]
+    has_all = all(name in entry for entry in entries for name in said)
+    # The last token of an answer is never fed, so it has no row of attention.
+    return (
+        len(entries) >= steps - 1
+        and has_all
+        and ("attention_hubs" in fields) == bool(usage.get("hubs"))
+    )
 
 
 def measure(program: Program, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:

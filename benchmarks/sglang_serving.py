@@ -6,11 +6,12 @@
 Servers of one model run on the same GPU, one without the plug-in and up to two with it. Of one,
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
 could give entries of all modes, nobody asks in "idle"; in "raw", "sketch" and "fingerprint" every
-request asks for those of every step, in its answer. A "control" is one more without the plug-in:
-what it loses is what two equal servers differ by. CUDA graphs are on. All kinds take turns with the
-same prompts: in a round each answers as many requests as the batch has, all sent at once; every
-other round goes the other way round. What counts is the throughput that the engine itself reports
-for every 40 steps of the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite
+request asks for those of every step, in its answer; in "hubs" for fingerprints and the hubs, and in
+"lens" and "experts" for raw entries with these. A "control" is one more without the plug-in: what it
+loses is what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same
+prompts: in a round each answers as many requests as the batch has, all sent at once; every other
+round goes the other way round. What counts is the throughput that the engine itself reports for
+every 40 steps of the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite
 with its latent keys, or of gpt-oss 20B, whose every other layer has its keys in a pool for windows,
 with weights that SGLang makes up: their attention is nearly uniform, which changes nothing for
 statistics. Prompts are CONTEXT random tokens each, in the prefix cache since the first round.
@@ -39,7 +40,7 @@ import httpx
 # The repository is no installed package where a GPU host runs this.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.serving_rounds import CONTEXT, TIMEOUT_S, Program, Server, run
+from benchmarks.serving_rounds import CONTEXT, TIMEOUT_S, Program, Server, is_as_asked, run
 from benchmarks.sglang_process import SGLangProcess
 
 VOCABULARY = 32_000
@@ -130,11 +131,13 @@ async def send(server: Server, prompts: list[list[int]], steps: int) -> None:
             answer = await client.post("/generate", json=body)
             answer.raise_for_status()
             told = answer.json()["meta_info"]
-            # The last token of an answer is never fed, so it has no row of attention.
-            entries = len(told.get("attention_tokens") or ())
-            as_asked = entries >= steps - 1 if server.fields else not entries
+            entries = told.get("attention_tokens") or []
+            usage = (told.get("attention_usage") or [{}])[-1]
+            as_asked = is_as_asked(server.fields, steps, entries, usage)
             if told["completion_tokens"] != steps or not as_asked:
-                raise RuntimeError(f"{url} gave {entries} entries and answered {answer.text[:300]}")
+                raise RuntimeError(
+                    f"{url} gave {len(entries)} entries and answered {answer.text[:300]}"
+                )
 
         await asyncio.gather(*map(one, prompts))
 

@@ -27,7 +27,15 @@ import httpx
 # The repository is no installed package where a GPU host runs this.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.serving_rounds import CONTEXT, RECORDING, TIMEOUT_S, Program, Server, run
+from benchmarks.serving_rounds import (
+    CONTEXT,
+    RECORDING,
+    TIMEOUT_S,
+    Program,
+    Server,
+    is_as_asked,
+    run,
+)
 from benchmarks.sglang_serving import SHAPES
 from benchmarks.vllm_process import VllmProcess
 
@@ -89,11 +97,11 @@ async def send(server: Server, prompts: list[list[int]], steps: int) -> list[tup
             answer = await client.post("/v1/completions", json=body)
             answer.raise_for_status()
             found = answer.json()
-            # The last token of an answer is never fed, so it has no row of attention.
-            entries = len(found["choices"][0].get("attention_tokens") or ())
-            as_asked = entries >= steps - 1 if server.fields else not entries
+            entries = found["choices"][0].get("attention_tokens") or []
+            usage = found["usage"].get("attention") or {}
+            as_asked = is_as_asked(server.fields, steps, entries, usage)
             if found["usage"]["completion_tokens"] != steps or not as_asked:
-                raise RuntimeError(f"{entries} entries, and {answer.text[:300]}")
+                raise RuntimeError(f"{len(entries)} entries, and {answer.text[:300]}")
 
         async def look() -> None:
             while True:

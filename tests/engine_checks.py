@@ -45,7 +45,7 @@ class LensReference:
 
     def __init__(self, model: Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float64
+            model, dtype=torch.float64, experts_implementation="eager"
         ).eval()
 
     def check(self, tokens: list[int], entries: Entries, count: int) -> None:

@@ -41,6 +41,20 @@ def test_every_number_is_that_of_transformers(server, model, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_heads_on_two_ranks_that_each_have_all_latent_keys(tmp_path, model):
+    """Each rank has half of the heads, and the same latent keys."""
+    ranks = "--tp-size", "2"
+    # The cores of each rank, which SGLang asks for where there are more ranks than NUMA nodes.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with serving(tmp_path, model, *ranks, environment=cores) as running:
+        said = running.client.get("/v1/attention/capabilities").json()
+        assert said["supported"] and said["heads"] == 4
+        for mode in MODES:
+            check_mode(running, model, mode, layers=LAYERS)
+
+
+@pytest.mark.slow
 def test_chosen_heads_of_prompts_and_full_scores(server, model):
     check_heads_and_full_scores(server, model, layers=LAYERS)
 

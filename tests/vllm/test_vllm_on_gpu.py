@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -493,3 +494,64 @@ def test_two_ranks_have_the_means_of_all_heads(tmp_path):
     for prompt, answer in zip(prompts, answers, strict=True):
         truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
         check_raw(answer, truth, 4, rows, SHARE, LOGIT)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("experts", [False, True], ids=["copies", "shared experts"])
+def test_requests_on_two_ranks_of_data_parallelism(tmp_path, experts):
+    """Copies of a model that know nothing of each other; and one whose ranks share their experts,
+    where a rank without requests runs steps beside the other's. Two processes answer."""
+    from attention_reference import AttentionReference
+    from engine_checks import check_hubs
+
+    from pipeline.store.open import open_store
+
+    model, layers, rows = MODEL, 4, 3
+    if experts:
+        # Each token is for both experts, so that rounding cannot choose others.
+        model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
+            **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+            num_key_value_heads=2, num_experts=2, num_experts_per_tok=2, mlp_only_layers=[],
+        ))  # fmt: skip
+    prompts = prompts_of(16)
+    with (
+        TemporaryDirectory(prefix="attn-test-") as files,
+        start(
+            tmp_path, "--data-parallel-size", "2", "--attention-store", str(tmp_path / "store"),
+            "--attention-hub-slots", "4", "--attention-logit-lens", model=model, TMPDIR=files,
+        ) as running,
+    ):  # fmt: skip
+        url = running.wait().url
+        said = httpx.get(f"{url}/v1/attention/capabilities").json()
+        several = asyncio.run(
+            generate(url, prompts, return_attention_tokens=True, top_k_attention=8,
+                     include_prompt_attention=rows)
+        )  # fmt: skip
+        alone = asyncio.run(generate(url, prompts[:1], attn_capture=1))
+        hubs = asyncio.run(
+            generate(url, [prompt[::-1] for prompt in prompts[:3]], return_attention_tokens=True,
+                     include_prompt_attention=True, attention_hubs=True,
+                     attention_fingerprint_mode=True)
+        )  # fmt: skip
+        check_lens(url, model)
+        metrics = httpx.get(f"{url}/metrics").text
+        running.stop()
+        assert not list(Path(files).glob("attn-*")), "files of the server are left"
+    # Each rank has answered.
+    generated = re.findall(r'^vllm:generation_tokens_total\{engine="(\d)".*\} ([0-9.]+)$', metrics,
+                           re.M)  # fmt: skip
+    assert {engine for engine, count in generated if float(count)} == {"0", "1"}, generated
+    routing = "with data parallelism ranks route" if experts else "the model routes no experts"
+    assert said["reasons"]["moe_routing"].startswith(routing)
+    for prompt, answer in zip(prompts, several, strict=True):
+        truth = AttentionReference(Path(model), prompt + answer["output_ids"])
+        check_raw(answer, truth, layers, rows, SHARE, LOGIT)
+    check_full_scores(alone, prompts[:1], Path(model), list(range(layers)), SHARE)
+    for prompt, answer in zip(prompts, hubs, strict=False):
+        check_hubs(Path(model), prompt[::-1], answer["output_ids"], answer["usage"])
+    with open_store(tmp_path / "store", read_only=True) as opened:
+        stored = [row for batch in opened.scan() for row in batch.to_pylist()]
+    for prompt, answer in zip(prompts, several, strict=True):
+        own = [row["position"] for row in stored if row["request_id"] == answer["id"]]
+        fed = range(len(prompt), len(prompt) + NEW - 1)
+        assert sorted(p for p in own if p >= len(prompt)) == list(fed)

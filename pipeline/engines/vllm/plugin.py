@@ -38,6 +38,7 @@ ARGUMENTS = "vllm.engine.arg_utils:EngineArgs."
 ENGINE = "vllm.v1.engine.async_llm:AsyncLLM."
 RENDERER = "vllm.renderers.online_renderer:OnlineRenderer."
 SERVER = "vllm.entrypoints.launchers.app:"
+SERVERS = "vllm.v1.utils:APIServerProcessManager."
 # The parameters of what is hooked, as far as the hooks count on them.
 PARAMETERS = {
     ARGUMENTS + "add_cli_args": ("parser",),
@@ -46,6 +47,7 @@ PARAMETERS = {
     ENGINE + "shutdown": ("self",),
     RENDERER + "render_chat": ("self", "request"),
     SERVER + "init_entrypoints_middleware": ("args", "app"),
+    SERVERS + "shutdown": ("self", "timeout"),
 }
 
 
@@ -55,6 +57,8 @@ def register() -> None:
     if not facts_file.is_chosen():
         # The first process: what is captured is not known before the command line is read.
         facts_file.choose_folder()
+        # By this process, as further ones that answer may be killed.
+        atexit.register(facts_file.remove)
     hook(ARGUMENTS + "add_cli_args", with_options)
     hook(ARGUMENTS + "from_cli_args", read_options)
     try:
@@ -75,6 +79,7 @@ def hook_server() -> None:
     hook(ENGINE + "shutdown", before(have_delivered))
     hook(RENDERER + "render_chat", around_coroutine(rendered_chat))
     hook(SERVER + "init_entrypoints_middleware", with_ours_outside)
+    hook(SERVERS + "shutdown", with_time_to_deliver)
 
 
 # On the command line -----------------------------------------------------------------------------
@@ -116,15 +121,39 @@ def with_ours_outside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_other_servers(args: Any) -> None:
-    """End the program with 2 where answers do not pass through Python, or through HTTP."""
+    """End the program with 2 where answers do not pass through Python's HTTP, or are not made on
+    this machine."""
     import vllm.envs as envs
 
-    for name, asked in (
-        ("--grpc", getattr(args, "grpc", False)),
-        ("VLLM_USE_RUST_FRONTEND", envs.VLLM_USE_RUST_FRONTEND),
-    ):
-        if asked:
-            print(f"attn: {name} answers without attention: leave it out", file=sys.stderr)
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
+    local, ranks = given("data_parallel_size_local"), given("data_parallel_size") or 1
+    # With these a server has engines of its own machine alone.
+    balanced = given("data_parallel_hybrid_lb") or given("data_parallel_external_lb") or any(
+        given(name) is not None for name in ("data_parallel_start_rank", "data_parallel_rank")
+    )  # fmt: skip
+    elsewhere = local is not None and local < ranks and not balanced
+    for refused, applies in {
+        "--grpc answers without attention: leave it out": given("grpc"),
+        "VLLM_USE_RUST_FRONTEND answers without attention: leave it out": (
+            envs.VLLM_USE_RUST_FRONTEND
+        ),
+        "--headless: attention cannot be captured for a server on another machine": (
+            given("headless")
+        ),
+        f"--data-parallel-size-local {local} of {ranks}: attention cannot be captured on other "
+        "machines: use --data-parallel-hybrid-lb": elsewhere,
+        "--data-parallel-backend ray was not tried: use mp": (
+            given("data_parallel_backend") == "ray"
+        ),
+        "--data-parallel-multi-port-external-lb was not tried: start each server by itself": (
+            given("data_parallel_multi_port_external_lb")
+        ),
+        "--enable-elastic-ep was not tried: leave it out": given("enable_elastic_ep"),
+    }.items():
+        if applies:
+            print(f"attn: {refused}", file=sys.stderr)
             raise SystemExit(2)
 
 
@@ -145,6 +174,17 @@ def have_delivered(engine: Any, timeout: float | None = None) -> None:
         LOG.warning("records of the last second may be lost: the engine does not answer")
 
 
+def with_time_to_deliver(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `APIServerProcessManager.shutdown`, in the process above several that answer: vLLM
+    would kill these at once, and its engines then."""
+
+    @wraps(original)
+    def shutdown(servers: Any, timeout: float | None = None) -> None:
+        original(servers, timeout=timeout or END_S)
+
+    return shutdown
+
+
 def before_serving(app: Any, args: Any) -> None:
     """See that the hooks are there, and put ours around the app."""
     options = ServeOptions.from_environment(os.environ)
@@ -158,7 +198,6 @@ def before_serving(app: Any, args: Any) -> None:
     else:
         try:
             facts = LiveFacts()
-            atexit.register(facts_file.remove)
         except AttnError as error:
             problems.append(str(error))
     if too_long := replies_refusal():

@@ -63,6 +63,13 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         def shutdown(self, timeout: float | None = None) -> None:
             pass
 
+    class APIServerProcessManager:
+        def __init__(self) -> None:
+            self.had: list[float | None] = []
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            self.had.append(timeout)
+
     class OnlineRenderer:
         async def render_chat(self, request: Any, *, skip_mm_cache: bool = False) -> Any:
             return request, skip_mm_cache
@@ -137,6 +144,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
     modules: dict[str, dict[str, Any]] = {
         "engine.arg_utils": {"EngineArgs": EngineArgs},
         "v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
+        "v1.utils": {"APIServerProcessManager": APIServerProcessManager},
         "v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "v1.worker.gpu_worker": {"Worker": Worker},
         "v1.worker.gpu.model_runner": {"GPUModelRunner": GPUModelRunner},
@@ -181,6 +189,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         EngineArgs=EngineArgs, AsyncLLM=AsyncLLM, OnlineRenderer=OnlineRenderer,
         Scheduler=Scheduler, Worker=Worker, GPUModelRunner=GPUModelRunner, Attention=Attention,
         MoERunner=MoERunner, EagleModelMixin=EagleModelMixin, registered=registered, group=group,
+        APIServerProcessManager=APIServerProcessManager,
     )  # fmt: skip
 
 

@@ -159,7 +159,6 @@ def test_a_plain_model_is_not_refused():
         ("vllm_config.parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         ("vllm_config.parallel_config.use_ubatching", True, "--enable-dbo, --ubatch-size"),
-        ("vllm_config.parallel_config.data_parallel_size", 2, "data parallelism"),
         ("vllm_config.parallel_config.nnodes", 2, "several nodes"),
         ("vllm_config.model_config.rswa_window", 64, "R-SWA"),
         ("vllm_config.diffusion_config", object(), "diffusion"),

@@ -203,7 +203,7 @@ class Router:
 class RoutedSteps(Steps):
     """Of a model whose second layer routes each token."""
 
-    sequence_parallel = monolithic = several = False
+    sequence_parallel, monolithic, several, ranks_of_data = False, False, False, 1
 
     def __init__(self, *given: Any, runner_type: Any, **named: Any) -> None:
         self._type = runner_type
@@ -212,7 +212,9 @@ class RoutedSteps(Steps):
     def made(self, runner: SimpleNamespace) -> None:
         moe = self._type()
         moe.layer_id, moe.router, moe.is_monolithic = 1, Router(), self.monolithic
-        moe.moe_config = SimpleNamespace(is_sequence_parallel=self.sequence_parallel)
+        moe.moe_config = SimpleNamespace(
+            is_sequence_parallel=self.sequence_parallel, dp_size=self.ranks_of_data
+        )
         others = [copy(moe)] if self.several else []
         runner.model = torch.nn.ModuleList([moe, *others])
 
@@ -267,15 +269,16 @@ def test_experts_are_those_of_the_rows_tokens(routed):
 
 
 @pytest.mark.parametrize(
-    ("field", "reason"),
+    ("field", "value", "reason"),
     [
-        ("monolithic", "the experts of layer 1 are chosen where no hook sees it"),
-        ("sequence_parallel", "ranks route tokens of their own"),
-        ("several", "layer 1 has several routers, of tokens of several kinds"),
+        ("monolithic", True, "the experts of layer 1 are chosen where no hook sees it"),
+        ("sequence_parallel", True, "ranks route tokens of their own"),
+        ("several", True, "layer 1 has several routers, of tokens of several kinds"),
+        ("ranks_of_data", 2, "with data parallelism ranks route tokens of each other"),
     ],
 )
-def test_experts_that_no_hook_sees_are_refused_by_name(routed, field, reason):
-    some = routed(type("Other", (RoutedSteps,), {field: True}))
+def test_experts_that_no_hook_sees_are_refused_by_name(routed, field, value, reason):
+    some = routed(type("Other", (RoutedSteps,), {field: value}))
     assert reason in some.recorder.model.facts.reasons["moe_routing"]
     assert "_compute_routing" not in vars(some.runner.model[0].router)
 

@@ -28,6 +28,7 @@ from pipeline.engines.serving.answer_writer import CURRENT  # noqa: E402
 from pipeline.engines.serving.facts_file import ENDED, LiveFacts  # noqa: E402
 from pipeline.engines.serving.options import TABLE, ServeOptions  # noqa: E402
 from pipeline.engines.serving.request import CaptureRequest, ModelFacts  # noqa: E402
+from pipeline.engines.serving.sinks import END_S  # noqa: E402
 from pipeline.engines.vllm import plugin  # noqa: E402
 from pipeline.engines.vllm.hooking import (  # noqa: E402
     after,
@@ -227,18 +228,50 @@ def test_a_key_is_not_among_the_arguments_which_vllm_logs(vllm):
     assert ServeOptions.from_environment(os.environ).api_key == key
 
 
-@pytest.mark.parametrize("other", ["--grpc", "VLLM_USE_RUST_FRONTEND"])
-def test_servers_that_answer_in_other_ways_do_not_start(vllm, capsys, monkeypatch, other):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"grpc": True}, "--grpc answers without attention: leave it out"),
+        ({"headless": True}, "--headless: attention cannot be captured for a server on another"),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2},
+         "--data-parallel-size-local 2 of 4: attention cannot be captured on other machines: use "
+         "--data-parallel-hybrid-lb"),
+        ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray was not tried: use mp"),
+        ({"data_parallel_multi_port_external_lb": True}, "--data-parallel-multi-port-external-lb"),
+        ({"enable_elastic_ep": True}, "--enable-elastic-ep was not tried: leave it out"),
+        ({}, "VLLM_USE_RUST_FRONTEND answers without attention: leave it out"),
+    ],
+)  # fmt: skip
+def test_servers_that_cannot_answer_with_attention_do_not_start(
+    vllm, capsys, monkeypatch, given, says
+):
     register()
-    arguments = argparse.Namespace(model="demo", return_attention_tokens=True)
-    if other == "--grpc":
-        arguments.grpc = True
-    else:
-        monkeypatch.setattr(sys.modules["vllm.envs"], other, True)
+    if not given:
+        monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_USE_RUST_FRONTEND", True)
+    arguments = argparse.Namespace(model="demo", return_attention_tokens=True, **given)
     with pytest.raises(SystemExit) as ended:
         vllm.EngineArgs.from_cli_args(arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"attn: {other} answers without attention: leave it out\n"
+    err = capsys.readouterr().err
+    assert err.startswith(f"attn: {says}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"data_parallel_size": 2, "data_parallel_backend": "mp"},
+        {"data_parallel_size": 2, "data_parallel_size_local": 2},
+        {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True},
+        {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 0},
+        {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_rank": 0},
+    ],
+)  # fmt: skip
+def test_ranks_of_data_parallelism_on_this_machine_are_not_refused(vllm, given):
+    register()
+    defaults = {"data_parallel_backend": "mp", "headless": False, "enable_elastic_ep": False}
+    asked = {"model": "demo", "return_attention_tokens": True, **defaults, **given}
+    vllm.EngineArgs.from_cli_args(argparse.Namespace(**asked))
+    assert ServeOptions.from_environment(os.environ).is_on
 
 
 def test_a_further_process_that_answers_is_hooked_before_it_reads_a_command_line(vllm):
@@ -543,3 +576,12 @@ def test_records_are_delivered_before_the_engine_is_killed(
     ended = LiveFacts()().reasons.get("capture") == ENDED
     assert ended == answers
     assert ("records of the last second may be lost" in caplog.text) == (not answers)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, END_S), (None, END_S), (60.0, 60.0)])
+def test_processes_that_answer_have_time_to_deliver(vllm, asked, given):
+    """vLLM gives several of them none, unless it is told to."""
+    started(vllm, "--return-attention-tokens")
+    servers = vllm.APIServerProcessManager()
+    servers.shutdown(timeout=asked)
+    assert servers.had == [given]

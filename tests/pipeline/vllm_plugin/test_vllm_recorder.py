@@ -529,6 +529,8 @@ def test_a_dummy_step_between_two_is_not_captured(steps):
     req = some.request("r", 6, layers=[0], prompt_rows=1)
     some.run((req, 6))()
     some.recorder.prepare_dummy()
+    # Nor does a CUDA graph of such a step, in which capture runs by these.
+    assert not some.recorder.capture.requests.enabled.any()
     layer = some.layers[0]
     metadata = SimpleNamespace(max_query_len=6, seq_lens=torch.zeros(1), block_table=None)
     some.run_layer(layer, req.queries[0, :6], metadata)

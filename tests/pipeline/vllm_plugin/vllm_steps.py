@@ -88,7 +88,7 @@ def runner_of(
         structured_outputs_config=SimpleNamespace(reasoning_parser=parser),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1,
-            prefill_context_parallel_size=1, use_ubatching=False, data_parallel_size=1, nnodes=1,
+            prefill_context_parallel_size=1, use_ubatching=False, data_parallel_size=2, nnodes=1,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None, additional_config={},

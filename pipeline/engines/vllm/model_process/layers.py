@@ -38,7 +38,6 @@ def refusal(runner: Any) -> str | None:
         "parts of a step run beside each other (--enable-dbo, --ubatch-size)": (
             parallel.use_ubatching
         ),
-        "data parallelism was not tried": parallel.data_parallel_size > 1,
         "several nodes were not tried": parallel.nnodes > 1,
         "R-SWA attention keeps its prefix in view": (
             getattr(config.model_config, "rswa_window", None) is not None

@@ -114,8 +114,7 @@ class Recorder(RequestRecorder):
             batch: vLLM's `InputBatch`, whose tensors are being filled.
         """
         if not self._states:
-            self.capture.requests.disable_all()
-            self.capture.requests.copy()
+            self._disable_all()
             return
         began = time.perf_counter()
         self._stage = Stage.REPLAYED
@@ -180,10 +179,15 @@ class Recorder(RequestRecorder):
         state.noted = wanted[-1]
 
     def prepare_dummy(self) -> None:
-        """A step of no requests: none of its rows is captured. Those that vLLM captures graphs of
-        are not announced."""
+        """A step of no requests, as vLLM runs beside other ranks of data parallelism: none of its
+        rows is captured. Those that vLLM captures graphs of are not announced."""
         self._clear()
+        self._disable_all()
         self._stage = Stage.REPLAYED
+
+    def _disable_all(self) -> None:
+        self.capture.requests.disable_all()
+        self.capture.requests.copy()
 
     @ends_capture_not_serving
     def routed(self, index: int, experts: Tensor, weights: Tensor, logits: Tensor) -> None:

@@ -82,4 +82,6 @@ def routing_refusal(runners: Mapping[int, Sequence[Any]]) -> str | None:
             )
         if runner.moe_config.is_sequence_parallel:
             return "ranks route tokens of their own"
+        if runner.moe_config.dp_size > 1:
+            return "with data parallelism ranks route tokens of each other"
     return None
