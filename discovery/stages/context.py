@@ -12,6 +12,7 @@ from discovery.engines.protocol import Engine
 from discovery.events.log import EventLog
 from discovery.events.schema import RunPaused, RunResumed, StageName
 from discovery.execution.ahead import Ahead
+from discovery.execution.beside import Beside
 from discovery.execution.executor import Executor
 from discovery.execution.memory import MemoryPlan
 from discovery.execution.stopping import StopRequest
@@ -49,6 +50,8 @@ class RunContext:
         self.folder = self.options.output_dir / self.run_id
         # Clusters of the fit rows, from when the search for them has begun.
         self.ahead: Ahead[Any] | None = None
+        # What runs that search, if another process does.
+        self.beside: Beside | None = None
         self._stage: StageName
         self._finished: dict[str, StageCheckpoint] = {}
 
@@ -103,6 +106,8 @@ class RunContext:
         """End what is computed ahead and not wanted any more."""
         if self.ahead is not None:
             self.ahead.drop()
+        if self.beside is not None:
+            self.beside.close()
 
     def chunk_done(self, done: int, total: int) -> None:
         """Report a chunk, and stop or wait here if that was asked for."""

@@ -3,16 +3,19 @@ HDBSCAN of the map."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Floats, Ints
-from discovery.algorithms.consensus.clusters import load
+from discovery.algorithms.consensus.clusters import Clusters, load
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.map_clusters import (
     SPARSE_NEIGHBOR,
+    ClusteredRows,
     FoundClusters,
     clusters_of_map,
     clusters_of_rows,
@@ -21,6 +24,7 @@ from discovery.algorithms.map_clusters import (
 from discovery.algorithms.threads import usable_cpus
 from discovery.artifacts.projection import context_octave
 from discovery.execution.ahead import Ahead
+from discovery.execution.beside import Beside, Ended
 from discovery.runs.checkpoint import Arrays
 from pipeline.hashing import Hashes, request_hashes
 from pipeline.record import vectors as batch_vectors
@@ -29,10 +33,21 @@ from .context import RunContext
 from .neighbors import fit_distances
 from .project import saved_projection
 
+LOG = logging.getLogger("attn.discovery")
+# From so many fit rows on, a GPU takes longer to lay out the map than a process takes to start.
+BESIDE_ROWS = 200_000
 # Below this many rows a group is chance, however small a share of the window was fitted.
 LEAST_CLUSTER = 5
 # What --min-cluster-size is when it is not given.
 DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
+
+
+def begin_process(context: RunContext) -> None:
+    """Start the process that finds the clusters, where a GPU will take long to lay out a map."""
+    options = context.options
+    rows = min(options.fit_rows, context.window["rows"])
+    if context.engine.gpus and options.clustering != "hdbscan" and rows >= BESIDE_ROWS:
+        context.beside = Beside(load)
 
 
 def begin_search(context: RunContext, fit: Arrays, beside: int = 0) -> None:
@@ -50,9 +65,17 @@ def begin_search(context: RunContext, fit: Arrays, beside: int = 0) -> None:
         requests_of(context, rows), fit_size(context, rows), context.options.seed,
         clusters_of_parent(context, rows), octaves_of(context, rows),
     )  # fmt: skip
-    load()
-    threads = max(1, usable_cpus() - beside)
-    context.ahead = Ahead(lambda check: (chosen, chosen.clusters(check, threads)), context.stop)
+    threads, process = max(1, usable_cpus() - beside), context.beside
+    if process is None:
+        load()
+
+    def found(check: Callable[[], None]) -> tuple[ClusteredRows, Clusters | None]:
+        if process is None:
+            return chosen, chosen.clusters(check, threads)
+        # It is ended where nobody waits for it any more: it need not check.
+        return chosen, process.call(check, partial(chosen.clusters, threads=threads))
+
+    context.ahead = Ahead(found, context.stop)
 
 
 def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundClusters:
@@ -70,7 +93,14 @@ def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundCl
     if context.ahead is None:  # the map was there already
         begin_search(context, fit)
     assert context.ahead is not None
-    return clusters_of_rows(engine, projected, *context.ahead.result())
+    try:
+        chosen, found = context.ahead.result()
+    except Ended as ended:
+        LOG.warning("clusters are looked for again, in this process: %s", ended)
+        context.beside = None
+        begin_search(context, fit)
+        chosen, found = context.ahead.result()
+    return clusters_of_rows(engine, projected, chosen, found)
 
 
 def fit_size(context: RunContext, rows: Ints) -> int:

@@ -208,6 +208,16 @@ def test_latent_keys(tmp_path, heads, dtype, keys, share, logit):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_latent_keys_of_heads_on_two_ranks(tmp_path):
+    """Each rank has half of the heads, and all latent keys; the top k of the mean is of both."""
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", torch.bfloat16, heads=64)
+    options = "--dtype", "bfloat16", "--tp-size", "2"
+    checked(tmp_path, model, len(LAYERS), 4e-4, 2e-3, *options)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_latent_keys_of_requests_on_two_ranks(tmp_path):
     """With data-parallel attention: some ranks have prompts, or nothing, while others generate."""
     from latent_model import LAYERS, save_latent_model
