@@ -47,8 +47,8 @@ ASKED: dict[str, dict[str, Any]] = {
         "return_attention_tokens": True, "top_k_attention": 16, "attention_moe_routing": True,
     },
 }  # fmt: skip
-# What each entry says of what was asked for besides, by the field that asks.
-SAID = {"attention_logit_lens": "logit_lens", "attention_moe_routing": "top_experts"}
+# The field that each entry has for one of a request's.
+ENTRY_FIELDS = {"attention_logit_lens": "logit_lens", "attention_moe_routing": "top_experts"}
 
 
 class Server(NamedTuple):
@@ -138,8 +138,8 @@ def is_as_asked(
     """
     if not fields:
         return not entries
-    said = [name for field, name in SAID.items() if field in fields]
-    has_all = all(name in entry for entry in entries for name in said)
+    wanted = [name for field, name in ENTRY_FIELDS.items() if field in fields]
+    has_all = all(name in entry for entry in entries for name in wanted)
     # The last token of an answer is never fed, so it has no row of attention.
     return (
         len(entries) >= steps - 1

@@ -7,8 +7,8 @@ Servers of one model run on the same GPU, one without the plug-in and up to two 
 "recording", the fingerprints of every step of every request go into a store. Of the other, which
 could give entries of all modes, nobody asks in "idle"; in "raw", "sketch" and "fingerprint" every
 request asks for those of every step, in its answer; in "hubs" for fingerprints and the hubs, and in
-"lens" and "experts" for raw entries with these. A "control" is one more without the plug-in: what it
-loses is what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same
+"lens" and "experts" for raw entries with these. A "control" is one more without the plug-in: what
+it loses is what two equal servers differ by. CUDA graphs are on. All kinds take turns with the same
 prompts: in a round each answers as many requests as the batch has, all sent at once; every other
 round goes the other way round. What counts is the throughput that the engine itself reports for
 every 40 steps of the whole batch. The model has the shape of Llama 3 8B, of DeepSeek V2 Lite

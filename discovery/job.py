@@ -47,7 +47,6 @@ from discovery.runs.retention import sweep
 from discovery.runs.state import CHECKPOINT, RUN_FILE
 from discovery.stages.context import RunContext
 from discovery.stages.extract import freeze_window
-from discovery.stages.fit_clusters import begin_process
 from discovery.stages.registry import STAGES
 from pipeline.store.open import open_store
 from pipeline.store.times import as_utc
@@ -265,7 +264,6 @@ def disk_errors(output: Path) -> Iterator[None]:
 
 def run_stages(context: RunContext) -> None:
     """Run every stage that its checkpoint does not hold already."""
-    begin_process(context)
     key, log, of = "", context.log, len(STAGES)
     for number, stage in enumerate(STAGES, start=1):
         context.stop_if_asked()

@@ -34,6 +34,9 @@ WORKER, WORKER_ROW = 250e6, 300
 GPU_WORKER = 2_500e6
 # Dask in this process, and in the one that watches its workers.
 DASK = 80e6
+# The process that searches for clusters, beside a map that a GPU lays out: with so many fit rows
+# that takes longer than to start the process.
+SEARCH, SEARCHED_ROWS = 700e6, 200_000
 # Dask stops giving work to a worker at 80% of its limit.
 WORKER_HEADROOM = 1.3
 # For sorting hashes: the least, and the most.
@@ -46,11 +49,13 @@ EXCEEDED = 2
 
 class MemoryPlan(NamedTuple):
     """workers: Dask workers that the job starts, 0 for none; worker_bytes: the limit of each, or
-    None; scratch_bytes: memory for sorting hashes."""
+    None; scratch_bytes: memory for sorting hashes; searches_apart: whether a process searches for
+    clusters."""
 
     workers: int
     worker_bytes: int | None
     scratch_bytes: int
+    searches_apart: bool
 
 
 def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int) -> MemoryPlan:
@@ -66,9 +71,10 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
     """
     own_cluster = options.long_running and options.scheduler is None
     most = (engine.gpus or cores) if own_cluster else 0
-    if options.max_memory_gb is None:
-        return MemoryPlan(most, None, SCRATCH_MOST)
     chunk, fitted = min(options.chunk_rows, rows), min(options.fit_rows, rows)
+    apart = engine.gpus > 0 and options.clustering != "hdbscan" and fitted >= SEARCHED_ROWS
+    if options.max_memory_gb is None:
+        return MemoryPlan(most, None, SCRATCH_MOST, apart)
     needed = engine.at_rest_bytes + SCRATCH_LEAST + WINDOW_ROW * rows + CHUNK_ROW * chunk
     needed += fitted * (FIT_ROW + FIT_NEIGHBOR * options.umap_neighbors)
     spare = options.max_memory_gb * 1e9 - needed
@@ -79,10 +85,12 @@ def plan_memory(options: DiscoverOptions, engine: Engine, rows: int, cores: int)
             f"--max-memory-gb must be {enough:g} or more for {rows:,} rows; a new run with smaller "
             "--umap-sample-size or --batch-size needs less"
         )
+    if apart := apart and spare >= SEARCH:
+        spare -= SEARCH
     worker = ((GPU_WORKER if engine.gpus else WORKER) + WORKER_ROW * chunk) * WORKER_HEADROOM
     if workers := min(most, int(max(0, spare - DASK) // worker)):
-        return MemoryPlan(workers, int((spare - DASK) / workers), SCRATCH_LEAST)
-    return MemoryPlan(0, None, min(SCRATCH_LEAST + int(spare), SCRATCH_MOST))
+        return MemoryPlan(workers, int((spare - DASK) / workers), SCRATCH_LEAST, apart)
+    return MemoryPlan(0, None, min(SCRATCH_LEAST + int(spare), SCRATCH_MOST), apart)
 
 
 @dataclass(eq=False)

@@ -50,8 +50,8 @@ class RunContext:
         self.folder = self.options.output_dir / self.run_id
         # Clusters of the fit rows, from when the search for them has begun.
         self.ahead: Ahead[Any] | None = None
-        # What runs that search, if another process does.
-        self.beside: Beside | None = None
+        # The process that does it, if it is another one.
+        self.search_process: Beside | None = None
         self._stage: StageName
         self._finished: dict[str, StageCheckpoint] = {}
 
@@ -104,10 +104,14 @@ class RunContext:
 
     def close(self) -> None:
         """End what is computed ahead and not wanted any more."""
+        self.close_search_process()
         if self.ahead is not None:
             self.ahead.drop()
-        if self.beside is not None:
-            self.beside.close()
+
+    def close_search_process(self) -> None:
+        if self.search_process is not None:
+            self.search_process.close()
+            self.search_process = None
 
     def chunk_done(self, done: int, total: int) -> None:
         """Report a chunk, and stop or wait here if that was asked for."""

@@ -31,6 +31,7 @@ from pipeline.store.open import open_store
 from pipeline.store.times import to_micros
 
 from .context import RunContext
+from .fit_clusters import begin_search_process
 
 COLUMNS = ("request_id", "position", "layer", "phase", "token_id", "captured_at", "vector")
 
@@ -146,6 +147,7 @@ def wanted_rows(options: DiscoverOptions, now: datetime, hours: float) -> Select
 
 
 def run(context: RunContext) -> tuple[dict[str, Any], str]:
+    begin_search_process(context)
     options, left_out = context.options, context.window["left_out"]
     most, expected = options.max_per_request, context.window["rows"]
     scratch = context.checkpoint.folder / ".hashes"

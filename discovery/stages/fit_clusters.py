@@ -34,28 +34,29 @@ from .neighbors import fit_distances
 from .project import saved_projection
 
 LOG = logging.getLogger("attn.discovery")
-# From so many fit rows on, a GPU takes longer to lay out the map than a process takes to start.
-BESIDE_ROWS = 200_000
 # Below this many rows a group is chance, however small a share of the window was fitted.
 LEAST_CLUSTER = 5
 # What --min-cluster-size is when it is not given.
 DEFAULT_LEAST, DEFAULT_SHARE = 20, 0.01
 
 
-def begin_process(context: RunContext) -> None:
-    """Start the process that finds the clusters, where a GPU will take long to lay out a map."""
-    options = context.options
-    rows = min(options.fit_rows, context.window["rows"])
-    if context.engine.gpus and options.clustering != "hdbscan" and rows >= BESIDE_ROWS:
-        context.beside = Beside(load)
+def begin_search_process(context: RunContext) -> None:
+    """Start the process that will search for the clusters, if the run has one. It takes seconds to
+    be ready."""
+    if not context.memory.searches_apart:
+        return
+    try:
+        context.search_process = Beside(load)
+    except OSError as error:
+        LOG.warning("clusters are searched for in this process, which takes longer: %s", error)
 
 
-def begin_search(context: RunContext, fit: Arrays, beside: int = 0) -> None:
+def begin_search(context: RunContext, fit: Arrays, busy: int = 0) -> None:
     """Begin to find the clusters of the fit rows by trees, on the host's cores, while a GPU (or one
     core) lays out the map. Not with HDBSCAN, whose clusters are of the map.
 
     Args:
-        fit: as neighbors saved it; beside: cores that are busy with something else.
+        fit: as neighbors saved it; busy: cores that have something else to do.
     """
     if context.options.clustering == "hdbscan":
         return
@@ -65,14 +66,14 @@ def begin_search(context: RunContext, fit: Arrays, beside: int = 0) -> None:
         requests_of(context, rows), fit_size(context, rows), context.options.seed,
         clusters_of_parent(context, rows), octaves_of(context, rows),
     )  # fmt: skip
-    threads, process = max(1, usable_cpus() - beside), context.beside
+    threads, process = max(1, usable_cpus() - busy), context.search_process
     if process is None:
         load()
 
     def found(check: Callable[[], None]) -> tuple[ClusteredRows, Clusters | None]:
         if process is None:
             return chosen, chosen.clusters(check, threads)
-        # It is ended where nobody waits for it any more: it need not check.
+        # It is closed where nobody waits for it any more: there it need not check.
         return chosen, process.call(check, partial(chosen.clusters, threads=threads))
 
     context.ahead = Ahead(found, context.stop)
@@ -96,10 +97,13 @@ def clusters_of_fit(context: RunContext, fit: Arrays, points: Floats) -> FoundCl
     try:
         chosen, found = context.ahead.result()
     except Ended as ended:
-        LOG.warning("clusters are looked for again, in this process: %s", ended)
-        context.beside = None
+        # Whoever stops a run may have ended all of its processes.
+        context.stop_if_asked()
+        LOG.warning("clusters are searched for again, in this process: %s", ended)
+        context.close_search_process()
         begin_search(context, fit)
         chosen, found = context.ahead.result()
+    context.close_search_process()
     return clusters_of_rows(engine, projected, chosen, found)
 
 

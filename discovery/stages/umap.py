@@ -48,7 +48,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
     spread = np.random.default_rng(seed).uniform(-INIT_SPREAD, INIT_SPREAD, init.shape)
     init = np.where(np.ptp(init, axis=0) == 0, spread, init).astype(np.float32)
     # A layout on a CPU takes one core, and is what is waited for.
-    begin_search(context, fit, beside=0 if context.engine.gpus else 1)
+    begin_search(context, fit, busy=0 if context.engine.gpus else 1)
     near = fit_neighbors(context)
     points = context.engine.layout(projected, near, init, min_dist, seed, context.chunk_done)
     says = f"{len(points):,} rows laid out"

@@ -101,6 +101,33 @@ def test_a_limit_that_is_too_small_is_refused_and_the_one_it_names_is_enough(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("rows", "engine", "given", "apart"),
+    [
+        (200_000, gpu_engine(1), {}, True),
+        (199_999, gpu_engine(2), {}, False),
+        (900_000, gpu_engine(1), {"umap_sample_size": 199_999}, False),
+        (900_000, gpu_engine(1), {"clustering": "hdbscan"}, False),
+        (900_000, CPU, {"umap_sample_size": 900_000}, False),
+    ],
+)
+def test_a_process_searches_beside_a_large_map_on_a_gpu_alone(rows, engine, given, apart):
+    assert plan(None, rows, 4, engine, **given).searches_apart == apart
+    assert plan(100, rows, 4, engine, **given).searches_apart == apart
+
+
+def test_a_limit_has_room_for_the_process_that_searches_or_there_is_none():
+    engine, rows = gpu_engine(1), 1_000_000
+    with pytest.raises(OptionError) as refused:
+        plan(0.01, rows, 4, engine)
+    least = float(str(refused.value).split("must be ")[1].split()[0])
+    assert not plan(least, rows, 4, engine).searches_apart
+    more = plan(least + 0.8, rows, 4, engine)
+    assert more.searches_apart
+    # What it takes is no more for sorting.
+    assert more.scratch_bytes <= plan(least + 0.1, rows, 4, engine).scratch_bytes
+
+
 @pytest.mark.parametrize("engine", [CPU, gpu_engine(4)], ids=["cpu", "gpus"])
 @pytest.mark.parametrize("rows", [1, 100_000, 5_000_000, 100_000_000])
 @pytest.mark.parametrize("sample", [100, 50_000, 200_000])
@@ -139,8 +166,8 @@ def test_more_memory_never_means_fewer_workers_and_all_of_it_stays_within_the_li
 
 
 def test_without_a_limit_a_cluster_of_ones_own_has_a_worker_for_each_core_or_gpu():
-    assert plan(None, 10, 6, long_running=True) == (6, None, SCRATCH_MOST)
-    assert plan(None, 10, 6, gpu_engine(2), long_running=True) == (2, None, SCRATCH_MOST)
+    assert plan(None, 10, 6, long_running=True) == (6, None, SCRATCH_MOST, False)
+    assert plan(None, 10, 6, gpu_engine(2), long_running=True) == (2, None, SCRATCH_MOST, False)
     for engine in (CPU, gpu_engine(2)):
         assert plan(None, 10, 6, engine).workers == 0
         elsewhere = {"long_running": True, "scheduler": "tcp://127.0.0.1:1"}

@@ -25,7 +25,7 @@ from pipeline.engines.serving.facts_file import LiveFacts
 from pipeline.engines.serving.gate import CaptureGate
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.sinks import END_S
+from pipeline.engines.serving.sinks import END_S, GRACE_S
 
 from .answers import heard, rendered_chat
 from .hooking import around_coroutine, around_generator, before, hook, misfits
@@ -147,9 +147,6 @@ def refuse_other_servers(args: Any) -> None:
         "--data-parallel-backend ray was not tried: use mp": (
             given("data_parallel_backend") == "ray"
         ),
-        "--data-parallel-multi-port-external-lb was not tried: start each server by itself": (
-            given("data_parallel_multi_port_external_lb")
-        ),
         "--enable-elastic-ep was not tried: leave it out": given("enable_elastic_ep"),
     }.items():
         if applies:
@@ -175,12 +172,12 @@ def have_delivered(engine: Any, timeout: float | None = None) -> None:
 
 
 def with_time_to_deliver(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `APIServerProcessManager.shutdown`, in the process above several that answer: vLLM
-    would kill these at once, and its engines then."""
+    """Around `APIServerProcessManager.shutdown`, in the process above several that answer: after a
+    signal vLLM would kill these at once, and its engines then."""
 
     @wraps(original)
     def shutdown(servers: Any, timeout: float | None = None) -> None:
-        original(servers, timeout=timeout or END_S)
+        original(servers, timeout=timeout or END_S + GRACE_S)
 
     return shutdown
 

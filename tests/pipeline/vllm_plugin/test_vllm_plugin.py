@@ -237,7 +237,6 @@ def test_a_key_is_not_among_the_arguments_which_vllm_logs(vllm):
          "--data-parallel-size-local 2 of 4: attention cannot be captured on other machines: use "
          "--data-parallel-hybrid-lb"),
         ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray was not tried: use mp"),
-        ({"data_parallel_multi_port_external_lb": True}, "--data-parallel-multi-port-external-lb"),
         ({"enable_elastic_ep": True}, "--enable-elastic-ep was not tried: leave it out"),
         ({}, "VLLM_USE_RUST_FRONTEND answers without attention: leave it out"),
     ],
@@ -578,10 +577,12 @@ def test_records_are_delivered_before_the_engine_is_killed(
     assert ("records of the last second may be lost" in caplog.text) == (not answers)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, END_S), (None, END_S), (60.0, 60.0)])
-def test_processes_that_answer_have_time_to_deliver(vllm, asked, given):
-    """vLLM gives several of them none, unless it is told to."""
+@pytest.mark.parametrize("asked", [0, None, 60.0])
+def test_processes_that_answer_have_time_to_deliver(vllm, asked):
+    """After a signal vLLM gives several of them none, unless it is told to."""
     started(vllm, "--return-attention-tokens")
     servers = vllm.APIServerProcessManager()
     servers.shutdown(timeout=asked)
-    assert servers.had == [given]
+    (had,) = servers.had
+    # Each waits as long for the engines to deliver, and then has to end.
+    assert had == asked if asked else had > END_S
