@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from capture_kernels.errors import AttnError
 from discovery.commands.classify import classify
@@ -39,21 +39,42 @@ class UserErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except AttnError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except UsageError as error:
-            if not error.format_message():  # a group without a command shows its help
-                raise
-            command = getattr(error, "ctx", None)
-            where = command.command_path if command else "attn"
-            print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise as_one_line(error) from None
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        try:
+            return super().make_context(*given, **named)
+        except UsageError as error:
+            raise as_one_line(error) from None
+
+
+def as_one_line(error: Any) -> Exception:
+    """The exit of a command that cannot be parsed, which is said on stderr; the error itself where
+    it is a group's without a command, which shows its help."""
+    if not error.format_message():
+        return error
+    command = getattr(error, "ctx", None)
+    where = command.command_path if command else "attn"
+    print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
+    return typer.Exit(2)
+
+
+class PlainHelp(TyperCommand):
+    """Help without a table, which 80 columns have no room for where options have long names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 app = typer.Typer(
     cls=UserErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -74,7 +95,7 @@ def attn(
 
 
 app.command()(capture)
-app.command(context_settings=ANYTHING)(serve)
+app.command(cls=PlainHelp, context_settings=ANYTHING)(serve)
 app.command()(discover)
 app.command()(classify)
 app.command()(sidecar)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from capture_kernels.errors import NewRunNeededError, OptionError, WriteError
+from capture_kernels.errors import AttnError, NewRunNeededError, OptionError, WriteError
 from discovery.algorithms.threads import usable_cpus
 from discovery.artifacts.read import read_manifest
 from discovery.artifacts.schema import Manifest
@@ -112,7 +112,12 @@ def discover(
                 except NewRunNeededError as error:
                     left = [*left, f"run {resume} cannot be finished: {error}"]
             resume = None
-            window, options = new_window(options, moment)
+            try:
+                window, options = new_window(options, moment)
+            except AttnError as error:
+                for reason in left:
+                    error.add_note(f"left unfinished: {reason}")
+                raise
         if resume:
             return job.finish(options, resume)
         assert window is not None

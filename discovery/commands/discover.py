@@ -204,13 +204,12 @@ def run(
                 if figures:
                     figures.finished(manifest)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            error = Interrupted("stopped at once", stop.exit_code)
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):
-            again = resume_command(options, begun[-1].run_id)
-            print(f"finish it with: {again}", file=sys.stderr)
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("stopped at once", stop.exit_code) from None
-        raise
+            error.add_note(f"finish it with: {resume_command(options, begun[-1].run_id)}")
+        raise error from None
     finally:
         if live:
             live.close()

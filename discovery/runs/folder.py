@@ -49,7 +49,9 @@ def run_folder(output: Path, run_id: str) -> Path:
     """The folder of an existing run; `latest` is resolved. ArtifactError names the newest runs."""
     if run_id == "latest":
         if not (served := latest_id(output)):
-            raise ArtifactError(f"{output} has no latest run: run attn discover first")
+            raise ArtifactError(
+                f"{output} has no latest run: run attn discover, or choose --output"
+            )
         run_id = served
     folder = output / run_id
     if not RUN_ID.fullmatch(run_id) or not folder.is_dir():

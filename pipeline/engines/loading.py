@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
         MissingExtraError: the device does not answer, or the checkpoint needs another package.
     """
     device = choose_device(options.device)
+    check_folder(name)
     try:
         config = AutoConfig.from_pretrained(name)
         if config.is_encoder_decoder:
@@ -31,9 +33,21 @@ def load_engine(name: str, options: CaptureOptions) -> TransformersEngine:
     except ImportError as error:
         raise MissingExtraError(f"model {name!r}: {_first_line(error)}") from None
     except (OSError, ValueError) as error:
-        raise OptionError(f"cannot load model {name!r}: {_first_line(error)}") from None
+        raise cannot_load(name, error) from None
     revision = revision_of(name, config)
     return TransformersEngine(model.to(device), tokenizer, options, name=name, revision=revision)
+
+
+def check_folder(name: str) -> None:
+    """OptionError where a model's name can only be a folder's, and there is none."""
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise OptionError(f"cannot load model {name!r}: there is no such folder")
+
+
+def cannot_load(name: str, error: Exception) -> OptionError:
+    """What to raise for what `transformers` raised."""
+    here = "" if Path(name).exists() else f"there is no folder {name} here, and "
+    return OptionError(f"cannot load model {name!r}: {here}{_first_line(error)}")
 
 
 def choose_device(name: str) -> torch.device:

@@ -82,6 +82,15 @@ def _run(
     shown = _print_layers(reading)
     if note:
         print(f"note: {note}", file=sys.stderr)
+    elif reading.line and not shown:
+        numbers = ", ".join(map(str, sorted(scores)))
+        print(
+            f"error: no head of layer {numbers} shows the line: a model may look it up in another "
+            "one; see --layers, and the server's --attention-instrumentation-layers",
+            file=sys.stderr,
+        )
+    if not right:
+        print(f"error: the answer is not {example.answer!r}", file=sys.stderr)
     raise typer.Exit(int(not (right and shown)))
 
 

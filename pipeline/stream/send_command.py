@@ -100,11 +100,11 @@ def _problem(to: str, sent: int, dropped: int, gave_up: bool, timeout: float) ->
     """What the receiver lacks, and what to do; empty if it has got everything."""
     if not sent:
         return (
-            f"nobody received at {to} within {timeout:g} seconds: start the receiver, and give both"
+            f"nobody received at {to} within {timeout:g} s: start the receiver, and give both"
             " ends the same keys or none"
         )
     if gave_up:
-        return f"{to} took nothing for {timeout:g} seconds: {dropped:,} rows were not sent"
+        return f"{to} took nothing for {timeout:g} s: {dropped:,} rows were not sent"
     if dropped:
         return f"{dropped:,} rows were dropped: the receiver was too slow; lower --rate or leave it"
     return ""

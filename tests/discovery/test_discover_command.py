@@ -213,7 +213,9 @@ def test_runs_show_repeats_what_the_run_printed(attn, run):
 def test_runs_show_of_a_run_that_is_not_there_names_those_that_are(attn, run, tmp_path):
     unknown = attn("runs", "show", "2020-01-01T00-00-00", "--output", run.output)
     assert RUN_ID in refused(unknown)
-    assert "run attn discover first" in refused(attn("runs", "show", "--output", tmp_path))
+    assert "run attn discover, or choose --output" in refused(
+        attn("runs", "show", "--output", tmp_path)
+    )
 
 
 # The window, and what is in it.
@@ -543,8 +545,9 @@ def test_a_request_limit_that_leaves_too_few_rows_is_refused(attn, tmp_path):
     done = attn("discover", "--db", tmp_path / "one.db", "--output", tmp_path / "out",
                 "--hours", "0", "--max-per-request", "3")  # fmt: skip
     assert done.returncode == 2
-    said = done.stderr.splitlines()[-1]
+    said, hint = done.stderr.splitlines()[-2:]
     assert said.startswith("error: --max-per-request 3 leaves 3 of 300 rows")
+    assert hint.startswith("finish it with: attn discover")
     assert "Traceback" not in done.stderr
 
 

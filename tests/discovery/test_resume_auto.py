@@ -121,6 +121,17 @@ def test_a_run_of_other_options_is_left_and_the_line_says_so(attn, small, tmp_pa
     assert len(run_ids(output)) == 3
 
 
+def test_what_was_left_is_said_where_no_new_run_can_begin(attn, small):
+    line, output = small
+    killed_at("stage_finished:extract:", *line, *AT_NOW)
+    last_day = [word for word in line if word not in ("--hours", "0")]
+    done = attn(*last_day)
+    assert done.returncode == 2 and run_ids(output) == [RUN_ID]
+    error, left = done.stderr.splitlines()
+    assert error.startswith("error: no fingerprints in the last 24 hours")
+    assert left == f"left unfinished: run {RUN_ID} was begun with other options (--hours)"
+
+
 def test_where_and_how_a_run_is_finished_may_change(attn, small):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW)

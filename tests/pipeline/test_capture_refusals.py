@@ -1,5 +1,7 @@
 """What cannot be captured is refused by name, instead of captured wrongly."""
 
+import re
+
 import pytest
 from capture_models import make_engine, make_model, run, save_model, torch, words
 
@@ -144,6 +146,14 @@ def test_a_model_that_is_not_there_is_an_error_of_one_line(tmp_path, monkeypatch
         with pytest.raises(OptionError, match="cannot load model") as error:
             load_engine(str(tmp_path / name), CaptureOptions())
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["./none", "../none", "/none", "~/none", "."])
+def test_a_name_that_is_a_folders_alone_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    says = f"cannot load model {name!r}: " + ("" if name == "." else "there is no such folder")
+    with pytest.raises(OptionError, match=re.escape(says)):
+        load_engine(name, CaptureOptions())
 
 
 def test_devices_that_are_not_there_are_refused(tmp_path):

@@ -233,7 +233,11 @@ def test_a_prompt_that_is_too_long_is_counted_and_passed_over(tmp_path, model):
         (("--stride", 0), "stride must be 1 or more"),
         (("--sink-tokens", -1), "sink_tokens must be 0 or more"),
         (("--device", "toaster"), "unknown device 'toaster'"),
-        (("--model", "missing/model/name"), "cannot load model 'missing/model/name'"),
+        (
+            ("--model", "missing/model/name"),
+            "cannot load model 'missing/model/name': there is no "
+            "folder missing/model/name here, and ",
+        ),
         (("--prompts", "missing.txt"), "cannot read missing.txt"),
     ],
     ids=str,

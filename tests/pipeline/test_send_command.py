@@ -172,7 +172,7 @@ def test_without_a_receiver_one_line_says_so(attn, store):
         done = attn("send", store, "--to", address, "--timeout", "0.5", *more)
         assert done.returncode == 3
         assert done.stderr == (
-            f"error: nobody received at {address} within 0.5 seconds: start the receiver, and give "
+            f"error: nobody received at {address} within 0.5 s: start the receiver, and give "
             "both ends the same keys or none\n"
         )
         assert "0 rows sent in 0 messages" in done.stdout

@@ -299,7 +299,8 @@ BODIES = [
     b"", b"{", b"null", b"[]", b"7", b'"text"', b"{}", b'{"vector": null}', b'{"records": null}',
     b'{"records": {}}', b'{"records": [null]}', b'{"records": [[1]]}', b'{"vector": "0"}',
     b'{"vector": [NaN]}', b'{"vector": [1e999]}', b"\xff\xfe", b'{"vector": ["\\ud800"]}',
-    b'{"vector": [true]}', b'{"position": 1e99, "vector": [1]}', b"[" * 100_000,
+    b'{"vector": [true]}', b'{"position": 1e99, "vector": [1]}',
+    b'{"position": -1, "vector": [1]}', b'{"position": 2147483648, "vector": [1]}', b"[" * 100_000,
     b'{"a":' * 100_000, b'{"vector": [' + b"9" * 5_000 + b"]}",
 ]  # fmt: skip
 

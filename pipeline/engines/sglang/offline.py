@@ -284,12 +284,14 @@ def _tokenizer_and_dtype(model: str) -> tuple[Any, str]:
     """A model's tokenizer, and the type of its weights: SGLang would make float32 half of that."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from pipeline.engines.loading import cannot_load, check_folder
+
+    check_folder(model)
     try:
         config = AutoConfig.from_pretrained(model).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        line = next(filter(None, map(str.strip, str(error).splitlines())), repr(error))
-        raise OptionError(f"cannot load model {model!r}: {line}") from None
+        raise cannot_load(model, error) from None
     dtype = getattr(config, "dtype", None)
     return tokenizer, "auto" if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -15,12 +15,15 @@ from discovery.artifacts.classifier import Classifier
 from pipeline import record
 from pipeline.store.columns import matching_rows
 
+# Of a row, as a store holds it.
+Position = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
 
 class Vector(msgspec.Struct):
     """One fingerprint to classify. position is checked and not used: the vector says it all."""
 
     vector: list[float]
-    position: int | None = None
+    position: Position | None = None
     layout: str | int | None = None
     capture_id: str | None = None
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from .answers import Vector
+from .answers import Position, Vector
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,7 +44,7 @@ class Fingerprints(msgspec.Struct, Generic[T]):
     """Of /classify and /predict: one fingerprint, or `records`."""
 
     vector: list[float] | UnsetType = UNSET
-    position: int | None = None
+    position: Position | None = None
     layout: str | int | None = None
     capture_id: str | None = None
     records: list[T] | UnsetType = UNSET

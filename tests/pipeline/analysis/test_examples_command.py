@@ -127,6 +127,16 @@ def test_without_the_right_tokenizer_indices_are_printed_and_why(
     assert wrong.returncode == 2 and "cannot load the tokenizer" in wrong.stderr
 
 
+def test_why_an_example_failed_is_said(examples: Run, chat: Server) -> None:
+    """The demo model looks the number up in its third layer."""
+    done = examples("needle", chat, "--layers", "0,1")
+    assert done.returncode == 1 and "✓" in done.stdout
+    assert done.stderr.startswith("error: no head of layer 0, 1 shows the line")
+    assert "--attention-instrumentation-layers" in done.stderr
+    short = examples("needle", chat, "--layers", "2", "--max-tokens", "1")
+    assert (short.returncode, short.stderr) == (1, f"error: the answer is not {NEEDLE.answer!r}\n")
+
+
 def test_a_key_is_sent(demo: DemoModel, examples: Run) -> None:
     with serving(make_app(demo, chat=True, key="secret")) as server:
         assert examples("needle", server, "--api-key", "secret", "--layers", "2").returncode == 0

@@ -5,7 +5,7 @@ import { clusterName } from "../state.js";
 import { Cluster, Mark, Zone } from "../ui/marks.js";
 import { Panel, Table } from "../ui/panel.js";
 import { Empty, Failure, Loading } from "../ui/states.js";
-import { count, duration, figure, percent, sentence, shown, spaced } from "../ui/text.js";
+import { count, duration, figure, percent, plural, sentence, shown, spaced } from "../ui/text.js";
 import { change } from "./mix.js";
 
 const STATES = {
@@ -27,7 +27,7 @@ export function Drift({ stats, width }) {
       : html`<div class="stack">
           ${drift.reason && html`<p>${shown(drift.reason)}.</p>`}
           ${drift.zones ? html`<${Measured} drift=${drift} />` : html`<p class="quiet">Drift is measured from whole requests, so that one
-            long answer is not taken for a change; ${count(drift.rows)} rows of ${count(drift.requests)} came so far.</p>`}
+            long answer is not taken for a change; ${plural(drift.rows, "row")} of ${plural(drift.requests, "request")} came so far.</p>`}
         </div>`}
   <//>`;
 }

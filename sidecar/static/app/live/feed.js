@@ -1,6 +1,6 @@
 // What arrives now: one stream of /live for all views, kept for an hour.
 
-import { signal, useEffect } from "../../vendor/preact.js";
+import { signal } from "../../vendor/preact.js";
 import { events } from "../api.js";
 import { refresh, servedId, ZONES } from "../state.js";
 
@@ -26,7 +26,6 @@ export const records = [];
 export const missed = signal(0);
 
 const listeners = new Set();
-let users = 0;
 let stream = null;
 let hiddenTimer = 0;
 
@@ -36,16 +35,14 @@ export function onRecord(listener) {
   return () => listeners.delete(listener);
 }
 
-/** Keep the stream open while the component is mounted. What came stays for the next one. */
-export function useFeed() {
-  useEffect(() => {
-    users += 1;
-    open();
-    return () => {
-      users -= 1;
-      if (!users) close();
-    };
-  }, []);
+/** Keep the stream open from now on, whichever view is shown: rows of a chat are looked at later. */
+export function followFeed() {
+  open();
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(hiddenTimer);
+    if (document.hidden) hiddenTimer = setTimeout(close, HIDDEN_MS);
+    else open();
+  });
 }
 
 function open() {
@@ -65,12 +62,6 @@ function close() {
   addGap();
   feedState.value = "off";
 }
-
-document.addEventListener("visibilitychange", () => {
-  clearTimeout(hiddenTimer);
-  if (document.hidden) hiddenTimer = setTimeout(close, HIDDEN_MS);
-  else if (users) open();
-});
 
 function addZones(mix) {
   const at = Date.parse(mix.at) / 1000;

@@ -73,7 +73,7 @@ function Gate({ manifest }) {
       ["Served run", html`<a href=${`/manifold?run=${runId}`}>${runName(runId)}</a>`],
       ["Rows", count(counts.rows)], ["Clusters", count(counts.clusters)], ["In none", percent(noise)], ["Took", duration(seconds)],
     ]} />
-    <details open=${!gate.passed}><summary>Its gate: ${gate.checks.filter(({ passed }) => passed).length} of ${gate.checks.length} checks passed</summary>
+    <details open=${!gate.passed}><summary>Its gate: ${measured.filter(({ passed }) => passed).length} of ${plural(measured.length, "check")} passed</summary>
       <ul class="checks">${measured.map(({ name, passed, says }) => html`<li key=${name}>
         <${Mark} kind=${passed ? "good" : "bad"}>${passed ? "passed" : "failed"}<//> ${shown(says)}</li>`)}
         ${rest > 0 && html`<li class="quiet">${plural(rest, "other")}: not measured, as there is nothing to compare with yet.</li>`}</ul></details>`;

@@ -3,7 +3,7 @@
 import { html } from "../../vendor/preact.js";
 import { get } from "../api.js";
 import { Drift, TopClusters } from "../live/drift.js";
-import { records, tick, useFeed } from "../live/feed.js";
+import { records, tick } from "../live/feed.js";
 import { Ingest } from "../live/ingest.js";
 import { MixAgainstRun, MixOverTime } from "../live/mix.js";
 import { Nightly } from "../live/nightly.js";
@@ -24,7 +24,6 @@ const STATS_MS = 2000;
 const SAMPLE_S = 300;
 
 export default function View() {
-  useFeed();
   const stats = useLoaded((signal) => get("/stats", { signal }), [], { every: STATS_MS, keep: true });
   const runId = servedId.value;
   const manifest = useLoaded(runId && ((signal) => manifestOf(runId, signal)), [runId]);

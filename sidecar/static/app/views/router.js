@@ -1,7 +1,7 @@
 // View Router: which zone the model is in now, with its evidence, and the settings that fit it.
 
 import { html } from "../../vendor/preact.js";
-import { feedState, records, tick, useFeed } from "../live/feed.js";
+import { feedState, records, tick } from "../live/feed.js";
 import { NothingYet } from "../live/mix.js";
 import { EvidenceMeters } from "../router/evidence.js";
 import { meanEvidence, recommend } from "../router/recommend.js";
@@ -24,7 +24,6 @@ const REQUEST_S = 3600;
 const DECISIONS = 10;
 
 export default function View() {
-  useFeed();
   void tick.value;
   const asked = query.value;
   const request = useRequest(asked.request ?? null);
