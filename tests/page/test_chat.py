@@ -360,3 +360,13 @@ def test_the_page_asks_the_sidecar_alone(chat: Chat, with_engine):
     page = chat()
     ask(page, NEEDLE, **GREEDY)
     assert httpx.get(f"{with_engine[1].url}/health").status_code == 200
+
+
+def test_rows_of_an_answer_are_in_live_afterwards(chat: Chat):
+    page = chat()
+    ask(page, NEEDLE, **GREEDY)
+    page.wait_for_timeout(3_000)  # they have been streamed, and are not again
+    page.get_by_role("link", name="Live", exact=True).click()
+    latest = page.locator("[data-panel=latest]")
+    expect(latest.locator("tbody tr").first).to_be_visible()
+    expect(page.locator("[data-panel=zones]").get_by_role("meter").first).to_be_visible()
