@@ -55,8 +55,8 @@ def freeze_window(store: Store, options: DiscoverOptions, now: datetime) -> dict
     if chosen["rows"] < options.min_rows:
         widen = "widen --hours or " if options.hours else ""
         raise RunError(
-            f"only {chosen['rows']} fingerprints of {describe_group(groups[0])} in the window, "
-            f"--min-rows is {options.min_rows}: {widen}lower --min-rows"
+            f"only {chosen['rows']:,} fingerprints of {describe_group(groups[0])} in the window, "
+            f"--min-rows is {options.min_rows:,}: {widen}lower --min-rows"
         )
     shown = ("model", "layout", "capture_id", "rows")
     window = replace(wanted, model=None, layout=None, capture_id=None)

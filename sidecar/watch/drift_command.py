@@ -278,7 +278,7 @@ def show(found: Found, past: list[str], limit: float | None) -> None:
         for name, was, share in sorted(pairs, key=lambda row: -abs(row[2] - row[1])):
             label = "no cluster" if name == str(NOISE) else found.labels.get(name, "")
             table.add_row(
-                name, f"{was:.1%}", f"{share:.1%}", f"{100 * (share - was):+.1f}",
+                name, f"{was:.1%}", f"{share:.1%}", f"{100 * (share - was):+z.1f}",
                 label if kind == "clusters" else "",
             )  # fmt: skip
         screen.print(table)

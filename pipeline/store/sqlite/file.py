@@ -232,7 +232,9 @@ def open_database(
         raise StoreError(f"{path} is a folder: give a file, or a folder that holds a Parquet store")
     create = create and not read_only
     if not path.exists() and not create:
-        raise StoreError(f"{path} does not exist: make it with `attn db init --db {path}`")
+        raise StoreError(
+            f"{path} does not exist: check the path, or make it with `attn db init --db {path}`"
+        )
     database = (
         _read_only(path, busy_timeout_s) if read_only else Database(path, "rwc", busy_timeout_s)
     )
