@@ -1,5 +1,5 @@
 """The tree of `attn` commands, built once in each process: typer builds all of it at each call, in
-40 ms. It keeps nothing of a call.
+40 ms. It keeps nothing of a call but the names of the option for help.
 
 Imported by conftest.py, and by the server of processes.py before its forks.
 """
