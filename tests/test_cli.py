@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 import cli
+
+
+@pytest.fixture(autouse=True)
+def built_anew(monkeypatch):
+    """As in a process of its own, whatever other tests have parsed (`built_command.py`)."""
+    monkeypatch.setattr("typer.testing._get_command", inspect.unwrap(typer.main.get_command))
 
 
 def said(*words: str, columns: int = 80) -> tuple[int, str, str]:

@@ -390,9 +390,7 @@ def test_every_command_line_of_a_page_would_be_understood(page: Path) -> None:
         if words[0] == "attn":
             name, rest = longest_command(words)
             # Parses as the command line does: unknown and missing options are errors.
-            # As of `attn` itself: a command keeps the names that it was first asked with.
-            names = ["--help", "-h"]
-            commands()[name].make_context(name, rest, help_option_names=names)
+            commands()[name].make_context(name, rest)
         elif words[0] == "make":
             assert words[1] in targets, line
         elif words[0] == "python":

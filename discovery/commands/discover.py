@@ -204,12 +204,14 @@ def run(
                 if figures:
                     figures.finished(manifest)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            error = Interrupted("stopped at once", stop.exit_code)
+        at_once = isinstance(error, KeyboardInterrupt)
+        ended = Interrupted("stopped at once", stop.exit_code) if at_once else error
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):
-            error.add_note(f"finish it with: {resume_command(options, begun[-1].run_id)}")
-        raise error from None
+            ended.add_note(f"finish it with: {resume_command(options, begun[-1].run_id)}")
+        if at_once:
+            raise ended from None
+        raise
     finally:
         if live:
             live.close()
