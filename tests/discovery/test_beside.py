@@ -219,6 +219,7 @@ def test_a_run_whose_search_is_in_a_process_is_the_same(runs, caplog):
     assert not psutil.pid_exists(Watched.made[0].pid) and not caplog.records
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_dies_searches_again(runs, caplog, monkeypatch):
     layout = CpuEngine.layout
 
@@ -234,6 +235,7 @@ def test_a_run_whose_process_dies_searches_again(runs, caplog, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_one_searches_itself(runs, caplog, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(runs.folder / "no python"))
     assert runs("apart")["counts"]["clusters"] > 1

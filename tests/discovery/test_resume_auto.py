@@ -121,6 +121,7 @@ def test_a_run_of_other_options_is_left_and_the_line_says_so(attn, small, tmp_pa
     assert len(run_ids(output)) == 3
 
 
+@pytest.mark.slow
 def test_what_was_left_is_said_where_no_new_run_can_begin(attn, small):
     line, output = small
     killed_at("stage_finished:extract:", *line, *AT_NOW)

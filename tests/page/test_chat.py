@@ -362,6 +362,7 @@ def test_the_page_asks_the_sidecar_alone(chat: Chat, with_engine):
     assert httpx.get(f"{with_engine[1].url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_rows_of_an_answer_are_in_live_afterwards(chat: Chat):
     page = chat()
     ask(page, NEEDLE, **GREEDY)
