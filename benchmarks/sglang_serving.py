@@ -130,11 +130,11 @@ async def send(server: Server, prompts: list[list[int]], steps: int) -> None:
             body = {"input_ids": prompt, "sampling_params": sampling, **server.fields}
             answer = await client.post("/generate", json=body)
             answer.raise_for_status()
-            told = answer.json()["meta_info"]
-            entries = told.get("attention_tokens") or []
-            usage = (told.get("attention_usage") or [{}])[-1]
+            meta = answer.json()["meta_info"]
+            entries = meta.get("attention_tokens") or []
+            usage = (meta.get("attention_usage") or [{}])[-1]
             as_asked = is_as_asked(server.fields, steps, entries, usage)
-            if told["completion_tokens"] != steps or not as_asked:
+            if meta["completion_tokens"] != steps or not as_asked:
                 raise RuntimeError(
                     f"{url} gave {len(entries)} entries and answered {answer.text[:300]}"
                 )

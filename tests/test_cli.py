@@ -13,7 +13,7 @@ import cli
 
 @pytest.fixture(autouse=True)
 def built_anew(monkeypatch):
-    """As in a process of its own, whatever other tests have parsed (`built_command.py`)."""
+    """As in a separate process, whatever other tests have parsed (`built_command.py`)."""
     monkeypatch.setattr("typer.testing._get_command", inspect.unwrap(typer.main.get_command))
 
 

@@ -35,7 +35,7 @@ GPU_WORKER = 2_500e6
 # Dask in this process, and in the one that watches its workers.
 DASK = 80e6
 # The process that searches for clusters, beside a map that a GPU lays out: with so many fit rows
-# that takes longer than to start the process.
+# that takes longer than to start the process. 562 MB were seen, with two threads.
 SEARCH, SEARCHED_ROWS = 700e6, 200_000
 # Dask stops giving work to a worker at 80% of its limit.
 WORKER_HEADROOM = 1.3

@@ -53,6 +53,13 @@ def test_what_arrives_is_seen_in_every_panel(show: Callable[..., Page], traffic:
     )
     expect(panel(page, "clusters").locator("tbody tr").first).to_be_visible()
     expect(panel(page, "nightly")).to_contain_text("Served run")
+    gate = panel(page, "nightly").locator("details")
+    measured = gate.locator("li:not(.quiet)").count()
+    # Checks that had nothing to compare with have not passed.
+    assert measured and gate.locator("li.quiet").count() == 1
+    expect(gate.locator("summary")).to_have_text(
+        f"Its gate: {measured} of {measured} checks passed"
+    )
     expect(panel(page, "ingest")).to_contain_text("Nothing was lost")
     received = panel(page, "ingest").locator("dd").first
     before = received.inner_text()

@@ -129,7 +129,7 @@ def refuse_other_servers(args: Any) -> None:
         return getattr(args, name, None)
 
     local, ranks = given("data_parallel_size_local"), given("data_parallel_size") or 1
-    # With these a server has engines of its own machine alone.
+    # With these all engines of a server are on its machine.
     balanced = given("data_parallel_hybrid_lb") or given("data_parallel_external_lb") or any(
         given(name) is not None for name in ("data_parallel_start_rank", "data_parallel_rank")
     )  # fmt: skip

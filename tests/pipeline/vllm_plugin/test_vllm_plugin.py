@@ -579,7 +579,7 @@ def test_records_are_delivered_before_the_engine_is_killed(
 
 @pytest.mark.parametrize("asked", [0, None, 60.0])
 def test_processes_that_answer_have_time_to_deliver(vllm, asked):
-    """After a signal vLLM gives several of them none, unless it is told to."""
+    """After a signal vLLM gives several of them none without `--shutdown-timeout`."""
     started(vllm, "--return-attention-tokens")
     servers = vllm.APIServerProcessManager()
     servers.shutdown(timeout=asked)
