@@ -21,6 +21,9 @@ transformers = pytest.importorskip("transformers")
 pytestmark = ON_A_GPU
 # Half precision moves the hidden states of four layers.
 SHARE, LOGIT = 2e-2, 5e-2
+WAYS: dict[str, tuple[str, ...]] = {
+    "": (), "triton": ("--attention-backend", "TRITON_ATTN"), "fused": ("--attention-fused-decode",)
+}  # fmt: skip
 SHAPE = {
     "vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
     "max_position_embeddings": 2048, "initializer_range": 0.1,
@@ -329,7 +332,7 @@ def check_lens(url: str, model: Path) -> None:
     assert entries and not any("logit_lens" in entry for entry in entries)
 
 
-@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_the_logit_lens_is_the_models_head_in_chunks_and_in_graphs(tmp_path, options):
     with start(tmp_path, "--attention-logit-lens", *options) as running:
         check_lens(running.wait().url, Path(MODEL))
@@ -357,13 +360,14 @@ def check_experts(url: str, model: Path, layers: int, used: int) -> None:
     assert clear > len(prompts) * layers * NEW / 2
 
 
-def test_experts_are_those_of_the_models_routers(tmp_path):
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_experts_are_those_of_the_models_routers(tmp_path, backend):
     layers, used = 3, 2
     model = saved(tmp_path / "model", transformers.Qwen3MoeConfig(
         **SHAPE, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
         num_key_value_heads=2, num_experts=8, num_experts_per_tok=used, mlp_only_layers=[],
     ))  # fmt: skip
-    with start(tmp_path, model=model) as running:
+    with start(tmp_path, "--attention-backend", backend, model=model) as running:
         check_experts(running.wait().url, model, layers, used)
 
 
@@ -383,7 +387,7 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys, backend):
             of_head=of_head)  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [(), ("--attention-fused-decode",)], ids=["", "fused"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_soft_caps_and_windows_in_a_pool_of_their_own(tmp_path, options):
     """Gemma 2: a cap on every layer's logits, a window on every other layer."""
     layers, window, cap = 4, 48, 3.0
@@ -462,6 +466,56 @@ def test_chosen_heads_put_back_requests_chats_and_records_at_the_end(tmp_path):
     assert [token["step"] for token in chat["output_tokens"]] == [1, 2, 3, 4, 5]
     with open_store(tmp_path / "store", read_only=True) as opened:
         assert opened.counts().rows == 16 * (new - 1) + 4
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_drafts_are_rows_as_far_as_they_are_accepted(tmp_path, backend, method):
+    """Tokens that the prompt had before, and those of the model as its own draft. Requests take the
+    likeliest token, and others at random, which few drafts are. One at a time, in CUDA graphs, and
+    beside prompts."""
+    from attention_reference import AttentionReference
+
+    from pipeline.store.open import open_store
+
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    drafts |= {"model": str(MODEL)} if method == "draft_model" else {"prompt_lookup_max": 4}
+    options = ["--speculative-config", json.dumps(drafts), "--attention-backend", backend]
+    options += ["--attention-store", str(tmp_path / "store")]
+    rows, answers = 3, []
+    prompts = [(prompt * 8)[:300] for prompt in prompts_of(9)]
+    asked = {
+        "return_attention_tokens": True, "top_k_attention": 8, "include_prompt_attention": rows
+    }  # fmt: skip
+    with start(tmp_path, *options, "--cudagraph-capture-sizes", "4", "16", "64") as running:
+        url = running.wait().url
+
+        async def mixed() -> list[list[dict]]:
+            return await asyncio.gather(
+                generate(url, prompts[1::2], **asked),
+                generate(url, prompts[2::2], temperature=1, seed=1, **asked),
+            )
+
+        for found in [*asyncio.run(mixed()), asyncio.run(generate(url, prompts[:1], **asked))]:
+            answers += found
+        counts = dict(
+            re.findall(
+                r"^vllm:spec_decode_num_(\w+)_tokens_total\{.*\} (\S+)$",
+                httpx.get(f"{url}/metrics").text, re.MULTILINE,
+            )
+        )  # fmt: skip
+    drafted, accepted = float(counts["draft"]), float(counts["accepted"])
+    print(f"\n{method}, {backend}: {accepted:.0f} of {drafted:.0f} drafts accepted")
+    assert 0 < accepted < drafted
+    given = [*prompts[1::2], *prompts[2::2], prompts[0]]
+    for prompt, answer in zip(given, answers, strict=True):
+        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
+        check_raw(answer, truth, 4, rows, SHARE, LOGIT)
+        positions = [entry["position"] for entry in answer["entries"]][::4]
+        assert positions == list(range(len(prompt) - rows, len(prompt) + NEW - 1))
+        assert answer["usage"]["rows"] == NEW - 1 + rows
+    with open_store(tmp_path / "store", read_only=True) as opened:
+        assert opened.counts().rows == len(prompts) * (NEW - 1 + rows)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,6 @@ def test_a_plain_model_is_not_refused():
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("vllm_config.speculative_config", object(), "speculative decoding"),
         ("vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
         ("vllm_config.parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
@@ -210,6 +209,7 @@ def test_layers_that_decode_over_keys_of_their_own_by_number(vllm):
         "model.layers.6.attn": attention(CapturedFlashImpl, kv_sharing_target_layer_name="x"),
         "model.layers.7.attn": Latent(**vars(three)),
         "model.layers.8.mamba": SimpleNamespace(),
+        "draft_model.layers.3.attn": attention(CapturedFlashImpl, is_draft_layer=True),
     }
     config = SimpleNamespace(static_forward_context=context)
     found = attention_layers(SimpleNamespace(compilation_config=config))

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_steps import HEADS, Req, Steps, steps_of  # noqa: E402
+from vllm_steps import HEADS, DraftSteps, Req, Steps, steps_of  # noqa: E402
 
 from pipeline.engines.serving.budget import FEWEST  # noqa: E402
 from pipeline.engines.serving.steps.ranks import Ranks  # noqa: E402
@@ -43,11 +43,17 @@ class Both:
             reqs.append(rank.request(name, prompt, **wanted))
         return len(self.reqs[0]) - 1
 
-    def run(self, *parts: tuple[int, int]) -> list[tuple[int, ...]]:
-        """A step; gives what each rank had added up in it, which must be the same."""
+    def run(self, *parts: tuple[int, int], accepted: int | None = None) -> list[tuple[int, ...]]:
+        """A step; gives what each rank had added up in it, which must be the same.
+
+        Args:
+            accepted: how many drafts, if all tokens of each request but one are such.
+        """
         before = [len(group.shapes) for group in self.groups]
         for rank, reqs in zip(self.ranks, self.reqs, strict=True):
-            rank.run(*[(reqs[n], count) for n, count in parts])()
+            drafts = {reqs[n]: (count - 1, accepted) for n, count in parts}
+            given = {} if accepted is None else {"drafts": drafts}
+            rank.run(*[(reqs[n], count) for n, count in parts], **given)()
         one, other = (group.shapes[at:] for group, at in zip(self.groups, before, strict=True))
         assert one == other
         return one
@@ -100,6 +106,21 @@ def test_a_request_that_is_put_back_is_captured_again_by_both_and_taken_once(ste
     both.each("end", asks)
     both.run()
     assert [entry["position"] for entry in both.said(asks)[0]] == [5, 6, 7, 8, 9]
+
+
+def test_drafts_are_rows_of_both_ranks_whatever_is_accepted(steps):
+    both = Both(steps, kind=DraftSteps)
+    asks = both.request("asks", 6, layers=[1])
+    silent = both.request("silent", 5)
+    both.run((asks, 6), (silent, 5))
+    sums = both.run((asks, 4), (silent, 4), accepted=1)
+    assert sums == [(8, 32), (7 + 8 + 9 + 10,)] * 2
+    assert both.run((asks, 4), accepted=3) == [(4, 32), (9 + 10 + 11 + 12,)] * 2
+    both.each("end", asks)
+    both.run()
+    entries, usage = both.said(asks)
+    assert [entry["position"] for entry in entries] == [6, 7, 8, 9, 10, 11]
+    assert usage["rows"] == 6
 
 
 def test_a_request_that_ended_is_captured_by_neither(steps):

@@ -28,6 +28,7 @@ from pipeline.engines.vllm.replies import Report  # noqa: E402
 HEADS, KEY_HEADS, DIM, LAYERS, SCALE = 4, 2, 8, 2, 0.3
 MOST_RUNNING, LONGEST, WINDOW, VOCABULARY = 4, 128, 12, 50
 PAGES = (8, 4)  # tokens of a page, by KV-cache group
+DRAFTS = 3
 FIRST_TOKEN = 100  # the first generated token of a request; the others follow
 PATIENCE_MS = 10_000
 # What `get_forward_context` of the stand-in for vLLM gives.
@@ -37,8 +38,10 @@ CONTEXT = SimpleNamespace(attn_metadata={})
 @dataclass(eq=False)
 class Req:
     """As far as the plug-in looks at vLLM's `Request`, and how far it has come. outputs: that the
-    engine has; computed: tokens that are scheduled; prefill: how many it had when it began, or
-    began again; pages: of each group, in order; keys, queries: [layers, positions, ...]."""
+    engine has; computed: tokens that are scheduled, drafts among them until the engine has read
+    that they were not accepted; length: that were computed and kept; prefill: how many it had when
+    it began, or began again; pages: of each group, in order; keys, queries: [layers, positions,
+    ...]."""
 
     request_id: str
     prompt: list[int]
@@ -47,6 +50,7 @@ class Req:
     queries: Any
     outputs: list[int] = field(default_factory=list)
     computed: int = 0
+    length: int = 0
     prefill: int = 0
     pages: list[list[int]] = field(default_factory=list)
     adapter: Any = None
@@ -99,7 +103,7 @@ def runner_of(
         kv_cache_config=SimpleNamespace(kv_cache_groups=names), max_num_reqs=MOST_RUNNING,
         max_model_len=LONGEST, is_pooling_model=False, is_encoder_decoder=False,
         model=torch.nn.Module(), max_num_tokens=LONGEST, vocab_size=VOCABULARY,
-        execute_model_state=None,
+        execute_model_state=None, decode_query_len=1,
     )  # fmt: skip
 
 
@@ -183,7 +187,7 @@ class Steps:
             for number in range(LAYERS):
                 if self.group_of[number] == group:
                     self.layers[number].kv_cache[pages] = torch.nan
-        req.pages, req.computed = [], 0
+        req.pages, req.computed, req.length = [], 0, 0
 
     def end(self, req: Req) -> None:
         """It has stopped, or was aborted."""
@@ -194,11 +198,16 @@ class Steps:
 
     def run(
         self, *parts: tuple[Req, int], padding: int = 0, leave_out: int | None = None,
-        cached: int = 0,
+        cached: int = 0, drafts: dict[Req, tuple[int, int]] | None = None,
     ) -> Callable[..., None]:  # fmt: skip
         """A step over so many next tokens of some requests, of which the new ones have so many in
         the prefix cache; gives what has the engine read the sampled tokens, and take them unless
-        they are stale."""
+        they are stale, all or those of a request.
+
+        Args:
+            drafts: how many of those tokens are drafts, and how many of these are accepted.
+        """
+        drafts = drafts or {}
         new = [self._begun(req, cached) for req, _ in parts if not req.computed]
         scheduled = SimpleNamespace(
             scheduled_new_reqs=new, num_scheduled_tokens={r.request_id: n for r, n in parts}
@@ -207,43 +216,62 @@ class Steps:
         if not parts:
             return lambda: None
         reqs, counts = zip(*sorted(parts, key=lambda part: part[1]), strict=True)
-        firsts = [req.computed for req in reqs]
+        firsts = [req.length for req in reqs]
         lengths = np.add(firsts, counts).tolist()
-        for req, length in zip(reqs, lengths, strict=True):
-            req.computed = length
-            self._give_pages(req, length)
+        starts = np.cumsum([0, *counts, *[0] * padding])
+        drafted = [drafts.get(req, (0, 0)) for req in reqs]
         self.recorder.prepare(SimpleNamespace(
             req_ids=[req.request_id for req in reqs], num_reqs=len(reqs),
-            num_computed_tokens_np=np.array(firsts), num_scheduled_tokens=np.array(counts),
-            query_start_loc_np=np.cumsum([0, *counts, *[0] * padding]),
+            num_computed_tokens_np=np.array([req.computed for req in reqs]),
+            num_scheduled_tokens=np.array(counts), query_start_loc_np=starts,
+            num_draft_tokens_per_req=np.array([n for n, _ in drafted]) if drafts else None,
+            is_prefilling_np=np.array([req.length < req.prefill for req in reqs]),
         ))  # fmt: skip
+        kept = [n - d + accepted for n, (d, accepted) in zip(counts, drafted, strict=True)]
+        for req, length, count, own in zip(reqs, lengths, counts, kept, strict=True):
+            req.computed += count
+            req.length += own
+            self._give_pages(req, length)
         at = [(r, p) for r, a, b in zip(reqs, firsts, lengths, strict=True) for p in range(a, b)]
         CONTEXT.attn_metadata = {
             layer.layer_name: SimpleNamespace(
                 max_query_len=max(counts), block_table=self._table(reqs, group, padding),
                 seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
+                query_start_loc=torch.from_numpy(starts).int(),
             )
             for layer, group in zip(self.layers, self.group_of, strict=True)
         }  # fmt: skip
         for number, layer in enumerate(self.layers):
             for req, position in at:
                 self._write(req, number, position)
-            query = torch.stack([req.queries[number, position] for req, position in at])
-            query = torch.cat([query, torch.full((padding, HEADS, DIM), torch.nan)])
+            query = torch.stack([
+                req.queries[number, position] if position < req.length
+                else torch.randn((HEADS, DIM), generator=self.generator)
+                for req, position in at
+            ])  # fmt: skip
+            pad = padding * self.runner.decode_query_len
+            query = torch.cat([query, torch.full((pad, HEADS, DIM), torch.nan)])
             if number != leave_out:
                 self.run_layer(layer, query, CONTEXT.attn_metadata[layer.layer_name])
         sampled = [
-            [FIRST_TOKEN + length - len(req.prompt)] if length >= req.prefill else []
-            for req, length in zip(reqs, lengths, strict=True)
+            [
+                FIRST_TOKEN + req.length - len(req.prompt) - behind
+                for behind in reversed(range(accepted + 1))
+            ]
+            if req.length >= req.prefill
+            else []
+            for req, (_, accepted) in zip(reqs, drafted, strict=True)
         ]
         output = Output(sampled)
         self.recorder.results(output, self.ran(at, padding))
 
-        def read(*, stale: bool = False) -> None:
+        def read(*, stale: bool = False, stale_of: Req | None = None) -> None:
             found = output.get_output().sampled_token_ids
-            for req, tokens in zip(reqs, found, strict=True):
-                if req.request_id in self.scheduler.requests and not stale:
+            for req, tokens, count, own in zip(reqs, found, counts, kept, strict=True):
+                is_stale = stale or req is stale_of
+                if req.request_id in self.scheduler.requests and not is_stale:
                     req.outputs += tokens
+                    req.computed -= count - own
 
         return read
 
@@ -275,7 +303,7 @@ class Steps:
     def _begun(self, req: Req, cached: int) -> SimpleNamespace:
         tokens = req.prompt + req.outputs
         req.prefill, req.pages = len(tokens), [[] for _ in set(self.group_of)]
-        req.computed = cached
+        req.computed = req.length = cached
         self._give_pages(req, cached)
         for position in range(cached):
             for number in range(LAYERS):
@@ -301,7 +329,11 @@ class Steps:
         group = self.group_of[number]
         page, at = divmod(position, PAGES[group])
         cache = self.layers[number].kv_cache
-        cache[req.pages[group][page], :, at, :DIM] = req.keys[number, position]
+        key = req.keys[number, position]
+        # Of a draft that is not accepted, which the next step writes over.
+        if position >= req.length:
+            key = torch.randn(key.shape, generator=self.generator)
+        cache[req.pages[group][page], :, at, :DIM] = key
 
     # What became of it ---------------------------------------------------------------------------
 
@@ -361,6 +393,20 @@ class Steps:
             assert entry["logsumexp_candidates"] == pytest.approx(logsumexp, abs=1e-4)
             found.append((position, number))
         return found
+
+
+class DraftSteps(Steps):
+    """On a server with drafts of DRAFTS tokens."""
+
+    def made(self, runner: SimpleNamespace) -> None:
+        runner.decode_query_len = 1 + DRAFTS
+
+    def verify(self, *accepted: tuple[Req, int], padding: int = 0) -> Callable[..., None]:
+        """A step of each request's last token and drafts, of which so many are accepted."""
+        return self.run(
+            *[(req, 1 + DRAFTS) for req, _ in accepted], padding=padding,
+            drafts={req: (DRAFTS, count) for req, count in accepted},
+        )  # fmt: skip
 
 
 def steps_of(entries: list[dict[str, Any]]) -> list[int]:

@@ -60,7 +60,9 @@ class CapturedModel(ServedModel):
         count = config.hf_text_config.num_hidden_layers
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
-        scored = options.choose_score_layers(list(found), count) if ranks == 1 else ()
+        drafts = runner.decode_query_len > 1
+        has_scores = ranks == 1 and not drafts
+        scored = options.choose_score_layers(list(found), count) if has_scores else ()
         self.score_layers = {number: found[number] for number in scored}
         self.tapped = self.layers | self.score_layers
         reasons: dict[str, str] = {}
@@ -70,6 +72,9 @@ class CapturedModel(ServedModel):
             several = "with tensor parallelism the heads lie on several ranks"
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, several)
+        if drafts:
+            dropped = "with speculative decoding not all rows of a step are kept"
+            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), dropped)
         lensless: str | None = "start the server with --attention-logit-lens"
         if options.logit_lens:
             lensless = lens_refusal(runner, ranks)

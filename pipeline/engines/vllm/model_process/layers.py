@@ -30,7 +30,9 @@ def refusal(runner: Any) -> str | None:
     parallel = config.parallel_config
     cache = config.cache_config.cache_dtype
     reasons = {
-        "speculative decoding runs steps of its own": config.speculative_config is not None,
+        "adaptive verification decides on the device which drafts a step has": (
+            getattr(config.speculative_config, "enable_adaptive_verification", False)
+        ),
         "pipeline parallelism splits the layers": parallel.pipeline_parallel_size > 1,
         "context parallelism splits the keys": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
@@ -75,6 +77,9 @@ def attention_layers(runner: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for name, layer in runner.compilation_config.static_forward_context.items():
         if type(layer) is not Attention or not isinstance(layer.impl, IMPLEMENTATIONS):
+            continue
+        # A draft model's layers may have the numbers of the model's own.
+        if getattr(layer, "is_draft_layer", False):
             continue
         if layer.attn_type == "decoder" and layer.kv_sharing_target_layer_name is None:
             found[extract_layer_index(name)] = layer

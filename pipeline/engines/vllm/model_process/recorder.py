@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nea
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
+from .drafts import MOST_AHEAD, lengths_of, rows_of_tokens
 from .full_scores import ScoreTap, wide
 from .layers import kinds_of
 from .plans import captures, keys_of, layer_scores
@@ -71,7 +72,9 @@ class Recorder(RequestRecorder):
         if self._routers is not None:
             self._routers.observed_by(self.routed)
         self._lens = model.lens(runner, switched_off)
-        # A row of a decode step is the request of its number in the batch.
+        # The most tokens of a request in a decode step: its last one, and drafts of the next. All
+        # are rows, of which those of drafts that are not accepted are left out later.
+        self._query_len: int = runner.decode_query_len
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
         self._numbers = {layer.layer_name: number for number, layer in model.tapped.items()}
         self._names = {number: name for name, number in self._numbers.items()}
@@ -86,6 +89,7 @@ class Recorder(RequestRecorder):
         self._rows, self._stage, self._is_decode = 0, Stage.REPLAYED, False
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         self._queries: list[int] = []  # which of its tokens the noted rows are
+        self._guessed: dict[int, int] = {}  # `SampledStep.guessed`
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
         self._spent_s, self._began = 0.0, time.perf_counter()
@@ -104,6 +108,7 @@ class Recorder(RequestRecorder):
     def _clear(self) -> None:
         """Forget what was noted of a step."""
         self._captured, self._noted, self._extend, self._rows = [], [], None, 0
+        self._guessed = {}
         self._scores.begin()
 
     @all_or_none
@@ -119,11 +124,12 @@ class Recorder(RequestRecorder):
         began = time.perf_counter()
         self._stage = Stage.REPLAYED
         firsts, counts = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
-        self._is_decode = is_decode = max(counts) == 1
+        self._is_decode = is_decode = max(counts) <= self._query_len
         if self._routers is not None:
             self._routers.forget()
-        self._rows = batch.num_reqs if is_decode else 0
+        self._rows = sum(counts) if is_decode else 0
         starts = batch.query_start_loc_np.tolist()
+        drafts = batch.num_draft_tokens_per_req
         for index, name in enumerate(batch.req_ids):
             state, first = self._states.get(name), firsts[index]
             if state is not None:
@@ -131,9 +137,15 @@ class Recorder(RequestRecorder):
             # Ranks must agree: only one of them knows what was spent so far.
             if self.ranks.alone and self._budget.exceeded:
                 state = None
-            self._note(index, state, first, first + counts[index])
+            after = first + counts[index]
+            if self._query_len > 1 and not batch.is_prefilling_np[index]:
+                self._note_guessed(index, state, first, after, starts[index])
+            else:
+                # Behind a prompt, drafts only fill the step up.
+                own = after if drafts is None else after - int(drafts[index])
+                self._note(index, state, first, own, starts[index])
             if state is not None:
-                self._scores.note(index, state, first, first + counts[index], starts[index])
+                self._scores.note(index, state, first, after, starts[index])
         if is_decode:
             self._queries = [note.row for note in self._noted]
         elif self._noted:
@@ -156,27 +168,51 @@ class Recorder(RequestRecorder):
         requests, keys, queries = to_device(columns, self._device)
         self._extend = (requests, keys, queries)
 
-    def _note(self, index: int, state: VllmState | None, first: int, after: int) -> None:
-        """Note the wanted rows of a request among those at positions first to before `after`."""
+    def _note(
+        self, index: int, state: VllmState | None, first: int, after: int, row: int
+    ) -> None:  # fmt: skip
+        """Note the wanted rows of a request among those at positions first to before `after`.
+
+        Args:
+            row: of the step's queries, the first of the request.
+        """
+        wanted: list[int] = []
+        if state is not None:
+            collector = state.collector
+            begin = max(first, state.noted + 1)
+            if begin < collector.prompt_len:
+                # Of a prompt only its last rows can be wanted.
+                begin = max(begin, collector.prompt_len - collector.request.prompt_rows)
+            wanted = [p for p in range(begin, after) if collector.wants(p)]
+            state.noted = wanted[-1] if wanted else state.noted
+        self._note_rows(index, state, wanted, row - first)
+
+    def _note_guessed(
+        self, index: int, state: VllmState | None, first: int, after: int, row: int
+    ) -> None:
+        """Note all rows of a request that may have drafts. While a step before this one is under
+        way it is not known how many of its drafts were accepted: these positions are the last that
+        the rows can have (`SampledStep.placed`)."""
+        wanted = range(0)
+        if state is not None:
+            begin = max(0, first - MOST_AHEAD * (self._query_len - 1))
+            if any(map(state.collector.wants, range(begin, after))):
+                wanted, self._guessed[index] = range(first, after), first
+        self._note_rows(index, state, wanted, row - first)
+
+    def _note_rows(
+        self, index: int, state: VllmState | None, wanted: Sequence[int], row_of_0: int
+    ) -> None:
+        """row_of_0: which of the step's queries the row at position 0 would be."""
         requests = self.capture.requests
-        if state is None:
+        if state is None or not wanted:
             requests.disable(index)
             return
-        collector = state.collector
-        begin = max(first, state.noted + 1)
-        if begin < collector.prompt_len:
-            # Of a prompt only its last rows can be wanted.
-            begin = max(begin, collector.prompt_len - collector.request.prompt_rows)
-        wanted = [p for p in range(begin, after) if collector.wants(p)]
-        if not wanted:
-            requests.disable(index)
-            return
-        request = collector.request
+        request = state.collector.request
         requests.enable(index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
         for position in wanted:
-            at = index if self._is_decode else len(self._noted)
+            at = row_of_0 + position if self._is_decode else len(self._noted)
             self._noted.append(NotedRow(index, at, state, position, None))
-        state.noted = wanted[-1]
 
     def prepare_dummy(self) -> None:
         """A step of no requests, as vLLM runs beside other ranks of data parallelism: none of its
@@ -219,7 +255,7 @@ class Recorder(RequestRecorder):
         output: Tensor,
     ) -> bool:  # fmt: skip
         rows = len(metadata.seq_lens)
-        if not self._is_in_turn(number, fused, metadata, is_decode=True):
+        if not self._is_in_turn(number, fused, metadata, rows):
             return False
         own = self._keys[number]
         done = fused.decode(
@@ -237,7 +273,7 @@ class Recorder(RequestRecorder):
         Args:
             layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
         """
-        is_decode = metadata.max_query_len == 1
+        is_decode = metadata.max_query_len <= self._query_len
         number, sinks = self._numbers[layer.layer_name], layer.impl.sinks
         if is_two_sided(metadata):
             return
@@ -249,19 +285,24 @@ class Recorder(RequestRecorder):
             return
         if not is_decode and self._extend is None:
             return
-        if not self._is_in_turn(number, self.capture, metadata, is_decode):
+        count = min(len(query), len(metadata.seq_lens) * self._query_len)
+        if not self._is_in_turn(number, self.capture, metadata, count if is_decode else None):
             return
-        rows = query[: len(metadata.seq_lens)] if is_decode else query[self._extend[2]]  # type: ignore[index]
+        rows = query[:count] if is_decode else query[self._extend[2]]  # type: ignore[index]
         own = self._keys[number]
         self.capture.layer(number, wide(rows), own.keys, descale=own.scale, sinks=sinks)
         self._end_after(number, self.capture)
 
     def _is_in_turn(
-        self, number: int, capture: StepCapture, metadata: Any, is_decode: bool
+        self, number: int, capture: StepCapture, metadata: Any, decoded: int | None
     ) -> bool:
-        """Whether a layer of this number may be captured now; the first begins the step."""
+        """Whether a layer of this number may be captured now; the first begins the step.
+
+        Args:
+            decoded: how many first tokens of a decode step are its rows; None in other steps.
+        """
         if number == capture.layers[0]:
-            capture.begin(*self._tables(metadata, is_decode))
+            capture.begin(*self._tables(metadata, decoded))
             self._stage = Stage.BEGUN
         elif self._stage is not Stage.BEGUN:
             self._stage = Stage.INCOMPLETE
@@ -272,19 +313,24 @@ class Recorder(RequestRecorder):
             capture.end()
             self._stage = Stage.ENDED
 
-    def _tables(self, metadata: Any, is_decode: bool) -> list[PageTable]:
-        """Of each kind of layers, where the step's rows have their keys."""
+    def _tables(self, metadata: Any, decoded: int | None) -> list[PageTable]:
+        """Of each kind of layers, where the step's rows have their keys. decoded: as
+        `_is_in_turn` takes it."""
         from vllm.forward_context import get_forward_context
 
         of_layers = get_forward_context().attn_metadata
         tables = []
         for number in self._first_of:
             own, keys = of_layers[self._names[number]], self._keys[number]
-            if is_decode:
-                rows, lengths = self._in_turn[: len(own.seq_lens)], own.seq_lens
+            if decoded is not None and self._query_len == 1:
+                rows, lengths = self._in_turn[:decoded], own.seq_lens
+            elif decoded is not None:
+                rows, lengths = rows_of_tokens(self._in_turn[:decoded], own)
             else:
                 assert self._extend is not None
-                rows, lengths, _ = self._extend
+                rows, lengths, queries = self._extend
+                if self._query_len > 1:
+                    lengths = lengths_of(rows, queries, own)
             tables.append(
                 PageTable.of_pages(
                     own.block_table, rows, lengths, page=keys.page, page_slots=keys.page_slots
@@ -303,7 +349,9 @@ class Recorder(RequestRecorder):
         if not self._captured or not self.ranks.answers:
             return
         taken, copied = self._copied(self._taken(ran))
-        step = SampledStep(self._captured, self._noted, taken, copied, datetime.now(UTC), [])
+        step = SampledStep(
+            self._captured, self._noted, taken, copied, datetime.now(UTC), [], self._guessed
+        )
         original = output.get_output
 
         def get_output() -> Any:
@@ -364,9 +412,13 @@ class Recorder(RequestRecorder):
         for _ in range(len(self._sampled)):
             step = self._sampled.popleft()
             began = time.perf_counter()
+            begins: dict[int, int] = {}
             for index, state, times in step.requests:
                 if state.times == times:
+                    begins[index] = state.length - 1
                     state.tokens += step.sampled[index]
+            if step.guessed:
+                step = step.placed(begins)
             # With several ranks requests are captured to their ends, but nothing is said of them.
             if step.taken.is_empty or self._budget.exceeded:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -38,6 +38,11 @@ class VllmState(RequestState):
     no_scores: str | None = None
     too_many: int = 0
 
+    @property
+    def length(self) -> int:
+        """Of its prompt and the tokens that were sampled."""
+        return len(self.prompt) + len(self.tokens)
+
     def token_at(self, position: int) -> int:
         before = len(self.prompt)
         return self.prompt[position] if position < before else self.tokens[position - before]
@@ -48,6 +53,9 @@ class VllmState(RequestState):
         if self.hub >= 0 and self.noted >= 0:
             self.no_hubs = ROW_TWICE
         self.tokens = list(tokens[len(self.prompt) :])
+        # Of drafts that were accepted in a step whose tokens are not its own.
+        while self.waiting and self.waiting[-1].note.position >= self.length:
+            self.waiting.pop()
         self.noted = -1  # of all ranks, though only one of them has rows
         self.score_noted = self.scored
 
@@ -183,7 +191,7 @@ class SampledStep(NamedTuple):
     """A step whose results are on their way to the host.
 
     requests: the captured ones among its batch, by their number in it, and how often each had
-    begun again.
+    begun again; guessed: of those whose rows' positions were guessed, that of the first row.
     """
 
     requests: list[tuple[int, VllmState, int]]
@@ -192,3 +200,25 @@ class SampledStep(NamedTuple):
     copied: Any  # a CUDA event, once `taken` is there; None on a CPU
     at: datetime
     sampled: list[list[int]]  # by number in the batch, once they are there
+    guessed: dict[int, int]
+
+    def placed(self, begins: Mapping[int, int]) -> SampledStep:
+        """It with the wanted ones of the guessed rows, at their true positions: those of a
+        request's last token, and of the drafts that were accepted, each of which is a sampled token
+        but the last.
+
+        Args:
+            begins: positions of the requests' first rows, but of those that were put back.
+        """
+        noted = []
+        for note in self.noted:
+            number = note.request
+            if number in self.guessed:
+                at = note.position - self.guessed[number]
+                if number not in begins or at >= len(self.sampled[number]):
+                    continue
+                note = note._replace(position=begins[number] + at)
+                if not note.state.collector.wants(note.position):
+                    continue
+            noted.append(note)
+        return self._replace(noted=noted)
