@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from pipeline.engines.serving.steps.latent import absorbed
 
 
 class LatentLayers:
@@ -48,11 +49,7 @@ class LatentLayers:
         owner = self.over_made_keys.get(layer)
         if owner is None:
             return rows
-        without_position, turned = rows.split(
-            [owner.qk_nope_head_dim, owner.qk_rope_head_dim], dim=-1
-        )
         weights = owner.w_kc  # [H, nope, latent]
         if weights.dtype != rows.dtype:
             weights = weights.to(rows.dtype) * owner.w_scale
-        absorbed = torch.bmm(without_position.transpose(0, 1), weights).transpose(0, 1)
-        return torch.cat([absorbed, turned], dim=-1)
+        return absorbed(rows, weights)
