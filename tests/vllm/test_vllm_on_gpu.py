@@ -195,27 +195,26 @@ def test_records_of_every_request_are_stored(server):
 
 
 def saved(folder: Path, config: transformers.PretrainedConfig) -> Path:
-    import shutil
+    from random_model import save_random_model
 
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.float16).save_pretrained(folder)
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return save_random_model(folder, config, torch.float16)
 
 
 def checked(
     folder: Path, model: Path, layers: int, share: float, logit: float, *options: str,
-    mean: float | None = None, of_head: float | None = None,
+    mean: float | None = None, of_head: float | None = None, hubs: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Raw entries and fingerprints of rows of the prompt and of generated ones are the model's, and
-    full scores of the longest prompt; the `AttentionReference` of each answer. `mean` bounds errors
-    of shares on average, `of_head` those of a single head."""
+    full scores of the longest prompt, and, with `hubs`, those of two others; the
+    `AttentionReference` of each answer. `mean` bounds errors of shares on average, `of_head` those
+    of a single head."""
     from attention_reference import AttentionReference
+    from engine_checks import check_hubs
 
     prompts, rows, errors, truths = prompts_of(4), 3, [], []
-    longest = [max(prompts, key=len)]
-    with start(folder, *options, model=model) as running:
+    longest, others = [max(prompts, key=len)], [each[::-1] for each in prompts[1:3] if hubs]
+    slots = ("--attention-hub-slots", "2") if hubs else ()
+    with start(folder, *options, *slots, model=model) as running:
         url = running.wait().url
         # The prompts are in the prefix cache after the first, so that only it can have their rows.
         raw, vectors = (
@@ -226,6 +225,12 @@ def checked(
             )
         )
         whole = asyncio.run(generate(url, longest, attn_capture=1))
+        of_hubs = asyncio.run(
+            generate(url, others, return_attention_tokens=True, include_prompt_attention=True,
+                     attention_hubs=True, attention_fingerprint_mode=True)
+        )  # fmt: skip
+    for prompt, answer in zip(others, of_hubs, strict=True):
+        check_hubs(model, prompt, answer["output_ids"], answer["usage"])
     errors += check_full_scores(whole, longest, model, list(range(layers)), share, of_head=of_head)
     for prompt, answer, said in zip(prompts, raw, vectors, strict=True):
         truths.append(AttentionReference(model, prompt + answer["output_ids"]))
@@ -385,6 +390,77 @@ def test_many_query_heads_on_one_key_head(tmp_path, keys, backend):
     checked(tmp_path, model, 3, share, logit, "--kv-cache-dtype", keys,
             "--attention-backend", backend, "--dtype", dtype, mean=mean,
             of_head=of_head)  # fmt: skip
+
+
+LATENT_BACKENDS = [
+    # backend, heads, dtype, --max-num-batched-tokens
+    ("TRITON_MLA", 16, "float16", 256),
+    # This runs prompts of up to 512 tokens of a step over latent keys, and others not.
+    ("FLASH_ATTN_MLA", 32, "bfloat16", 1024),
+    # This up to 128, where all requests of a step have as many.
+    ("FLASHMLA", 32, "float16", 256),
+]
+
+
+@pytest.mark.parametrize(("backend", "heads", "dtype", "step"), LATENT_BACKENDS)
+def test_latent_keys(tmp_path, backend, heads, dtype, step):
+    """DeepSeek V2 (MLA): of a step vLLM runs some tokens over latent keys, and others over keys
+    made of these."""
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", getattr(torch, dtype), heads=heads)
+    checked(tmp_path, model, len(LAYERS), 1e-2, 2e-2, "--attention-backend", backend,
+            "--dtype", dtype, "--max-num-batched-tokens", str(step), mean=4e-4, of_head=SHARE,
+            hubs=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
+def test_latent_keys_of_8_bits(tmp_path, backend):
+    """With FLASHMLA queries of generated tokens have 8 bits, too."""
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", torch.bfloat16, heads=16)
+    checked(tmp_path, model, len(LAYERS), 0.3, 0.5, "--attention-backend", backend,
+            "--dtype", "bfloat16", "--kv-cache-dtype", "fp8", mean=2e-2, of_head=0.6,
+            hubs=True)  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_latent_keys_of_heads_on_two_ranks(tmp_path):
+    """Each rank has half of the heads, and all latent keys."""
+    from attention_reference import AttentionReference
+    from latent_model import LAYERS, save_latent_model
+
+    prompts, rows = prompts_of(4), 3
+    model = save_latent_model(tmp_path / "model", torch.float16, heads=64)
+    with start(tmp_path, "--tensor-parallel-size", "2", model=model) as running:
+        answers = asyncio.run(
+            generate(running.wait().url, prompts, return_attention_tokens=True, top_k_attention=8,
+                     include_prompt_attention=rows)
+        )  # fmt: skip
+    for prompt, answer in zip(prompts, answers, strict=True):
+        truth = AttentionReference(model, prompt + answer["output_ids"])
+        check_raw(answer, truth, len(LAYERS), rows, 1e-2, 2e-2)
+
+
+def test_the_logit_lens_of_a_model_with_latent_keys(tmp_path):
+    """Its class in vLLM hands out hidden states in a way of its own."""
+    from latent_model import save_latent_model
+
+    # A lens has four layers there.
+    model = save_latent_model(tmp_path / "model", torch.float16, heads=16, num_hidden_layers=4,
+                              first_k_dense_replace=4)  # fmt: skip
+    with start(tmp_path, "--attention-logit-lens", model=model) as running:
+        check_lens(running.wait().url, model)
+
+
+def test_experts_of_a_model_with_latent_keys(tmp_path):
+    from latent_model import LAYERS, save_latent_model
+
+    model = save_latent_model(tmp_path / "model", torch.float16, heads=16, first_k_dense_replace=0,
+                              n_routed_experts=8, n_group=1, topk_group=1)  # fmt: skip
+    with start(tmp_path, model=model) as running:
+        check_experts(running.wait().url, model, len(LAYERS), 2)
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)

@@ -19,6 +19,7 @@ from .scheduling import decide, note_end
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 WORKER = "vllm.v1.worker.gpu_worker:Worker."
 RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner."
+LATENT = "vllm.model_executor.layers.attention.mla_attention:MLAAttention."
 BACKENDS = "pipeline.engines.vllm.model_process.backends."
 # The parameters of what is hooked, as far as the hooks count on them.
 PARAMETERS = {
@@ -32,6 +33,7 @@ PARAMETERS = {
     RUNNER + "prepare_dummy_attn": ("self", "input_batch"),
     RUNNER + "sample_tokens": ("self", "grammar_output"),
     RUNNER + "shutdown": ("self",),
+    LATENT + "forward_impl": ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
 }
 # Of a `Worker`, a method that has its records delivered.
 DELIVER = "attn_deliver"
@@ -66,6 +68,7 @@ def hook_runner(worker: Any, **_: Any) -> None:
     hook(RUNNER + "prepare_dummy_attn", before(dummy_step))
     hook(RUNNER + "sample_tokens", with_results)
     hook(RUNNER + "shutdown", before(close_recorder))
+    hook(LATENT + "forward_impl", with_latent_layer)
 
 
 def without_ours(found: int, worker: Any) -> int:
@@ -194,6 +197,24 @@ def with_results(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return sample_tokens
+
+
+def with_latent_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around latent attention (MLA). vLLM's backends of that run some of a step's tokens each in a
+    call of its own; here one call has all of them."""
+
+    @wraps(original)
+    def forward_impl(
+        layer: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any,
+        *given: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        found = original(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *given, **named)
+        recorder = None if attn_metadata is None else getattr(layer, ATTRIBUTE, None)
+        if recorder is not None:
+            recorder.layer(layer, q, attn_metadata)
+        return found
+
+    return forward_impl
 
 
 def close_recorder(runner: Any, *given: Any) -> None:

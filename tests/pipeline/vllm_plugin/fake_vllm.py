@@ -132,7 +132,17 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         pass
 
     class EagleModelMixin:
-        pass
+        aux_hidden_state_layers: tuple[int, ...] = ()
+
+    class MLAAttention(SimpleNamespace):
+        """It copies its queries."""
+
+        def forward_impl(
+            self, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any,
+            output: Any, output_scale: Any = None,
+        ) -> Any:  # fmt: skip
+            output.copy_(q)
+            return output
 
     Attention = type("Attention", (SimpleNamespace,), {})  # noqa: N806
     registered: dict[str, str] = {}
@@ -160,10 +170,10 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         backends + "triton_attn": {
             "TritonAttentionBackend": triton, "TritonAttentionImpl": impls[1],
         },
-        "model_executor.layers.attention": {"Attention": Attention},
+        "model_executor.layers.attention": {"Attention": Attention, "MLAAttention": MLAAttention},
+        "model_executor.layers.attention.mla_attention": {"MLAAttention": MLAAttention},
         "model_executor.layers.fused_moe.layer": {"MoERunner": MoERunner},
         "model_executor.models.interfaces": {
-            "EagleModelMixin": EagleModelMixin,
             "supports_eagle3": lambda model: hasattr(model, "set_aux_hidden_state_layers"),
         },
         "model_executor.models.utils": {
@@ -189,7 +199,7 @@ def install(monkeypatch: pytest.MonkeyPatch, context: SimpleNamespace) -> Simple
         EngineArgs=EngineArgs, AsyncLLM=AsyncLLM, OnlineRenderer=OnlineRenderer,
         Scheduler=Scheduler, Worker=Worker, GPUModelRunner=GPUModelRunner, Attention=Attention,
         MoERunner=MoERunner, EagleModelMixin=EagleModelMixin, registered=registered, group=group,
-        APIServerProcessManager=APIServerProcessManager,
+        APIServerProcessManager=APIServerProcessManager, MLAAttention=MLAAttention,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm_steps import HEADS, KEY_HEADS, SCALE, Req, Steps
+from vllm_steps import HEADS, SCALE, Req, Steps
 
 Scored = dict[int, dict[int, Any]]
 
@@ -37,7 +37,7 @@ def check_scores(
         for position, row in rows.items():
             first = max(mask, position - window + 1 if window else 0)
             keys = req.keys[layer, first : position + 1].double()
-            keys = keys.repeat_interleave(HEADS // KEY_HEADS, dim=1)
+            keys = keys.repeat_interleave(HEADS // keys.shape[1], dim=1)
             logits = torch.einsum("hd,thd->ht", req.queries[layer, position].double(), keys)
             p = (logits * SCALE).softmax(dim=1).numpy()[slice(None) if heads is None else heads]
             np.testing.assert_allclose(row[:, first : position + 1], p, atol=1e-3)

@@ -139,8 +139,8 @@ class Steps:
         most = [MOST_RUNNING * -(-LONGEST // page) for page in PAGES]
         self.free = [(torch.randperm(n, generator=self.generator) + 1).tolist() for n in most]
         self.layers = [
-            layer_of(number, cache_of(1 + most[group], PAGES[group], layout), window or None)
-            for number, (group, window) in enumerate(zip(self.group_of, self.windows, strict=True))
+            self.new_layer(number, 1 + most[group], PAGES[group], layout)
+            for number, group in enumerate(self.group_of)
         ]
         groups = [[self.layers[0]], [self.layers[1]]] if windowed else [self.layers]
         self.runner = runner_of(self.layers, groups, parser)
@@ -155,6 +155,9 @@ class Steps:
         # Of full scores, by request: layer, position and shape, and what follows them.
         self.blocks: dict[str, list[tuple[Any, bytes]]] = {}
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
+
+    def new_layer(self, number: int, pages: int, page: int, layout: str) -> Any:
+        return layer_of(number, cache_of(pages, page, layout), self.windows[number] or None)
 
     def made(self, runner: SimpleNamespace) -> None:
         """The model is there, and no recorder yet."""
@@ -234,10 +237,9 @@ class Steps:
             self._give_pages(req, length)
         at = [(r, p) for r, a, b in zip(reqs, firsts, lengths, strict=True) for p in range(a, b)]
         CONTEXT.attn_metadata = {
-            layer.layer_name: SimpleNamespace(
-                max_query_len=max(counts), block_table=self._table(reqs, group, padding),
-                seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
-                query_start_loc=torch.from_numpy(starts).int(),
+            layer.layer_name: self.metadata(
+                [*counts, *[0] * padding], self._table(reqs, group, padding),
+                torch.tensor(lengths + [0] * padding, dtype=torch.int32),
             )
             for layer, group in zip(self.layers, self.group_of, strict=True)
         }  # fmt: skip
@@ -274,6 +276,13 @@ class Steps:
                     req.computed -= count - own
 
         return read
+
+    def metadata(self, counts: list[int], table: Any, lengths: Any) -> SimpleNamespace:
+        """Of a layer, of requests with so many tokens in the step."""
+        return SimpleNamespace(
+            max_query_len=max(counts), block_table=table, seq_lens=lengths,
+            query_start_loc=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int(),
+        )  # fmt: skip
 
     def ran(self, at: list[tuple[Req, int]], padding: int) -> SimpleNamespace:
         """What vLLM keeps of a step over some positions until it has sampled."""

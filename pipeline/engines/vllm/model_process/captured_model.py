@@ -11,7 +11,7 @@ from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.served_model import ServedModel
 
-from .layers import attention_layers
+from .layers import LATENT_BACKENDS, attention_layers, is_latent
 from .lens import LensTap, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
 
@@ -32,8 +32,8 @@ class CapturedModel(ServedModel):
         ranks: how many processes share the heads of each layer.
 
     Attributes:
-        layers: the captured ones' `Attention`, by number; score_layers: those of full scores;
-            tapped: all of these.
+        layers: the captured ones' `Attention` or `MLAAttention`, by number; score_layers: those of
+            full scores; tapped: all of these.
         handed_out: after which layers a logit lens needs the hidden states; empty for no lens.
         facts: for the gate.
 
@@ -47,7 +47,8 @@ class CapturedModel(ServedModel):
         if not found:
             raise OptionError(
                 "no layer has attention to capture: it needs --attention-backend FLASH_ATTN or "
-                "TRITON_ATTN, and no latent keys (MLA)"
+                f"TRITON_ATTN, with latent keys (MLA) {', '.join(LATENT_BACKENDS)}, and no sparse "
+                "attention"
             )
         served = config.served_model_name
         super().__init__(
@@ -61,6 +62,11 @@ class CapturedModel(ServedModel):
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
         drafts = runner.decode_query_len > 1
+        if any(map(is_latent, self.layers.values())):
+            if options.fused_decode:
+                raise OptionError("--attention-fused-decode: not over latent keys (MLA)")
+            if drafts:
+                raise OptionError("speculative decoding was not tried with latent keys (MLA)")
         has_scores = ranks == 1 and not drafts
         scored = options.choose_score_layers(list(found), count) if has_scores else ()
         self.score_layers = {number: found[number] for number in scored}

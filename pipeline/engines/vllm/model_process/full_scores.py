@@ -16,7 +16,8 @@ from pipeline.engines.serving.full_scores import check_room
 from pipeline.engines.serving.request import RequestError
 from pipeline.engines.serving.steps.layer_scores import LayerScores
 
-from .layers import LayerKeys
+from .layers import LayerKeys, block_table_of, seq_lens_of
+from .queries import StepQueries
 from .states import ScoreRows, StepScores, VllmState
 
 
@@ -60,24 +61,22 @@ class ScoreTap:
         self._rows.append(ScoreRows(index, state, row + begin - first, begin, after))
 
     def layer(
-        self, number: int, query: Tensor, metadata: Any, *, is_decode: bool, sinks: Tensor | None
-    ) -> None:
-        """A layer has run, and its keys were written.
-
-        Args:
-            query: [tokens, heads, head_dim]; metadata: of the layer.
-        """
+        self, number: int, queries: StepQueries, metadata: Any, *, is_decode: bool,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """A layer has run, and its keys were written. metadata: of the layer."""
         # A CUDA graph keeps the queries whether or not anybody asks for them now.
-        if number not in self._of_layers.kinds or not (self._rows or (is_decode and query.is_cuda)):
+        if number not in self._of_layers.kinds or not (
+            self._rows or (is_decode and queries.is_cuda)
+        ):
             return
         self._run_with[number] = {"descale": self._keys[number].scale, "sinks": sinks}
-        queries = wide(query)
         if is_decode:
-            rows = len(metadata.seq_lens)
-            self._of_layers.keep(number, queries[:rows], metadata.seq_lens)
+            self._of_layers.keep(number, queries.of_decode, seq_lens_of(metadata))
             return
+        table = block_table_of(metadata)
         for rows_of in self._rows:
-            self._take(rows_of, number, queries[rows_of.row :], metadata.block_table)
+            self._take(rows_of, number, queries, table)
             if number in rows_of.found:
                 rows_of.found[number] = on_its_way(rows_of.found[number])
 
@@ -94,27 +93,24 @@ class ScoreTap:
         if table is not None:
             for number in self._run_with:
                 for each in rows:
-                    kept = self._of_layers.kept(number)[each.row :]
-                    self._take(each, number, kept, table(number))
+                    self._take(each, number, self._of_layers.kept(number), table(number))
             written = self._of_layers.take_written([each.row for each in rows])
         return StepScores(rows, written, self._of_layers.layers)
 
-    def _take(self, rows: ScoreRows, number: int, queries: Tensor, table: Tensor) -> None:
+    def _take(
+        self, rows: ScoreRows, number: int, queries: StepQueries | Tensor, table: Tensor
+    ) -> None:
+        """queries: of the whole step."""
         request = rows.state.collector.request
         if number not in (request.scores or ()):
             return
         started = time.perf_counter()
         own = self._keys[number]
         rows.found[number] = self._of_layers.of_rows(
-            number, request, queries[: rows.end - rows.begin], own.keys,
+            number, request, queries[rows.row : rows.row + rows.end - rows.begin], own.keys,
             slots_of(table[rows.request], own, rows.end), rows.begin, **self._run_with[number],
         )  # fmt: skip
         rows.seconds += time.perf_counter() - started
-
-
-def wide(queries: Tensor) -> Tensor:
-    """Queries of 8 bits as bfloat16, exactly: their scale is with the keys'."""
-    return queries.to(torch.bfloat16) if queries.element_size() == 1 else queries
 
 
 def slots_of(pages: Tensor, keys: LayerKeys, length: int) -> Tensor:

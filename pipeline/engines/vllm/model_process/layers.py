@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.steps.ranks import Ranks
 
+# Of latent attention (MLA): those whose cache is one plain tensor of latent keys a layer.
+LATENT_BACKENDS = ("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA")
 # Of --kv-cache-dtype: keys of one type, with one scale a layer or a head.
 CACHE_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
@@ -68,22 +70,48 @@ def graph_refusal(runner: Any) -> str | None:
 
 
 def attention_layers(runner: Any) -> dict[int, Any]:
-    """The `Attention` of each layer that decodes over keys of its own, by number."""
-    from vllm.model_executor.layers.attention import Attention
+    """The `Attention` or `MLAAttention` of each layer that decodes over keys of its own, by
+    number."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.models.utils import extract_layer_index
 
     from .backends import IMPLEMENTATIONS
 
     found: dict[int, Any] = {}
     for name, layer in runner.compilation_config.static_forward_context.items():
-        if type(layer) is not Attention or not isinstance(layer.impl, IMPLEMENTATIONS):
-            continue
         # A draft model's layers may have the numbers of the model's own.
         if getattr(layer, "is_draft_layer", False):
             continue
-        if layer.attn_type == "decoder" and layer.kv_sharing_target_layer_name is None:
+        is_captured = False
+        if type(layer) is MLAAttention:
+            is_captured = layer.attn_backend.get_name() in LATENT_BACKENDS
+        elif type(layer) is Attention and isinstance(layer.impl, IMPLEMENTATIONS):
+            shares = layer.kv_sharing_target_layer_name is not None
+            is_captured = layer.attn_type == "decoder" and not shares
+        if is_captured:
             found[extract_layer_index(name)] = layer
     return dict(sorted(found.items()))
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether a layer has latent keys (MLA), one of each token for all heads."""
+    return hasattr(layer, "kv_lora_rank")
+
+
+def block_table_of(metadata: Any) -> Tensor:
+    """int32[requests, pages] of a layer's step."""
+    if hasattr(metadata, "block_table"):
+        return cast("Tensor", metadata.block_table)
+    # Of latent attention: of the requests that run over latent keys, and of the others, in turn.
+    halves = (metadata.decode, metadata.prefill)
+    tables = [half.block_table for half in halves if half is not None]
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def seq_lens_of(metadata: Any) -> Tensor:
+    """int32[requests]: the keys of each request of a layer's decode step."""
+    of_all = metadata if hasattr(metadata, "seq_lens") else metadata.decode
+    return cast("Tensor", of_all.seq_lens)
 
 
 def ranks_of_this_process() -> Ranks:
@@ -117,7 +145,8 @@ class LayerKeys:
     """The keys of a layer in its cache. group: number of the table of pages that it has.
 
     Attributes:
-        keys: [KV slots, key_heads, head_dim], a view; values: the same of what follows each key.
+        keys: [KV slots, key_heads, head_dim], a view; values: the same of what follows each key,
+            which is nothing after a latent one.
         page, page_slots: as `PageTable` has them.
         scale: float32, one for all or one for each key head, what keys are multiplied by, times
             what queries of 8 bits are; None if neither is.
@@ -139,6 +168,8 @@ class LayerKeys:
     def of_layer(cls, layer: Any, group: int, *, query_is_8_bit: bool) -> LayerKeys:
         """OptionError if KV slots do not lie at equal distances."""
         cache = layer.kv_cache  # [pages, key heads, tokens of a page, keys and values]
+        if is_latent(layer):  # [pages, tokens of a page, latent key]
+            cache = cache.unsqueeze(1)
         dim = layer.head_size
         if cache.dtype == torch.uint8:
             cache = cache.view(torch.float8_e4m3fn)
@@ -180,7 +211,7 @@ def kinds_of(layers: Mapping[int, Any], tables: Mapping[int, Hashable]) -> list[
             raise OptionError(f"layer {number} attends to images on both sides")
         kind = (
             layer.num_heads, layer.num_kv_heads, layer.head_size, float(layer.impl.scale),
-            layer.impl.logits_soft_cap or None, layer.sliding_window or 0,
+            getattr(layer.impl, "logits_soft_cap", None) or None, layer.sliding_window or 0,
             tables[number],
         )  # fmt: skip
         numbers.setdefault(kind, []).append(number)

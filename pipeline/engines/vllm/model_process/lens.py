@@ -133,7 +133,7 @@ def decoder_of(model: Any) -> Any:
 
 def lens_refusal(runner: Any, ranks: int) -> str | None:
     """Why there is no lens of this model; None if there is one."""
-    from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
+    from vllm.model_executor.models.interfaces import supports_eagle3
 
     if ranks > 1:
         return "with tensor parallelism the head's vocabulary lies on several ranks"
@@ -143,9 +143,10 @@ def lens_refusal(runner: Any, ranks: int) -> str | None:
         return "--skip-tokenizer-init leaves tokens without a text"
     if not isinstance(runner.vllm_config.additional_config, dict):
         return "--additional-config is no dictionary"
-    # Some classes have the first by inheritance, and others' layers.
+    # Some classes have the first by inheritance, and others' layers. Of those that do, some are
+    # `EagleModelMixin`s, and some (DeepSeek V2's) do the same themselves.
     hands_out = supports_eagle3(runner.model)
-    if not (hands_out and isinstance(decoder_of(runner.model), EagleModelMixin)):
+    if not (hands_out and hasattr(decoder_of(runner.model), "aux_hidden_state_layers")):
         return "vLLM's class of this model does not hand out hidden states of its layers"
     if last_norm(decoder_of(runner.model)) is None:
         return "the model has no norm after its layers"

@@ -19,7 +19,7 @@ from pipeline.engines.serving.steps.layer_scores import LayerScores
 from pipeline.engines.serving.steps.ranks import Ranks
 
 from .captured_model import CapturedModel
-from .layers import LayerKeys, kinds_of, ranks_of_this_process
+from .layers import LayerKeys, is_latent, kinds_of, ranks_of_this_process
 
 
 def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
@@ -27,8 +27,8 @@ def keys_of(runner: Any, model: CapturedModel) -> dict[int, LayerKeys]:
     groups = group_of_layers(runner.kv_cache_config.kv_cache_groups)
     return {
         number: LayerKeys.of_layer(
-            layer, groups[layer.layer_name], query_is_8_bit=layer.query_quant is not None
-            and layer.impl.supports_quant_query_input,
+            layer, groups[layer.layer_name], query_is_8_bit=not is_latent(layer)
+            and layer.query_quant is not None and layer.impl.supports_quant_query_input,
         )
         for number, layer in model.tapped.items()
     }  # fmt: skip

@@ -30,9 +30,10 @@ from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
 from .drafts import MOST_AHEAD, lengths_of, rows_of_tokens
-from .full_scores import ScoreTap, wide
-from .layers import kinds_of
+from .full_scores import ScoreTap
+from .layers import block_table_of, kinds_of, seq_lens_of
 from .plans import captures, keys_of, layer_scores
+from .queries import StepQueries
 from .request_recorder import RequestRecorder
 from .states import SampledStep, StepTaken, VllmState, WaitingRow
 
@@ -263,7 +264,8 @@ class Recorder(RequestRecorder):
         )
         self._end_after(number, fused)
         if done:
-            self._scores.layer(number, query, metadata, is_decode=True, sinks=layer.impl.sinks)
+            queries = StepQueries(layer, query, metadata, rows)
+            self._scores.layer(number, queries, metadata, is_decode=True, sinks=layer.impl.sinks)
         return done
 
     @all_or_none
@@ -271,13 +273,18 @@ class Recorder(RequestRecorder):
         """A layer has run: take what is captured of it. Its keys are in its cache.
 
         Args:
-            layer: vLLM's `Attention`; query: [tokens, heads, head_dim]; metadata: of the step.
+            layer: vLLM's `Attention` or `MLAAttention`; query: [tokens, heads, head_dim], as it
+                was given them; metadata: of the step.
         """
         is_decode = metadata.max_query_len <= self._query_len
-        number, sinks = self._numbers[layer.layer_name], layer.impl.sinks
+        number, sinks = self._numbers[layer.layer_name], getattr(layer.impl, "sinks", None)
         if is_two_sided(metadata):
             return
-        self._scores.layer(number, query, metadata, is_decode=is_decode, sinks=sinks)
+        decoded = None
+        if is_decode:
+            decoded = min(len(query), len(seq_lens_of(metadata)) * self._query_len)
+        queries = StepQueries(layer, query, metadata, decoded)
+        self._scores.layer(number, queries, metadata, is_decode=is_decode, sinks=sinks)
         if number not in self.capture.layers:
             return
         # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
@@ -285,12 +292,11 @@ class Recorder(RequestRecorder):
             return
         if not is_decode and self._extend is None:
             return
-        count = min(len(query), len(metadata.seq_lens) * self._query_len)
-        if not self._is_in_turn(number, self.capture, metadata, count if is_decode else None):
+        if not self._is_in_turn(number, self.capture, metadata, decoded):
             return
-        rows = query[:count] if is_decode else query[self._extend[2]]  # type: ignore[index]
+        rows = queries.of_decode if self._extend is None or is_decode else queries[self._extend[2]]
         own = self._keys[number]
-        self.capture.layer(number, wide(rows), own.keys, descale=own.scale, sinks=sinks)
+        self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=sinks)
         self._end_after(number, self.capture)
 
     def _is_in_turn(
@@ -323,7 +329,7 @@ class Recorder(RequestRecorder):
         for number in self._first_of:
             own, keys = of_layers[self._names[number]], self._keys[number]
             if decoded is not None and self._query_len == 1:
-                rows, lengths = self._in_turn[:decoded], own.seq_lens
+                rows, lengths = self._in_turn[:decoded], seq_lens_of(own)
             elif decoded is not None:
                 rows, lengths = rows_of_tokens(self._in_turn[:decoded], own)
             else:
@@ -333,7 +339,7 @@ class Recorder(RequestRecorder):
                     lengths = lengths_of(rows, queries, own)
             tables.append(
                 PageTable.of_pages(
-                    own.block_table, rows, lengths, page=keys.page, page_slots=keys.page_slots
+                    block_table_of(own), rows, lengths, page=keys.page, page_slots=keys.page_slots
                 )
             )
         return tables
@@ -368,8 +374,7 @@ class Recorder(RequestRecorder):
         """What was captured of the step that has run, on the device."""
 
         def table(number: int) -> Tensor:
-            found: Tensor = ran.attn_metadata[self._names[number]].block_table
-            return found
+            return block_table_of(ran.attn_metadata[self._names[number]])
 
         scores = self._scores.end(table if self._is_decode else None)
         replayed = self.on_gpu and self._stage is Stage.REPLAYED

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from running_sglang import MODEL
+from shared import REPO
+
+MODEL = REPO / "examples" / "demo_model"
 
 
 def save_random_model(

@@ -1,0 +1,34 @@
+"""A tiny DeepSeek V2 with random weights, whose attention has latent keys (MLA)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from random_model import save_random_model
+
+LAYERS = [0, 1, 2]
+
+
+def save_latent_model(
+    folder: Path, dtype: torch.dtype, *, heads: int = 4, **changed: object
+) -> Path:
+    """The model, with the tokenizer of the demo model. changed: of its configuration."""
+    own: dict[str, object] = {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512,
+        "moe_intermediate_size": 128, "num_hidden_layers": len(LAYERS),
+        "num_attention_heads": heads, "num_key_value_heads": heads,
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        # Experts are for tests of routing; which are chosen must not depend on rounding.
+        "first_k_dense_replace": len(LAYERS), "moe_layer_freq": 1,
+        "max_position_embeddings": 2048, "initializer_range": 0.06,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32,
+            "beta_slow": 1, "original_max_position_embeddings": 512, "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    }  # fmt: skip
+    config = transformers.DeepseekV2Config(**own | changed)
+    return save_random_model(folder, config, dtype)
