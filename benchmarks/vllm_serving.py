@@ -3,9 +3,10 @@
     python benchmarks/vllm_serving.py [--batches 64,8,1] [--rounds 5] [--steps 400]
         [--layers last] [--kinds recording] [--shape llama-8b] [--folder DIR] [--json PATH]
 
-As `sglang_serving.py`, of which the kinds of servers, the models and the rounds are: servers of one
-model take turns with the same prompts of CONTEXT tokens, which are in the prefix cache. What counts
-are the generated tokens that the engine's own metrics count while the whole batch is running.
+As `sglang_serving.py`, of which the kinds of servers, the models (of the shapes of Llama 3 8B and
+of DeepSeek V2 Lite, with latent keys) and the rounds are: servers of one model take turns with the
+same prompts of CONTEXT tokens, which are in the prefix cache. What counts are the generated tokens
+that the engine's own metrics count while the whole batch is running.
 CUDA graphs are on, whole ones for decode steps. The server called fused, for which --kinds fused is
 a run by itself as a GPU has no room for three, has --attention-fused-decode.
 
@@ -42,7 +43,9 @@ from benchmarks.vllm_process import VllmProcess
 REPO = Path(__file__).resolve().parents[1]
 TOKENIZER = REPO / "examples" / "demo_model"
 # That of the tokenizer: what a larger one costs is the same with and without capture.
-SHAPE = {"llama-8b": SHAPES["llama-8b"] | {"vocab_size": 2_048}}
+SHAPE = {
+    name: SHAPES[name] | {"vocab_size": 2_048} for name in ("llama-8b", "deepseek-v2-lite")
+}  # fmt: skip
 LONGEST = 131_072
 MOST_PERCENT = 1.0
 WITHOUT = {"VLLM_PLUGINS": "none"}
@@ -58,9 +61,11 @@ def start(
     model: Path, log: Path, asked: argparse.Namespace, options: list[str] | None
 ) -> VllmProcess:
     shape = SHAPE[asked.shape]
-    per_token = (
-        2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    )
+    if "kv_lora_rank" in shape:  # one latent key, and no values
+        numbers = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
+    else:
+        numbers = 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    per_token = 2 * shape["num_hidden_layers"] * numbers
     # vLLM wants room for a request of the longest context.
     tokens = max(max(asked.batches) * (CONTEXT + asked.steps + 64), LONGEST + 256)
     return VllmProcess(
