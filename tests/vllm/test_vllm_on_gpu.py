@@ -421,8 +421,7 @@ def test_latent_keys_of_8_bits(tmp_path, backend):
 
     model = save_latent_model(tmp_path / "model", torch.bfloat16, heads=16)
     checked(tmp_path, model, len(LAYERS), 0.3, 0.5, "--attention-backend", backend,
-            "--dtype", "bfloat16", "--kv-cache-dtype", "fp8", mean=2e-2, of_head=0.6,
-            hubs=True)  # fmt: skip
+            "--dtype", "bfloat16", "--kv-cache-dtype", "fp8", mean=2e-2, of_head=0.6)  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
