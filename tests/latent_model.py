@@ -1,9 +1,10 @@
-"""A tiny DeepSeek V2 with random weights, whose attention has latent keys (MLA)."""
+"""Tiny DeepSeek V2 and V3 with random weights, whose attention has latent keys (MLA)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import transformers
 from random_model import save_random_model
@@ -32,3 +33,29 @@ def save_latent_model(
     }  # fmt: skip
     config = transformers.DeepseekV2Config(**own | changed)
     return save_random_model(folder, config, dtype)
+
+
+def save_drafting_model(folder: Path, dtype: torch.dtype, *, heads: int = 16) -> Path:
+    """A DeepSeek V3 that has one more layer to draft tokens with (MTP), a copy of its last one."""
+    layers = len(LAYERS)
+    config = transformers.DeepseekV3Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        q_lora_rank=None, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=layers + 1, max_position_embeddings=2048, initializer_range=0.06,
+    )  # fmt: skip
+    save_random_model(folder, config, dtype)
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    last, own = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    added = {own + name.removeprefix(last): each for name, each in weights.items() if last in name}
+    added |= {
+        own + "embed_tokens.weight": weights["model.embed_tokens.weight"],
+        own + "shared_head.head.weight": weights["lm_head.weight"],
+        own + "eh_proj.weight": torch.eye(config.hidden_size, dtype=dtype).repeat(1, 2),
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"{own}{name}.weight"] = weights["model.norm.weight"]
+    copies = {name: each.clone() for name, each in (weights | added).items()}
+    safetensors.torch.save_file(copies, path, metadata={"format": "pt"})
+    return folder

@@ -543,54 +543,91 @@ def test_chosen_heads_put_back_requests_chats_and_records_at_the_end(tmp_path):
         assert opened.counts().rows == 16 * (new - 1) + 4
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_drafts_are_rows_as_far_as_they_are_accepted(tmp_path, backend, method):
-    """Tokens that the prompt had before, and those of the model as its own draft. Requests take the
-    likeliest token, and others at random, which few drafts are. One at a time, in CUDA graphs, and
-    beside prompts."""
+def checked_drafts(
+    folder: Path, model: Path, layers: int, drafts: dict[str, object], share: float, logit: float,
+    *options: str,
+) -> tuple[int, int]:  # fmt: skip
+    """Raw entries of rows of prompts and of generated ones are the model's, each row is there once,
+    and so is its record; gives how many drafts there were and how many were accepted. Requests take
+    the likeliest token, and others at random, which few drafts are; together, and one alone."""
     from attention_reference import AttentionReference
 
     from pipeline.store.open import open_store
 
-    drafts = {"method": method, "num_speculative_tokens": 3}
-    drafts |= {"model": str(MODEL)} if method == "draft_model" else {"prompt_lookup_max": 4}
-    options = ["--speculative-config", json.dumps(drafts), "--attention-backend", backend]
-    options += ["--attention-store", str(tmp_path / "store")]
-    rows, answers = 3, []
-    prompts = [(prompt * 8)[:300] for prompt in prompts_of(9)]
+    rows = 3
+    prompts = [(prompt * 8)[:300] for prompt in prompts_of(7)]
     asked = {
         "return_attention_tokens": True, "top_k_attention": 8, "include_prompt_attention": rows
     }  # fmt: skip
-    with start(tmp_path, *options, "--cudagraph-capture-sizes", "4", "16", "64") as running:
+    config = {"num_speculative_tokens": 3} | drafts
+    more = ("--speculative-config", json.dumps(config), "--attention-store", str(folder / "store"))
+    graphs = ("--cudagraph-capture-sizes", "4", "16", "64")
+    with start(folder, *more, *graphs, *options, model=model) as running:
         url = running.wait().url
 
         async def mixed() -> list[list[dict]]:
             return await asyncio.gather(
-                generate(url, prompts[1::2], **asked),
-                generate(url, prompts[2::2], temperature=1, seed=1, **asked),
+                generate(url, prompts[1:4], **asked),
+                generate(url, prompts[4:], temperature=1, seed=1, **asked),
             )
 
-        for found in [*asyncio.run(mixed()), asyncio.run(generate(url, prompts[:1], **asked))]:
-            answers += found
+        likeliest, random = asyncio.run(mixed())
+        answers = asyncio.run(generate(url, prompts[:1], **asked)) + likeliest + random
         counts = dict(
             re.findall(
                 r"^vllm:spec_decode_num_(\w+)_tokens_total\{.*\} (\S+)$",
                 httpx.get(f"{url}/metrics").text, re.MULTILINE,
             )
         )  # fmt: skip
-    drafted, accepted = float(counts["draft"]), float(counts["accepted"])
-    print(f"\n{method}, {backend}: {accepted:.0f} of {drafted:.0f} drafts accepted")
-    assert 0 < accepted < drafted
-    given = [*prompts[1::2], *prompts[2::2], prompts[0]]
-    for prompt, answer in zip(given, answers, strict=True):
-        truth = AttentionReference(Path(MODEL), prompt + answer["output_ids"])
-        check_raw(answer, truth, 4, rows, SHARE, LOGIT)
-        positions = [entry["position"] for entry in answer["entries"]][::4]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        truth = AttentionReference(model, prompt + answer["output_ids"])
+        check_raw(answer, truth, layers, rows, share, logit)
+        positions = [entry["position"] for entry in answer["entries"]][::layers]
         assert positions == list(range(len(prompt) - rows, len(prompt) + NEW - 1))
         assert answer["usage"]["rows"] == NEW - 1 + rows
-    with open_store(tmp_path / "store", read_only=True) as opened:
+    with open_store(folder / "store", read_only=True) as opened:
         assert opened.counts().rows == len(prompts) * (NEW - 1 + rows)
+    drafted, accepted = int(float(counts["draft"])), int(float(counts["accepted"]))
+    print(f"\n{drafts} {options}: {accepted} of {drafted} drafts accepted")
+    return drafted, accepted
+
+
+# Tokens that follow what the last ones followed before.
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_drafts_are_rows_as_far_as_they_are_accepted(tmp_path, backend, method):
+    drafts = NGRAM if method == "ngram" else {"method": method, "model": str(MODEL)}
+    drafted, accepted = checked_drafts(
+        tmp_path, MODEL, 4, drafts, SHARE, LOGIT, "--attention-backend", backend
+    )
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"])
+def test_drafts_over_latent_keys(tmp_path, backend):
+    from latent_model import LAYERS, save_latent_model
+
+    dtype = "bfloat16" if backend == "FLASH_ATTN_MLA" else "float16"
+    model = save_latent_model(tmp_path / "model", getattr(torch, dtype), heads=32)
+    drafted, accepted = checked_drafts(
+        tmp_path, model, len(LAYERS), NGRAM, 1e-2, 2e-2, "--attention-backend", backend,
+        "--dtype", dtype,
+    )  # fmt: skip
+    assert 0 < accepted < drafted
+
+
+def test_drafts_of_a_layer_of_the_model(tmp_path):
+    """DeepSeek V3 (MTP), whose layer to draft with is not captured."""
+    from latent_model import LAYERS, save_drafting_model
+
+    model = save_drafting_model(tmp_path / "model", torch.float16)
+    drafted, accepted = checked_drafts(
+        tmp_path, model, len(LAYERS), {"method": "mtp", "num_speculative_tokens": 2}, 1e-2, 2e-2
+    )
+    assert accepted < drafted
 
 
 @pytest.mark.parametrize(

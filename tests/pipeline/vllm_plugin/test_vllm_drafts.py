@@ -21,7 +21,7 @@ from vllm_steps import (  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
-from pipeline.engines.vllm.model_process.drafts import lengths_of, rows_of_tokens  # noqa: E402
+from pipeline.engines.vllm.model_process.drafts import TokenRows  # noqa: E402
 from pipeline.engines.vllm.model_process.layers import refusal  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
@@ -141,18 +141,18 @@ def test_records_are_of_kept_rows(steps, tmp_path):
 @pytest.mark.parametrize(("padding", "spare"), [(0, 0), (2, 0), (0, 5), (3, 1)])
 def test_rows_of_tokens_are_those_of_their_requests(padding, spare):
     counts, lengths = [1, 4, 2], [1, 9, 30]
-    metadata = SimpleNamespace(
+    most = 3 + padding
+    rows = TokenRows(SimpleNamespace(
         query_start_loc=torch.tensor([0, 1, 5, 7] + [7] * padding, dtype=torch.int32),
         seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
-    )
-    requests, seen = rows_of_tokens(torch.arange(7 + spare), metadata)
+    ))  # fmt: skip
+    requests, seen = rows.of_tokens(torch.arange(7 + spare), most)
     assert requests[:7].tolist() == [n for n, count in enumerate(counts) for _ in range(count)]
     assert seen.tolist() == [1, 6, 7, 8, 9, 29, 30] + [0] * spare
     assert seen.dtype == torch.int32
     # A request that is none has no more rows in the table.
-    assert int(requests.max()) < 3 + padding
-    own = lengths_of(torch.tensor([1, 2]), torch.tensor([2, 6]), metadata)
-    assert own.tolist() == [7, 30]
+    assert int(requests.max()) < most
+    assert rows.lengths(torch.tensor([1, 2]), torch.tensor([2, 6])).tolist() == [7, 30]
 
 
 def test_plans_have_room_for_drafts_and_what_is_not_offered_is_named(steps):

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from full_score_rows import check_scores, scored  # noqa: E402
-from vllm_steps import DIM, HEADS, LAYERS, SCALE, Req, Steps  # noqa: E402
+from vllm_steps import DIM, DRAFTS, HEADS, LAYERS, SCALE, DraftSteps, Req, Steps  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.vllm import model_hooks  # noqa: E402
@@ -28,7 +28,6 @@ from pipeline.engines.vllm.model_process.queries import StepQueries, rounded  # 
 
 ROTARY = 2
 LATENT = DIM - ROTARY
-TWO_TOKENS = ("decode_query_len", 2)
 
 
 def latent_layer(number: int, cache: Any, **impl: Any) -> SimpleNamespace:
@@ -90,7 +89,7 @@ class LatentSteps(Steps):
 def latent(request, steps, monkeypatch):
     monkeypatch.setattr(LatentSteps, "most", request.param)
     scores = {"enable_attention_instrumentation": True, "instrumentation_layers": "all"}
-    return lambda **options: steps(kind=LatentSteps, **scores | options)
+    return lambda kind=LatentSteps, **options: steps(kind=kind, **scores | options)
 
 
 def test_entries_full_scores_and_hubs_are_the_models_attention(latent):
@@ -221,9 +220,31 @@ def test_a_layer_is_handed_on_after_it_has_run(vllm):
     assert seen == [(layer, query, "metadata")]
 
 
-def test_fused_decode_and_drafts_are_refused(latent, monkeypatch):
+def test_fused_decode_is_refused(latent):
     with pytest.raises(OptionError, match=r"^--attention-fused-decode: not over latent keys"):
         latent(fused_decode=True)
-    monkeypatch.setattr(LatentSteps, "made", lambda _, runner: setattr(runner, *TWO_TOKENS))
-    with pytest.raises(OptionError, match="speculative decoding was not tried with latent keys"):
-        latent()
+
+
+class LatentDraftSteps(DraftSteps, LatentSteps):
+    pass
+
+
+def test_drafts_over_latent_keys_and_over_keys_made_of_these(latent):
+    some = latent(kind=LatentDraftSteps)
+    one, two = some.request("one", 9, prompt_rows=2), some.request("two", 30, prompt_rows=1)
+    some.run((one, 9))()
+    some.verify((one, 2), padding=1)()
+    some.run((one, 4), (two, 30), drafts={one: (DRAFTS, 1)})()
+    some.verify((one, 0), (two, 3))()
+    for req in (one, two):
+        some.end(req)
+    some.run()
+    for req, prompt_rows, decoded in ((one, 2, 6), (two, 1, 4)):
+        entries, usage = some.said(req)
+        begin = len(req.prompt) - prompt_rows
+        assert some.check(req, entries) == [
+            (position, number)
+            for position in range(begin, begin + prompt_rows + decoded)
+            for number in range(LAYERS)
+        ]
+        assert usage["rows"] == prompt_rows + decoded

@@ -28,6 +28,7 @@ from pipeline.engines.vllm.replies import Report  # noqa: E402
 HEADS, KEY_HEADS, DIM, LAYERS, SCALE = 4, 2, 8, 2, 0.3
 MOST_RUNNING, LONGEST, WINDOW, VOCABULARY = 4, 128, 12, 50
 PAGES = (8, 4)  # tokens of a page, by KV-cache group
+MOST_PADDED = MOST_RUNNING + 4  # requests of a step, with those that pad it
 DRAFTS = 3
 FIRST_TOKEN = 100  # the first generated token of a request; the others follow
 PATIENCE_MS = 10_000
@@ -104,6 +105,10 @@ def runner_of(
         max_model_len=LONGEST, is_pooling_model=False, is_encoder_decoder=False,
         model=torch.nn.Module(), max_num_tokens=LONGEST, vocab_size=VOCABULARY,
         execute_model_state=None, decode_query_len=1,
+        input_buffers=SimpleNamespace(
+            query_start_loc=torch.zeros(MOST_PADDED + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(MOST_PADDED, dtype=torch.int32),
+        ),
     )  # fmt: skip
 
 
@@ -223,6 +228,10 @@ class Steps:
         lengths = np.add(firsts, counts).tolist()
         starts = np.cumsum([0, *counts, *[0] * padding])
         drafted = [drafts.get(req, (0, 0)) for req in reqs]
+        buffers = self.runner.input_buffers
+        buffers.query_start_loc[:] = sum(counts)
+        buffers.query_start_loc[: len(starts)] = torch.from_numpy(starts)
+        buffers.seq_lens.zero_()[: len(reqs)] = torch.tensor(lengths)
         self.recorder.prepare(SimpleNamespace(
             req_ids=[req.request_id for req in reqs], num_reqs=len(reqs),
             num_computed_tokens_np=np.array([req.computed for req in reqs]),

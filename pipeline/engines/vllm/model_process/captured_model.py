@@ -62,11 +62,8 @@ class CapturedModel(ServedModel):
         chosen = options.choose_layers(list(found), count)
         self.layers = {number: found[number] for number in chosen}
         drafts = runner.decode_query_len > 1
-        if any(map(is_latent, self.layers.values())):
-            if options.fused_decode:
-                raise OptionError("--attention-fused-decode: not over latent keys (MLA)")
-            if drafts:
-                raise OptionError("speculative decoding was not tried with latent keys (MLA)")
+        if options.fused_decode and any(map(is_latent, self.layers.values())):
+            raise OptionError("--attention-fused-decode: not over latent keys (MLA)")
         has_scores = ranks == 1 and not drafts
         scored = options.choose_score_layers(list(found), count) if has_scores else ()
         self.score_layers = {number: found[number] for number in scored}

@@ -19,21 +19,31 @@ from torch import Tensor
 MOST_AHEAD = 4
 
 
-def rows_of_tokens(tokens: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-    """Of each token of a step, its request and how many keys it sees: int64[n] and int32[n]; 0 for
-    one that pads the batch. It neither copies nor waits, so that a CUDA graph can hold it.
+class TokenRows:
+    """The tokens of a step as rows. Its methods neither copy nor wait, so that a CUDA graph can
+    hold them.
 
     Args:
-        tokens: int64[n], 0 to before n; metadata: of a layer of the step.
+        buffers: vLLM's `InputBuffers`, which all steps share: of each request its first token in
+            the step, int32[most requests + 1], and how many keys it has, int32[most requests].
     """
-    ends = metadata.query_start_loc[1 : len(metadata.seq_lens) + 1]
-    found = torch.searchsorted(ends, tokens.to(ends.dtype), right=True)
-    requests = found.clamp(max=len(ends) - 1)
-    lengths = lengths_of(requests, tokens, metadata)
-    return requests, torch.where(found < len(ends), lengths, 0)
 
+    def __init__(self, buffers: Any) -> None:
+        self._starts: Tensor = buffers.query_start_loc
+        self._seq_lens: Tensor = buffers.seq_lens
 
-def lengths_of(requests: Tensor, tokens: Tensor, metadata: Any) -> Tensor:
-    """How many keys tokens of a step see, the last of a request all that it has: int32[n]."""
-    behind = metadata.query_start_loc[requests + 1] - 1 - tokens
-    return (metadata.seq_lens[requests] - behind).to(torch.int32)
+    def of_tokens(self, tokens: Tensor, requests: int) -> tuple[Tensor, Tensor]:
+        """Of each token its request and how many keys it sees: int64[n] and int32[n], 0 keys for
+        one that pads the batch.
+
+        Args:
+            tokens: int64[n], 0 to before n; requests: how many the step's table of pages has.
+        """
+        found = torch.searchsorted(self._starts[1:], tokens.to(self._starts.dtype), right=True)
+        own = found.clamp(max=requests - 1)
+        return own, torch.where(found < len(self._seq_lens), self.lengths(own, tokens), 0)
+
+    def lengths(self, requests: Tensor, tokens: Tensor) -> Tensor:
+        """How many keys tokens see, the last one of a request all that it has: int32[n]."""
+        behind = self._starts[requests + 1] - 1 - tokens
+        return (self._seq_lens[requests] - behind).to(torch.int32)

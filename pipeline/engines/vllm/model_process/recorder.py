@@ -29,7 +29,7 @@ from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nea
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
-from .drafts import MOST_AHEAD, lengths_of, rows_of_tokens
+from .drafts import MOST_AHEAD, TokenRows
 from .full_scores import ScoreTap
 from .layers import block_table_of, kinds_of, seq_lens_of
 from .plans import captures, keys_of, layer_scores
@@ -76,6 +76,7 @@ class Recorder(RequestRecorder):
         # The most tokens of a request in a decode step: its last one, and drafts of the next. All
         # are rows, of which those of drafts that are not accepted are left out later.
         self._query_len: int = runner.decode_query_len
+        self._token_rows = TokenRows(runner.input_buffers) if self._query_len > 1 else None
         self._in_turn = torch.arange(self.capture.max_rows, device=self._device)
         self._numbers = {layer.layer_name: number for number, layer in model.tapped.items()}
         self._names = {number: name for name, number in self._numbers.items()}
@@ -282,7 +283,8 @@ class Recorder(RequestRecorder):
             return
         decoded = None
         if is_decode:
-            decoded = min(len(query), len(seq_lens_of(metadata)) * self._query_len)
+            most = self.capture.max_rows if self._token_rows else len(seq_lens_of(metadata))
+            decoded = min(len(query), most)
         queries = StepQueries(layer, query, metadata, decoded)
         self._scores.layer(number, queries, metadata, is_decode=is_decode, sinks=sinks)
         if number not in self.capture.layers:
@@ -328,19 +330,18 @@ class Recorder(RequestRecorder):
         tables = []
         for number in self._first_of:
             own, keys = of_layers[self._names[number]], self._keys[number]
-            if decoded is not None and self._query_len == 1:
-                rows, lengths = self._in_turn[:decoded], seq_lens_of(own)
+            pages = block_table_of(own)
+            if decoded is not None and self._token_rows:
+                rows, lengths = self._token_rows.of_tokens(self._in_turn[:decoded], len(pages))
             elif decoded is not None:
-                rows, lengths = rows_of_tokens(self._in_turn[:decoded], own)
+                rows, lengths = self._in_turn[:decoded], seq_lens_of(own)
             else:
                 assert self._extend is not None
                 rows, lengths, queries = self._extend
-                if self._query_len > 1:
-                    lengths = lengths_of(rows, queries, own)
+                if self._token_rows:
+                    lengths = self._token_rows.lengths(rows, queries)
             tables.append(
-                PageTable.of_pages(
-                    block_table_of(own), rows, lengths, page=keys.page, page_slots=keys.page_slots
-                )
+                PageTable.of_pages(pages, rows, lengths, page=keys.page, page_slots=keys.page_slots)
             )
         return tables
 
