@@ -149,6 +149,7 @@ def start_recorder(result: None, runner: Any) -> None:
     """After `ModelRunner.init_attention_backends`: the model and its pools are there."""
     if runner.is_draft_worker:
         return
+    from .model_process.drafts import wrap_verify
     from .model_process.layers import ranks_of_this_process
     from .model_process.recorder import Recorder
 
@@ -169,7 +170,12 @@ def start_recorder(result: None, runner: Any) -> None:
         if ranks.answers:
             facts_file.write(str(reason))
         return
-    runner.sampling_observer = recorder
+    if runner.spec_algorithm.is_none():
+        runner.sampling_observer = recorder
+    else:
+        # SGLang has no observers beside drafts; with prompts it would call one all the same.
+        runner._sampling_observer = recorder
+        wrap_verify(ATTRIBUTE)
     setattr(runner, ATTRIBUTE, recorder)
     # Ctrl+C in a terminal ends this process as it does the first.
     atexit.register(recorder.close)

@@ -28,8 +28,11 @@ def steps(monkeypatch) -> Callable[..., Steps]:
     monkeypatch.setattr(captured_model, "attention_layers", lambda model: found)
     monkeypatch.setattr(captured_model, "routers_of", lambda model: {})
 
-    def make(store: Path | None = None, ranks: Ranks | None = None, **options: Any) -> Steps:
+    def make(
+        store: Path | None = None, ranks: Ranks | None = None, *, kind: type[Steps] = Steps,
+        **options: Any,
+    ) -> Steps:  # fmt: skip
         given = {"return_attention_tokens": True, "layers": "all", "store": store} | options
-        return Steps(ServeOptions(**given), ranks)
+        return kind(ServeOptions(**given), ranks)
 
     return make

@@ -37,6 +37,14 @@ class Req:
         return self.is_over
 
 
+def layer_of(number: int) -> Any:
+    """As far as the recorder looks at SGLang's `RadixAttention`."""
+    layer = torch.nn.Module()
+    layer.layer_id, layer.k_scale = number, None
+    layer.tp_q_head_num, layer.qk_head_dim = HEADS, DIM
+    return layer
+
+
 class Steps:
     """Runs steps as SGLang does: prepared, run layer by layer, sampled, and later consumed."""
 
@@ -65,11 +73,16 @@ class Steps:
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
             max_running_requests=most_running,
             is_hybrid_swa=False,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
         )
+        self.made(self.runner)
         self.recorder = Recorder(self.runner, options, self.facts.append, ranks)
         # Of each layer, by request and position: the query float32[H, D].
         self.queries: dict[int, dict[tuple[str, int], Any]] = {n: {} for n in range(LAYERS)}
         self.generator = generator
+
+    def made(self, runner: SimpleNamespace) -> None:
+        """The model is there, and no recorder yet."""
 
     def request(self, row: int, prompt: int, **wanted: Any) -> Req:
         """A request in a row of `req_to_token`; without `wanted` it asks for nothing."""
@@ -94,8 +107,9 @@ class Steps:
         decode = prefixes is None
         batch = SimpleNamespace(reqs=reqs)
         mode = SimpleNamespace(
-            is_decode=lambda: decode, is_extend=lambda: not decode, is_idle=lambda: False
-        )
+            is_decode=lambda: decode, is_extend=lambda: not decode, is_idle=lambda: False,
+            is_target_verify=lambda: False,
+        )  # fmt: skip
         pools = [req.kv.req_pool_idx for req in reqs]
         forward = SimpleNamespace(
             forward_mode=mode, seq_lens_cpu=torch.tensor(lengths), extend_prefix_lens_cpu=prefixes,
@@ -110,9 +124,7 @@ class Steps:
         for number in range(LAYERS):
             if number == leave_out:
                 continue
-            layer = torch.nn.Module()
-            layer.layer_id, layer.k_scale = number, None
-            layer.tp_q_head_num, layer.qk_head_dim = HEADS, DIM
+            layer = layer_of(number)
             query = torch.randn((queries, HEADS * DIM), generator=self.generator)
             firsts = [length - 1 for length in lengths] if decode else prefixes
             at = [(r.rid, p) for r, a, b in zip(reqs, firsts, lengths, strict=True)

@@ -25,12 +25,17 @@ def graphs(monkeypatch) -> SimpleNamespace:
 
 
 def runner(**arguments: object) -> SimpleNamespace:
-    usual = {"enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1}
+    usual = {
+        "enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1,
+        "enable_multi_layer_eagle": False, "speculative_eagle_topk": 1,
+        "speculative_adaptive": False, "enable_dp_attention": False,
+    }  # fmt: skip
+    algorithm = arguments.pop("algorithm", None)
     return SimpleNamespace(
         server_args=SimpleNamespace(**usual | arguments),
         use_mla_backend=False,
-        spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        supports_sampling_observer=lambda: True,
+        spec_algorithm=SimpleNamespace(is_none=lambda: algorithm is None, name=algorithm),
+        supports_sampling_observer=lambda: algorithm is None,
         model=torch.nn.Module(),
         is_hybrid_swa=False,
         prefill_attention_backend_str="triton",
@@ -52,6 +57,25 @@ def test_data_parallel_attention_is_captured(graphs):
 )
 def test_what_splits_steps_is_refused_by_name(graphs, arguments, says):
     assert says in (refusal(runner(**arguments)) or "")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_drafts_of_one_chain_are_captured(graphs, algorithm):
+    assert refusal(runner(algorithm=algorithm)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"algorithm": "NGRAM"}, "--speculative-algorithm NGRAM was not tried: use EAGLE, EAGLE3"),
+        ({"enable_multi_layer_eagle": True}, "--speculative-algorithm EAGLE was not tried"),
+        ({"speculative_eagle_topk": 4}, "use --speculative-eagle-topk 1"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"enable_dp_attention": True}, "with data-parallel attention"),
+    ],
+)
+def test_other_drafts_are_refused_by_name(graphs, arguments, says):
+    assert says in (refusal(runner(**{"algorithm": "EAGLE"} | arguments)) or "")
 
 
 def test_graphs_of_whole_prompts_are_refused(graphs):

@@ -13,6 +13,7 @@ from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.served_model import ServedModel
 
+from .drafts import DROPPED, tokens_of_request
 from .latent import LatentLayers
 from .layers import attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
@@ -32,6 +33,7 @@ class CapturedModel(ServedModel):
         facts: for the gate.
         latent: its latent attention.
         windows: where its layers with a window have their keys.
+        tokens_of_request: in a step of generated tokens; more than one are drafts.
         first_layer: the number of the layer that begins a step: the first captured one, or where KV
             slots are mapped the first of all with attention.
 
@@ -43,6 +45,7 @@ class CapturedModel(ServedModel):
         arguments, config = runner.server_args, runner.model_config
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
         self.windows = WindowPool(runner)
+        self.tokens_of_request = tokens_of_request(runner)
         if not layers:
             raise OptionError("no layer has attention to capture")
         if options.fused_decode:
@@ -70,6 +73,8 @@ class CapturedModel(ServedModel):
         if ranks > 1:
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
+        if self.tokens_of_request > 1:
+            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), DROPPED)
         self._lens = self._find_lens(runner, layers)
         if isinstance(self._lens, str):
             reasons["logit_lens"] = self._lens
@@ -77,10 +82,12 @@ class CapturedModel(ServedModel):
         self._routers = {number: routers[number] for number in chosen if number in routers}
         if routers and not self._routers:
             reasons["moe_routing"] = "the captured layers route no experts"
+        elif routers and self.tokens_of_request > 1:
+            reasons["moe_routing"] = DROPPED
         elif routers and (reason := routing_refusal(arguments, self._routers)):
             reasons["moe_routing"] = reason
         scored: Sequence[int] = ()
-        if ranks == 1:
+        if ranks == 1 and self.tokens_of_request == 1:
             scored = options.choose_score_layers(list(layers), config.num_hidden_layers)
         self.score_kinds = kinds_of({number: layers[number] for number in scored}, own)
         self.facts = ModelFacts(
@@ -101,6 +108,8 @@ class CapturedModel(ServedModel):
         # Also where each rank has all heads of attention, as with --enable-dp-attention.
         if runner.server_args.tp_size > 1:
             return "with --tp-size the head's vocabulary lies on several ranks"
+        if self.tokens_of_request > 1:
+            return DROPPED
         parts = lens_parts(runner.model, layers, runner.model_config)
         return lens_refusal(runner.server_args) or parts
 

@@ -9,6 +9,7 @@ from capture_kernels.errors import OptionError
 from capture_kernels.serving.step import LayerKind
 from pipeline.engines.serving.steps.ranks import Ranks
 
+from .drafts import draft_refusal
 from .latent import LatentLayers
 from .windows import WindowPool
 
@@ -27,21 +28,24 @@ def refusal(runner: Any) -> str | None:
         "latent keys (MLA) of 32 bits have no room on a GPU: use --dtype bfloat16": (
             runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
         ),
-        "speculative decoding runs steps of its own": not runner.spec_algorithm.is_none(),
         "--enable-two-batch-overlap runs layers on halves of a step": (
             arguments.enable_two_batch_overlap
         ),
         "CUDA graphs of whole prompts run layers where no hook sees them": has_prompt_graphs(),
         "context parallelism (--attn-cp-size) splits the keys": arguments.attn_cp_size > 1,
         "pipeline parallelism (--pp-size) splits the layers": arguments.pp_size > 1,
-        "this SGLang has no sampling observer here": not runner.supports_sampling_observer(),
+        # Steps that verify drafts have none, and do not need one.
+        "this SGLang has no sampling observer here": (
+            runner.spec_algorithm.is_none() and not runner.supports_sampling_observer()
+        ),
     }
     for reason, applies in reasons.items():
         if applies:
             return reason
-    for part in (LatentLayers(runner.model), WindowPool(runner)):
-        if part.refusal is not None:
-            return part.refusal
+    parts = (draft_refusal(runner), LatentLayers(runner.model).refusal, WindowPool(runner).refusal)
+    for refused in parts:
+        if refused is not None:
+            return refused
     for backend in (
         runner.prefill_attention_backend_str, runner.decode_attention_backend_str
     ):  # fmt: skip

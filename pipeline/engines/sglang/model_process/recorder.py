@@ -48,6 +48,7 @@ from pipeline.engines.serving.steps.states import (
 
 from .captured_model import CapturedModel
 from .device_step import DeviceStep, LensStep, token_at
+from .drafts import draft_table
 from .full_scores import ScoreTap, refuse_request
 from .outputs import ATTRIBUTE, outputs_of
 
@@ -77,9 +78,10 @@ class Recorder(BaseRecorder):
         ranks = ranks or Ranks()
         self.model = model = CapturedModel(runner, options, ranks.count)
         self._pool, self._tokens = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+        running = min(runner.max_running_requests, len(self._tokens))
         self.capture = StepCapture(
             model.kinds,
-            max_rows=min(runner.max_running_requests, len(self._tokens)) + GRAPH_PADDING,
+            max_rows=(running + GRAPH_PADDING) * model.tokens_of_request,
             max_length=self._tokens.shape[1],
             num_requests=len(self._tokens),
             device=self._tokens.device,
@@ -108,7 +110,7 @@ class Recorder(BaseRecorder):
         super().__init__(options, model, switched_off, ranks)
         # Of the step that is being run.
         self._noted: list[NotedRow] = []
-        self._rows, self._is_decode = 0, False
+        self._rows, self._is_decode, self._has_drafts = 0, False, False
         self._extend: ExtendRows | None = None
         self._stage = Stage.REPLAYED
         # Where its rows are among its tokens; None: they are the first; False: no step is captured.
@@ -124,10 +126,15 @@ class Recorder(BaseRecorder):
         mode = forward_batch.forward_mode
         self._noted, self._extend, self._rows, self._stage = [], None, 0, Stage.REPLAYED
         self._queries = False
-        self._is_decode = mode.is_decode()
+        self._is_decode, self._has_drafts = mode.is_decode(), mode.is_target_verify()
         self._scores.begin(is_decode=self._is_decode)
         self._lens.begin()
         if mode.is_idle() or not batch.reqs:
+            return
+        if self._has_drafts:
+            self._prepare_drafts(batch)
+            self.capture.requests.copy()
+            self._prepare_s = time.perf_counter() - began
             return
         lengths = forward_batch.seq_lens_cpu.tolist()
         if self._is_decode:
@@ -140,6 +147,23 @@ class Recorder(BaseRecorder):
             self._prepare_extend(batch, [int(prefix) for prefix in prefixes], lengths)
         self.capture.requests.copy()
         self._prepare_s = time.perf_counter() - began
+
+    def _prepare_drafts(self, batch: Any) -> None:
+        """Note all rows of each request, of which some are dropped when the step is consumed. Their
+        positions are known then; here they count from the request's first row."""
+        tokens = self.model.tokens_of_request
+        self._rows = len(batch.reqs) * tokens
+        for index, req in enumerate(batch.reqs):
+            state = None if self.ranks.alone and self._budget.exceeded else self._state(req)
+            if state is not None:
+                # Tokens of the step before this one may not be known.
+                first = state.collector.prompt_len + len(req.output_ids) - 1
+                if not any(map(state.collector.wants, range(first, first + 2 * tokens))):
+                    state = None
+            self._enable(req, state)
+            if state is not None:
+                for at in range(tokens):
+                    self._noted.append(NotedRow(index, index * tokens + at, state, at, None))
 
     def _prepare_extend(self, batch: Any, prefixes: list[int], lengths: list[int]) -> None:
         for index, req in enumerate(batch.reqs):
@@ -162,7 +186,6 @@ class Recorder(BaseRecorder):
         self, index: int, req: Any, first: int, after: int, row: int | None = None
     ) -> None:  # fmt: skip
         """Note the wanted rows of a request among those at positions first to before `after`."""
-        requests, pool_index = self.capture.requests, req.kv.req_pool_idx
         # Ranks must agree: only one of them knows what was spent and taken so far, and drops it.
         alone = self.ranks.alone
         state = None if alone and self._budget.exceeded else self._state(req)
@@ -174,15 +197,21 @@ class Recorder(BaseRecorder):
                 # Of a prompt only its last rows can be wanted.
                 begin = max(begin, state.collector.prompt_len - state.collector.request.prompt_rows)
             wanted = [p for p in range(begin, after) if state.collector.wants(p)]
-        if state is None or not wanted:
+        self._enable(req, state if wanted else None)
+        for position in wanted:
+            assert state is not None
+            at = len(self._noted) if row is None else row
+            token = token_at(req, position)
+            self._noted.append(NotedRow(index, at, state, position, token))
+
+    def _enable(self, req: Any, state: RequestState | None) -> None:
+        """Switch a request on for the step, or off without a state."""
+        requests, pool_index = self.capture.requests, req.kv.req_pool_idx
+        if state is None:
             requests.disable(pool_index)
             return
         request = state.collector.request
         requests.enable(pool_index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
-        for position in wanted:
-            at = len(self._noted) if row is None else row
-            token = token_at(req, position)
-            self._noted.append(NotedRow(index, at, state, position, token))
 
     def _state(self, req: Any) -> RequestState | None:
         found: RequestState | None = getattr(req, ATTRIBUTE, None)
@@ -212,6 +241,8 @@ class Recorder(BaseRecorder):
             # With data-parallel attention generated tokens may run as padded prompts of one token
             # each, so that all ranks run alike where another one has prompts.
             decode, query = True, query[: len(forward_batch.seq_lens)]
+        drafts = forward_batch.forward_mode.is_target_verify()
+        decode = decode or drafts
         self._scores.layer(layer, query, forward_batch.seq_lens, decode=decode, sinks=sinks)
         # Where KV slots are mapped a step begins with the model's first layer: once the step before
         # is consumed, tokens may be given other ones.
@@ -221,9 +252,12 @@ class Recorder(BaseRecorder):
             # A CUDA graph holds the capture whether or not anybody asks for it now.
             if not (self.on_gpu or self._noted):
                 return
-            table = PageTable.of_requests(
-                self._tokens, forward_batch.req_pool_indices, forward_batch.seq_lens
-            )
+            if drafts:
+                table = draft_table(self._tokens, forward_batch, self.model.tokens_of_request)
+            else:
+                table = PageTable.of_requests(
+                    self._tokens, forward_batch.req_pool_indices, forward_batch.seq_lens
+                )
         elif self._extend is None or self._is_decode:
             return
         else:
@@ -273,14 +307,38 @@ class Recorder(BaseRecorder):
         """The step's results, as copies that no later step changes."""
         return self._scores.end(self._rows_of_step())
 
+    @ends_capture_not_serving
+    def after_verify(self) -> Any:
+        """The same of a step that verifies drafts, which SGLang's observers do not see."""
+        return self._rows_of_step() if self.is_active(None) else None
+
     def _rows_of_step(self) -> DeviceStep | None:
-        replayed = self.on_gpu and self._is_decode and self._stage is Stage.REPLAYED
+        in_graph = self._is_decode or self._has_drafts
+        replayed = self.on_gpu and in_graph and self._stage is Stage.REPLAYED
         if not self._noted or not (replayed or self._stage is Stage.ENDED):
             return None
         found = self.results_of(self.capture, self._rows, self._noted)
         routing = None if self._routers is None else self._routers.results(self._rows)
         lens, at = self._lens.end(), datetime.now(UTC)
-        return DeviceStep(self.consume, self._noted, found, routing, lens, at)
+        consume = self.consume_drafts if self._has_drafts else self.consume
+        return DeviceStep(consume, self._noted, found, routing, lens, at)
+
+    @ends_capture_not_serving
+    def consume_drafts(
+        self, noted: list[NotedRow], found: HostRows, routing: Tensor | None,
+        lens: LensStep | None, at: datetime, batch: Any, commits: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """As `consume`, of a step that verifies drafts. Its first rows have led to the tokens that
+        are committed, a row to each."""
+        kept = []
+        for note in noted:
+            commit, collector = commits[note.request], note.state.collector
+            if commit is None or note.position >= len(commit.token_ids):
+                continue
+            first = collector.prompt_len + commit.output_index - 1
+            if collector.wants(first + note.position):
+                kept.append(note._replace(position=first + note.position))
+        self.consume(kept, found, routing, lens, at, batch, commits)
 
     @ends_capture_not_serving
     def consume(
