@@ -35,14 +35,19 @@ def save_latent_model(
     return save_random_model(folder, config, dtype)
 
 
-def save_drafting_model(folder: Path, dtype: torch.dtype, *, heads: int = 16) -> Path:
-    """A DeepSeek V3 that has one more layer to draft tokens with (MTP), a copy of its last one."""
+def save_drafting_model(
+    folder: Path, dtype: torch.dtype, *, heads: int = 16, experts: int = 0
+) -> Path:
+    """A DeepSeek V3 that has one more layer to draft tokens with (MTP), a copy of its last one. With
+    `experts` that layer alone has so many, as SGLang takes it to have."""
     layers = len(LAYERS)
     config = transformers.DeepseekV3Config(
         vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        q_lora_rank=None, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
-        first_k_dense_replace=layers + 1, max_position_embeddings=2048, initializer_range=0.06,
+        q_lora_rank=None, n_routed_experts=experts or 4, num_experts_per_tok=2, n_group=1,
+        first_k_dense_replace=layers + (not experts), max_position_embeddings=2048,
+        initializer_range=0.06, topk_method="noaux_tc", scoring_func="sigmoid", topk_group=1,
+        moe_layer_freq=1,
     )  # fmt: skip
     save_random_model(folder, config, dtype)
     path = folder / "model.safetensors"
@@ -54,6 +59,15 @@ def save_drafting_model(folder: Path, dtype: torch.dtype, *, heads: int = 16) ->
         own + "shared_head.head.weight": weights["lm_head.weight"],
         own + "eh_proj.weight": torch.eye(config.hidden_size, dtype=dtype).repeat(1, 2),
     }
+    if experts:
+        parts = {part: added.pop(f"{own}mlp.{part}.weight") for part in ("gate_proj", "up_proj")}
+        down, inner = added.pop(own + "mlp.down_proj.weight"), config.moe_intermediate_size
+        for name in ("shared_experts", *(f"experts.{number}" for number in range(experts))):
+            for part, weight in parts.items():
+                added[f"{own}mlp.{name}.{part}.weight"] = weight[:inner]
+            added[f"{own}mlp.{name}.down_proj.weight"] = down[:, :inner]
+        added[own + "mlp.gate.weight"] = down[:experts, : config.hidden_size]
+        added[own + "mlp.gate.e_score_correction_bias"] = torch.zeros(experts)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         added[f"{own}{name}.weight"] = weights["model.norm.weight"]
     copies = {name: each.clone() for name, each in (weights | added).items()}

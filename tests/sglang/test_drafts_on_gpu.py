@@ -79,7 +79,7 @@ def test_a_layer_of_the_model_that_drafts(tmp_path):
     """DeepSeek V3 (MTP), with latent keys."""
     from latent_model import LAYERS, save_drafting_model
 
-    model = save_drafting_model(tmp_path / "model", torch.float16)
+    model = save_drafting_model(tmp_path / "model", torch.float16, experts=4)
     tokens, steps = checked(
         tmp_path, model, len(LAYERS), 1e-2, 2e-2, "--speculative-algorithm", "EAGLE",
         "--speculative-num-steps", "2", "--speculative-num-draft-tokens", "3",
