@@ -53,8 +53,9 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The everyday tests; tests/README.md lists what only test-all runs. Three processes share the cores,
 # for which the threads of OpenMP in each would compete, and lay out in fewer epochs
-# (tests/quick_layout.py); test-all has them.
+# (tests/quick_layout.py); test-all has them. numba's threads, once started, are as many in torch.
 test: export OMP_NUM_THREADS ?= 1
+test: export NUMBA_NUM_THREADS ?= 1
 test: export LAYOUT_EPOCHS ?= 50
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu and not slow'

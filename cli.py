@@ -39,7 +39,8 @@ class UserErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except AttnError as error:
-            print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+            notes = getattr(error, "__notes__", ())
+            print(f"{error.heading}: {error}", *notes, sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except UsageError as error:
             raise as_one_line(error) from None

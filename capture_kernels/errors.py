@@ -1,7 +1,7 @@
 """The errors a user may see.
 
-The command line prints an `AttnError` as one line and exits with its `exit_code`; a service answers
-with a 4xx status. Anything else is a bug and keeps its traceback.
+The command line prints an `AttnError` as one line, after its `heading`, and exits with its
+`exit_code`; a service answers with a 4xx status. Anything else is a bug and keeps its traceback.
 """
 
 
@@ -9,6 +9,8 @@ class AttnError(Exception):
     """An error that the user can fix. Its message says what happened and what to do in a line."""
 
     exit_code = 2
+    # What the line begins with.
+    heading = "error"
 
 
 class OptionError(AttnError):

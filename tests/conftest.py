@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import built_command  # noqa: F401
 import pytest
@@ -37,20 +38,27 @@ gc.disable()
 
 EACH_FOLDERS = {"conftest.py"}
 # The files that take longest, about the longest first: one that began last would be alone with one
-# core. The others follow in the order of their names. The very first has numba compile, which other
-# files wait for; those up to test_ranks.py do not.
+# core. The very first has numba compile, which other files wait for; those up to test_ranks.py do
+# not. After those, files that mostly wait (for a service, a browser, a time limit) are among files
+# that compute: where three that wait met, the cores would be idle.
 LONGEST = (
     "test_dask_workers.py", "test_compiled.py", "test_latent.py", "test_demo_model.py",
     "test_statistics.py", "test_store.py", "test_capture_engine.py", "test_eager.py",
     "test_scores.py", "test_host.py", "test_ranks.py", "test_recipes.py",
-    "test_kills.py", "test_resume.py", "test_chat.py", "test_fuzz_runs.py", "test_notebooks.py",
-    "test_fuzz.py", "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py",
+    "test_kills.py", "test_faults_of_stores.py", "test_resume.py", "test_chat.py",
+    "test_fuzz_runs.py", "test_notebooks.py", "test_store_verify.py", "test_fuzz.py",
+    "test_explore.py", "test_starts.py", "test_lens.py", "test_nights.py", "test_http_live.py",
     "test_discover_command.py", "test_main_job.py", "test_score_tap_served.py", "test_memory.py",
-    "test_manifold.py", "test_judged_rows.py", "test_topk.py", "test_judge.py", "test_describe.py",
-    "test_live_view.py", "test_report_in_a_browser.py", "test_faults_of_stores.py",
-    "test_device_arrays.py", "test_dask.py", "test_recluster.py",
-    "test_profiled.py", "test_sidecar_notebook.py", "test_classifier.py", "test_regions.py",
-    "test_steering.py", "test_examples_command.py", "test_discovery_notebook.py",
+    "test_manifold.py", "test_judged_rows.py", "test_router.py", "test_topk.py", "test_judge.py",
+    "test_describe.py", "test_live_view.py", "test_recluster.py", "test_store_processes.py",
+    "test_report_in_a_browser.py", "test_device_arrays.py", "test_dask.py", "test_shell.py",
+    "test_profiled.py", "test_sidecar_notebook.py", "test_ingest.py", "test_regions.py",
+    "test_http_limits.py", "test_continued.py", "test_client.py", "test_steering.py",
+    "test_send_command.py", "test_examples_command.py", "test_faults_of_clients.py",
+    "test_consensus.py", "test_live.py", "test_store_sqlite.py", "test_served_lifetimes.py",
+    "test_classifier.py", "test_http_sessions.py", "test_capture_gate.py", "test_otlp.py",
+    "test_damaged_runs.py", "test_record_process.py", "test_page.py", "test_http_discovery.py",
+    "test_prometheus.py", "test_discovery_notebook.py", "test_end_of_service.py", "test_beside.py",
 )  # fmt: skip
 
 
@@ -71,7 +79,13 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+
+    def when(item: pytest.Item) -> tuple[int, int]:
+        """The others are mixed, as those of a folder wait for the same things."""
+        name = item.path.name
+        return place.get(name, len(LONGEST)), crc32(name.encode())
+
+    items.sort(key=when)
 
 
 def pytest_collection_finish() -> None:

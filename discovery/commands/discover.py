@@ -205,7 +205,7 @@ def run(
                     figures.finished(manifest)
     except BaseException as error:
         at_once = isinstance(error, KeyboardInterrupt)
-        ended = Interrupted("stopped at once", stop.exit_code) if at_once else error
+        ended = Interrupted("at once", stop.exit_code) if at_once else error
         # However it ended, the finished chunks are kept.
         if begun and not isinstance(error, NewRunNeededError):
             ended.add_note(f"finish it with: {resume_command(options, begun[-1].run_id)}")

@@ -13,7 +13,6 @@ from .schema import (
     ENDS,
     Event,
     Progress,
-    RunInterrupted,
     RunPaused,
     RunResumed,
     RunStarted,
@@ -82,8 +81,6 @@ def line_of(event: Event) -> str | None:
             stage = f"[{event.number:>2}/{event.of}] {event.stage:<11}"
             took = "kept" if event.kept else f"{event.seconds:.1f} s"
             return f"{stage} {event.says} ({took})"
-        case RunInterrupted():
-            return f"stopped: {event.reason}"
         case _:
             return None
 

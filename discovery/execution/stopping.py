@@ -24,6 +24,8 @@ CHECK_EVERY = 0.1
 class Interrupted(AttnError):
     """The run stopped at a checkpoint because it was asked to."""
 
+    heading = "stopped"
+
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
         self.exit_code = exit_code

@@ -92,6 +92,9 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/centroids", summary="Live clusters, and those of the served run")
 async def centroids(request: Request) -> Response:
+    """`mode`: "batch" where the recent rows are clustered again at intervals, "online" where each
+    batch updates the clusters. `status`, as in /stats, has another `mode`, of the same two ways:
+    "recluster" and "online"."""
     service = service_of(request)
     while True:
         run = service.serving.current

@@ -90,6 +90,7 @@ def test_a_second_interrupt_stops_at_once_and_still_says_how_to_finish(attn, lef
     done = process.finish(timeout=30)
     assert done.returncode == 130, done.stderr
     assert f"--resume {RUN_ID}" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("at once") == 1 and "\nstopped: at once\n" in done.stderr
     assert attn("discover", "--db", db, "--output", output, "--resume", RUN_ID).returncode == 0
     assert fingerprint_of(output / RUN_ID) == expected
 
@@ -131,6 +132,8 @@ def test_a_signal_stops_at_a_checkpoint_and_prints_the_command_that_finishes(
     assert done.returncode == 128 + number, said
     assert f"--resume {RUN_ID}" in said
     assert "Traceback" not in said
+    name = signal.Signals(number).name
+    assert said.count(name) == 1 and f"\nstopped: {name}, at a checkpoint\nfinish it with" in said
     resume = said.split("finish it with: attn ")[1].split("\n")[0].split()
     done = attn(*resume)
     assert done.returncode == 0, done.stderr
@@ -143,7 +146,8 @@ def test_time_limit_stops_with_a_checkpoint(attn, left_alone, tmp_path):
     arguments = ["discover", "--db", db, "--output", output]
     done = attn(*arguments, *AT_NOW, *OPTIONS, "--max-hours", "0.0000001")
     assert done.returncode == 4
-    assert "--max-hours" in done.stderr and f"--resume {RUN_ID}" in done.stderr
+    assert done.stderr.count("stopped: --max-hours") == 1 and "error:" not in done.stderr
+    assert f"--resume {RUN_ID}" in done.stderr
     assert attn(*arguments, "--resume", RUN_ID).returncode == 0
     assert fingerprint_of(output / RUN_ID) == expected
 

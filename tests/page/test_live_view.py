@@ -156,6 +156,35 @@ def test_without_runs_and_rows_it_says_what_to_do(watched, tmp_path: Path):
         assert_legible(page)
 
 
+def test_the_drift_panel_says_in_words_what_was_measured(watched, tmp_path: Path):
+    publish(tmp_path / "runs")
+    with watched.beside(tmp_path, runs=tmp_path / "runs") as sidecar:
+        box = panel(watched.open(f"{sidecar.url}/live"), "drift")
+        state = box.locator(".mark-word")
+        expect(state).to_have_text("too few rows")
+        expect(box).to_contain_text("0 requests in the window, ")
+        expect(box).to_contain_text(
+            "Drift is measured from whole requests, so that one long answer is not taken for a "
+            "change; 0 rows of 0 requests came so far."
+        )
+        # All of one behaviour.
+        vectors = planted(2_000, 0, 0.0, shares=np.eye(12)[6])[0]
+        batch = planted_batch(
+            vectors, START, "far", rows_per_request=10, model=MODEL, capture_id=CAPTURE_ID
+        )
+        assert post_rows(sidecar, batch).status_code == 200
+        expect(state).to_have_text("drifting", timeout=30 * SECOND)
+        drift = sidecar.get("/stats")["drift"]
+        expect(box).to_contain_text(f"{drift['reason']}.")
+        expect(box).to_contain_text(re.compile(r"the last \d.* against the run, by request"))
+        for kind in ("zones", "clusters"):
+            found, limit = drift[kind], drift["limits"][kind]
+            said = box.locator(".psi tr").filter(has_text=kind)
+            expect(said).to_contain_text(f"PSI {found['psi']:.3f}")
+            expect(said).to_contain_text(f"{found['low']:.3f}–{found['high']:.3f}, limit {limit:g}")
+        expect(box.get_by_role("columnheader", name="What moved the most")).to_be_visible()
+
+
 def test_the_running_job_is_followed_paused_and_stopped(watched, tmp_path: Path):
     store, runs = tmp_path / "planted.db", tmp_path / "runs"
     with open_store(str(store), create=True) as opened:

@@ -86,13 +86,14 @@ def test_a_killed_writer_leaves_every_acknowledged_batch(store_path):
     acknowledged: list[int] = []
     for patience in (1, 7):
         first = 100_000 * patience
-        writer = child(WRITER, store_path, first, 100_000)
-        try:
-            for _ in range(patience):
-                acknowledged.append(int(writer.stdout.readline()))
-        finally:
-            writer.send_signal(signal.SIGKILL)
-            rest, errors = writer.communicate(timeout=30)
+        with child(WRITER, store_path, first, 100_000) as writer:
+            try:
+                for _ in range(patience):
+                    acknowledged.append(int(writer.stdout.readline()))
+            finally:
+                writer.send_signal(signal.SIGKILL)
+            # communicate() would leave out the lines that readline() has read ahead.
+            rest, errors = writer.stdout.read(), writer.stderr.read()
         assert writer.returncode == -signal.SIGKILL, errors
         # Only whole lines are acknowledgements.
         acknowledged += [int(line) for line in rest.splitlines(keepends=True) if line[-1] == "\n"]

@@ -152,6 +152,17 @@ def test_others_have_their_turn_while_a_large_body_is_decoded(decode):
         sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize(
+    ("options", "mode", "of_status"),
+    [([], "batch", "recluster"), (["--online"], "online", "online")],
+)
+def test_the_way_of_finding_live_clusters_is_said(tmp_path, options, mode, of_status):
+    with running(tmp_path, *options) as sidecar:
+        found = sidecar.get("/centroids")
+        assert (found["mode"], found["status"]["mode"]) == (mode, of_status)
+        assert sidecar.get("/stats")["live_clusters"]["mode"] == of_status
+
+
 def test_live_clusters_of_an_arrow_stream_are_those_of_json(tmp_path, runs):
     batch = rows_of(500)
     with running(tmp_path, "--online", runs=runs) as sidecar:

@@ -264,6 +264,18 @@ def test_what_is_no_side_is_refused_in_one_line(sidecar, a, status):
         assert "\n" not in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"), [({}, "a and b"), ({"a": "run:latest"}, "b"), ({"b": "run:latest"}, "a")]
+)
+def test_a_request_without_sides_is_told_its_form(sidecar, given, missing):
+    answer = sidecar.client.get("/compare", params=given)
+    assert answer.status_code == 422
+    said = answer.json()["error"]
+    assert said.startswith(f"without {missing}: ask /compare?a=KIND:ID&b=KIND:ID with KIND one of ")
+    assert sidecar.client.get("/compare?a=session:near&b=run:latest").status_code == 200
+    assert said.endswith("such as a=session:s-1&b=run:latest")
+
+
 GOOD = [0.5, 0.25, 0.25, 0.3, *([0.5] + [0.0] * 2), 0.25, *([0.0] * 4), 0.25, *([0.0] * 7)]
 
 

@@ -39,14 +39,19 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing_that_was_answered(tmp
     with running(tmp_path, runs=runs) as sidecar:
         loads = [Load(sidecar, 2, wait=True), Load(sidecar, 1, wait=False, prefix="u")]
         sender = Pusher(sidecar.stream)
+        # A send that waits already would wait for all of a patience that is shortened meanwhile.
+        sender.set_patience(0.1)
         stop = threading.Event()
 
         def push() -> None:
             while not stop.is_set():
-                try:
-                    sender.send(rows_of(100, f"s{sender.seq}"))
-                except zmq.Again:
-                    return
+                message = sender.message(rows_of(100, f"s{sender.seq}"))
+                while not stop.is_set():
+                    try:
+                        sender.send_bytes(message)
+                    except zmq.Again:
+                        continue
+                    break
 
         pushing = threading.Thread(target=push)
         pushing.start()
@@ -57,7 +62,6 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing_that_was_answered(tmp
         done = sidecar.stop()
         seconds = time.monotonic() - began
         stop.set()
-        sender.set_patience(0)
         pushing.join(PATIENCE_S)
         for load in loads:
             load.stop()

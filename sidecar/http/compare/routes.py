@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -20,7 +20,7 @@ from sidecar.http.sessions import unreadable
 from . import figures, words
 from .axes import axes, largest
 from .means import DIGITS
-from .names import Name
+from .names import KINDS, Name
 from .sides import Run, Side, opened_run, side_of_rows, side_of_run, side_of_vectors
 from .stored import rows_of_store
 
@@ -71,6 +71,15 @@ class Comparison(BaseModel):
     notes: list[str]
 
 
+def both_are_given(request: Request) -> None:
+    """HTTPException 422 with the form of the request if a side is missing."""
+    if missing := [side for side in ("a", "b") if side not in request.query_params]:
+        raise HTTPException(
+            422, f"without {' and '.join(missing)}: ask /compare?a=KIND:ID&b=KIND:ID with KIND one "
+            f"of {', '.join(KINDS)}, such as a=session:s-1&b=run:latest",
+        )  # fmt: skip
+
+
 ERRORS = documented(
     (400, "a side that is none, or two that cannot be compared"),
     (404, "there is no such session, request, run or row"),
@@ -83,6 +92,7 @@ ERRORS = documented(
     summary="How two sessions, requests, runs, models or windows differ",
     response_model=Comparison,
     responses=ERRORS,
+    dependencies=[Depends(both_are_given)],
 )
 async def compare(request: Request, a: Asked, b: Asked) -> Response:
     """docs/http.md says what similarity is made of, and where intervals come from."""

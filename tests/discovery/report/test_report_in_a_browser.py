@@ -380,6 +380,31 @@ def test_the_gate_and_the_drift_are_shown(show, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_the_badge_counts_the_checks_that_were_measured(show, tmp_path: Path):
+    inputs = later_run(tmp_path)
+    checks = inputs.manifest["quality"]["gate"]["checks"]
+    badge = show(inputs).locator(".gate.passed")
+    assert badge.locator("strong").inner_text() == "✓ Gate passed"
+    assert badge.locator("a").inner_text() == "2 checks"
+    assert badge.locator("a").get_attribute("href") == "#quality"
+    # One that had nothing to compare with was not measured.
+    checks[0]["value"] = None
+    assert show(inputs).locator(".gate a").inner_text() == "1 check"
+    checks[1]["value"] = None
+    assert show(inputs).locator(".gate").inner_text() == "✓ Gate passed"
+
+
+@pytest.mark.slow
+def test_the_badge_of_a_run_that_did_not_pass_has_the_reasons(show, tmp_path: Path):
+    inputs = later_run(tmp_path, passed=False)
+    badge = show(inputs).locator(".gate.not")
+    assert badge.locator("strong").inner_text() == "✕ Gate not passed"
+    reasons = inputs.manifest["quality"]["gate"]["reasons"]
+    assert badge.locator("li").all_inner_texts() == reasons and reasons
+    assert badge.locator("a").count() == 0
+
+
+@pytest.mark.slow
 def test_the_zone_mix_and_the_axes_are_shown(show, tmp_path: Path):
     page = show(later_run(tmp_path))
     assert page.locator(".mix .volume").count() == 4
