@@ -38,11 +38,11 @@ def save_latent_model(
 def save_drafting_model(
     folder: Path, dtype: torch.dtype, *, heads: int = 16, experts: int = 0
 ) -> Path:
-    """A DeepSeek V3 that has one more layer to draft tokens with (MTP), a copy of its last one. With
-    `experts` that layer alone has so many, as SGLang takes it to have."""
+    """A DeepSeek V3 that has one more layer to draft tokens with (MTP), a copy of its last. With
+    experts that layer alone has so many: SGLang takes it to have some."""
     layers = len(LAYERS)
     config = transformers.DeepseekV3Config(
-        vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        vocab_size=2048, hidden_size=512, intermediate_size=512, moe_intermediate_size=128,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
         q_lora_rank=None, n_routed_experts=experts or 4, num_experts_per_tok=2, n_group=1,
         first_k_dense_replace=layers + (not experts), max_position_embeddings=2048,

@@ -27,3 +27,17 @@ def save_random_model(
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
+
+
+def save_noisy_copy(folder: Path, model: Path, share: float) -> Path:
+    """A model whose matrices have noise, of a share of their own standard deviations."""
+    copy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for weights in copy.parameters():
+        if weights.dim() > 1:
+            noise = torch.randn(weights.shape, generator=generator)
+            weights.data += share * weights.data.std() * noise
+    copy.to(torch.float16).save_pretrained(folder)
+    for path in model.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder

@@ -200,8 +200,8 @@ def with_results(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_latent_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around latent attention (MLA). vLLM's backends of that run some of a step's tokens each in a
-    call of its own; here one call has all of them."""
+    """Around latent attention (MLA). vLLM calls a backend for a step's tokens in two parts; this
+    call has all of them."""
 
     @wraps(original)
     def forward_impl(

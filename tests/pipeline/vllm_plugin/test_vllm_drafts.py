@@ -3,6 +3,7 @@ what is sampled says which of its rows are kept."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,14 @@ from vllm_steps import (  # noqa: E402
 
 from capture_kernels.errors import OptionError  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
+from pipeline.engines.serving.steps.served_model import WITH_DRAFTS  # noqa: E402
+from pipeline.engines.serving.steps.states import NotedRow  # noqa: E402
 from pipeline.engines.vllm.model_process.drafts import TokenRows  # noqa: E402
 from pipeline.engines.vllm.model_process.layers import refusal  # noqa: E402
+from pipeline.engines.vllm.model_process.states import SampledStep, StepTaken  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
+
+NOW = datetime.now(UTC)
 
 
 def positions_of(found):
@@ -96,13 +102,85 @@ def test_steps_under_way_and_requests_put_back(steps, seed):
         assert usage["rows"] == kept - 1
 
 
+@pytest.mark.parametrize("windowed", [False, True], ids=["one group", "windows in a second group"])
+def test_steps_with_prompts_while_the_one_before_is_under_way(steps, windowed):
+    some = steps(kind=DraftSteps, windowed=windowed)
+    one = some.request("one", 9, layers=[0, 1])
+    two = some.request("two", 30, prompt_rows=4)
+    some.run((one, 9))()
+    first = some.verify((one, 0))
+    second = some.run((one, 4), (two, 20), drafts={one: (DRAFTS, 1)})
+    first()
+    third = some.run((one, 4), (two, 10), drafts={one: (DRAFTS, 0)})
+    second()
+    fourth = some.verify((one, 3), (two, 1))
+    third()
+    fourth()
+    for req in (one, two):
+        some.end(req)
+    some.run()
+    for req, rows in ((one, 0), (two, 4)):
+        entries, _ = some.said(req)
+        begin, end = len(req.prompt) - rows, len(req.prompt) + len(req.outputs) - 1
+        assert positions_of(some.check(req, entries)) == list(range(begin, end))
+
+
+def test_a_prompts_last_token_with_drafts_that_only_fill_the_step_up(steps):
+    """As after a hit in the prefix cache. None of these drafts is accepted."""
+    some = steps(kind=DraftSteps)
+    req = some.request("r", 9, prompt_rows=2)
+    some.run((req, 1 + DRAFTS), cached=8, drafts={req: (DRAFTS, 0)})()
+    some.verify((req, 2))()
+    some.end(req)
+    some.run()
+    entries, _ = some.said(req)
+    assert positions_of(some.check(req, entries)) == [8, 9, 10, 11]
+
+
+def test_a_request_that_is_put_back_before_a_step_is_read(steps):
+    """As where vLLM empties its prefix cache."""
+    some = steps(kind=DraftSteps)
+    req = some.request("r", 9, prompt_rows=2)
+    some.run((req, 9))()
+    some.verify((req, 2))()
+    stale = some.verify((req, 3))
+    some.put_back(req)
+    known = len(req.prompt) + len(req.outputs)
+    for each in (req.keys, req.queries):
+        each[:, known:].normal_(generator=some.generator)
+    again = some.run((req, known))
+    stale(stale=True)
+    again()
+    some.verify((req, 1))()
+    some.end(req)
+    some.run()
+    entries, usage = some.said(req)
+    end = len(req.prompt) + len(req.outputs) - 1
+    assert positions_of(some.check(req, entries)) == list(range(7, end))
+    assert "off" not in usage
+
+
+def test_rows_that_cannot_be_where_they_are_said_to_be_are_dropped():
+    note = NotedRow(0, 0, SimpleNamespace(collector=SimpleNamespace(wants=lambda at: True)), 20, 1)
+    for begin, kept in ((20, 20), (14, 14), (13, None), (21, None)):
+        step = SampledStep([], [note], StepTaken(None), None, NOW, [[5]], {0: 20})
+        found = [each.position for each in step.placed({0: begin}, 6).noted]
+        assert found == ([] if kept is None else [kept])
+
+
 def test_strides_and_ends_hold_for_true_positions(steps):
     some = steps(kind=DraftSteps)
     req = some.request("r", 8, stride=3, max_steps=2)
     some.run((req, 8))()
-    reads = [some.verify((req, accepted)) for accepted in (1, 0, 3, 2)]
-    for read in reads:
-        read()
+    under_way = some.verify((req, 1))
+    for accepted in (0, 3, 2):
+        following = some.verify((req, accepted))
+        under_way()
+        under_way = following
+    under_way()
+    # All that it wants is there.
+    some.verify((req, 0))()
+    assert not some.recorder.capture.requests.enabled.any()
     some.end(req)
     some.run()
     entries, usage = some.said(req)
@@ -161,13 +239,14 @@ def test_plans_have_room_for_drafts_and_what_is_not_offered_is_named(steps):
     assert some.recorder.capture.requests.size == MOST_RUNNING + GRAPH_PADDING
     reasons = some.recorder.model.facts.reasons
     for name in ("attention_hubs", "attn_capture"):
-        assert reasons[name] == "with speculative decoding not all rows of a step are kept"
+        assert reasons[name] == WITH_DRAFTS
+    assert some.recorder.capture.hubs.numel() == 0
     assert some.recorder.model.facts.score_layers == ()
-    with pytest.raises(OptionError, match="--attention-fused-decode: it does not run drafts"):
+    with pytest.raises(OptionError, match=r"^--attention-fused-decode does not run spec"):
         steps(kind=DraftSteps, fused_decode=True)
 
 
-def test_drafts_are_not_refused_but_those_that_the_device_chooses():
+def test_only_adaptive_verification_is_refused():
     runner = runner_of([], [])
     runner.vllm_config.speculative_config = SimpleNamespace(enable_adaptive_verification=False)
     assert refusal(runner) is None

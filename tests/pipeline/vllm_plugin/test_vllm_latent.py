@@ -221,7 +221,7 @@ def test_a_layer_is_handed_on_after_it_has_run(vllm):
 
 
 def test_fused_decode_is_refused(latent):
-    with pytest.raises(OptionError, match=r"^--attention-fused-decode: not over latent keys"):
+    with pytest.raises(OptionError, match=r"^--attention-fused-decode does not run latent keys"):
         latent(fused_decode=True)
 
 

@@ -616,6 +616,11 @@ def test_a_budget_that_is_passed_ends_capture(steps):
     assert usage["off"] == reason
 
 
+def owner_of(some: Steps, where: str):
+    recorder = some.recorder
+    return {"recorder": recorder, "notes": recorder._notes, "capture": recorder.capture}[where]
+
+
 def broken(*given, **named):
     raise RuntimeError("a fault for the test")
 
@@ -623,7 +628,7 @@ def broken(*given, **named):
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        ("recorder", "_begin_request"), ("recorder", "_note"), ("recorder", "_settle"),
+        ("recorder", "_begin_request"), ("notes", "_note"), ("recorder", "_settle"),
         ("capture", "begin"), ("capture", "layer"), ("capture", "results"),
     ],
 )  # fmt: skip
@@ -633,8 +638,7 @@ def test_a_fault_is_logged_once_and_all_who_wait_are_told(steps, caplog, monkeyp
     silent = some.request("silent", 6)
     some.run(*[(req, 6) for req in reqs])()
     some.decode(*reqs)
-    owner = some.recorder if where == "recorder" else some.recorder.capture
-    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(owner_of(some, where), name, broken)
     late = some.request("late", 6, layers=[0])
     some.run((reqs[0], 1), (reqs[1], 1), (silent, 6), (late, 6))()
     # Serving goes on.
@@ -655,12 +659,12 @@ def test_a_fault_is_logged_once_and_all_who_wait_are_told(steps, caplog, monkeyp
     assert "a fault for the test" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["_begin_request", "_note"])
-def test_who_begins_when_capture_has_failed_is_told_too(steps, monkeypatch, name):
+@pytest.mark.parametrize(("where", "name"), [("recorder", "_begin_request"), ("notes", "_note")])
+def test_who_begins_when_capture_has_failed_is_told_too(steps, monkeypatch, where, name):
     """Its request had passed the gate, and waited in vLLM's queue."""
     some = steps()
     first, late = (some.request(name, 6, layers=[0]) for name in ("first", "late"))
-    monkeypatch.setattr(some.recorder, name, broken)
+    monkeypatch.setattr(owner_of(some, where), name, broken)
     some.run((first, 6))()
     some.run((first, 1), (late, 6))()
     some.decode(first, late)

@@ -96,7 +96,7 @@ def runner_of(
             prefill_context_parallel_size=1, use_ubatching=False, data_parallel_size=2, nnodes=1,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None, additional_config={},
+        speculative_config=None, additional_config={}, max_concurrent_batches=2,
     )  # fmt: skip
     names = [SimpleNamespace(layer_names=[one.layer_name for one in own]) for own in groups]
     return SimpleNamespace(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import draft_standins
+
 MISSING = {
     # Prints in notebooks, and brings 15 packages.
     "IPython": "9.18.1",
@@ -60,6 +62,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         # Transformers reads it.
         module.__version__ = MISSING[module.__name__.partition(".")[0]]  # type: ignore[attr-defined]
+        if module.__name__ == "sgl_kernel":
+            vars(module).update(draft_standins.KERNELS)
 
 
 def _run_prompts_over_latent_keys(module: ModuleType) -> None:
@@ -90,11 +94,28 @@ def _run_what_gpus_do(module: ModuleType) -> None:
 
     for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
         setattr(backend, name, translated(getattr(backend, name)))
+    run_extend = backend._run_sdpa_forward_extend
+
+    def over_drafts(
+        self: Any, query: Any, output: Any, keys: Any, values: Any, table: Any, rows: Any,
+        lengths: Any, prefixes: Any, counts: Any, *rest: Any, **given: Any,
+    ) -> Any:  # fmt: skip
+        """Of drafts only the lengths before them are given."""
+        if prefixes is None:
+            prefixes, counts = lengths, lengths.new_full(lengths.shape, len(query) // len(lengths))
+            lengths = lengths + counts
+        return run_extend(
+            self, query, output, keys, values, table, rows, lengths, prefixes, counts, *rest,
+            **given,
+        )  # fmt: skip
+
+    backend._run_sdpa_forward_extend = over_drafts
 
 
 PATCHES = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _run_prompts_over_latent_keys,
     "sglang.srt.layers.attention.torch_native_backend": _run_what_gpus_do,
+    "sglang.srt.speculative.draft_utils": draft_standins.draft_with_torch_native,
 }
 
 

@@ -24,6 +24,10 @@ LOG = logging.getLogger("attn.capture")
 MOST_TEXTS = 1 << 16
 
 
+# Why requests cannot ask for some things beside drafts.
+WITH_DRAFTS = "with speculative decoding not all rows of a step are kept"
+
+
 class ServedModel:
     """A model that an engine serves.
 

@@ -11,9 +11,9 @@ from capture_kernels.errors import OptionError
 from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.steps.served_model import ServedModel
+from pipeline.engines.serving.steps.served_model import WITH_DRAFTS, ServedModel
 
-from .drafts import DROPPED, tokens_of_request
+from .drafts import tokens_of_request
 from .latent import LatentLayers
 from .layers import attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
@@ -74,7 +74,7 @@ class CapturedModel(ServedModel):
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
         if self.tokens_of_request > 1:
-            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), DROPPED)
+            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), WITH_DRAFTS)
         self._lens = self._find_lens(runner, layers)
         if isinstance(self._lens, str):
             reasons["logit_lens"] = self._lens
@@ -83,7 +83,7 @@ class CapturedModel(ServedModel):
         if routers and not self._routers:
             reasons["moe_routing"] = "the captured layers route no experts"
         elif routers and self.tokens_of_request > 1:
-            reasons["moe_routing"] = DROPPED
+            reasons["moe_routing"] = WITH_DRAFTS
         elif routers and (reason := routing_refusal(arguments, self._routers)):
             reasons["moe_routing"] = reason
         scored: Sequence[int] = ()
@@ -109,7 +109,7 @@ class CapturedModel(ServedModel):
         if runner.server_args.tp_size > 1:
             return "with --tp-size the head's vocabulary lies on several ranks"
         if self.tokens_of_request > 1:
-            return DROPPED
+            return WITH_DRAFTS
         parts = lens_parts(runner.model, layers, runner.model_config)
         return lens_refusal(runner.server_args) or parts
 

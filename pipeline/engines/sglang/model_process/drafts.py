@@ -20,8 +20,6 @@ from torch import Tensor
 from capture_kernels.decode.step.page_table import PageTable
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
-# What requests cannot ask for beside drafts.
-DROPPED = "with speculative decoding not all rows of a step are kept"
 
 
 def draft_refusal(runner: Any) -> str | None:

@@ -88,7 +88,7 @@ class Recorder(BaseRecorder):
             visibility=options.visibility,
             mean_top_k=top_k_of_mean(options),
             top_k=top_k_of_heads(options),
-            hub_slots=options.hub_slots,
+            hub_slots=options.hub_slots if model.tokens_of_request == 1 else 0,
             ranks=ranks.heads,
             scratch_bytes=options.scratch_bytes,
             slot_map=model.windows.slot_map,

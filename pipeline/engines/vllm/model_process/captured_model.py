@@ -9,7 +9,7 @@ from capture_kernels.errors import OptionError
 from pipeline.engines.revision import revision_of
 from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
-from pipeline.engines.serving.steps.served_model import ServedModel
+from pipeline.engines.serving.steps.served_model import WITH_DRAFTS, ServedModel
 
 from .layers import LATENT_BACKENDS, attention_layers, is_latent
 from .lens import LensTap, lens_refusal
@@ -63,7 +63,9 @@ class CapturedModel(ServedModel):
         self.layers = {number: found[number] for number in chosen}
         drafts = runner.decode_query_len > 1
         if options.fused_decode and any(map(is_latent, self.layers.values())):
-            raise OptionError("--attention-fused-decode: not over latent keys (MLA)")
+            raise OptionError("--attention-fused-decode does not run latent keys (MLA)")
+        if options.fused_decode and drafts:
+            raise OptionError("--attention-fused-decode does not run speculative decoding")
         has_scores = ranks == 1 and not drafts
         scored = options.choose_score_layers(list(found), count) if has_scores else ()
         self.score_layers = {number: found[number] for number in scored}
@@ -76,8 +78,7 @@ class CapturedModel(ServedModel):
             of_heads = ("head_filtering", "attention_hubs", "attn_capture")
             reasons |= dict.fromkeys(of_heads, several)
         if drafts:
-            dropped = "with speculative decoding not all rows of a step are kept"
-            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), dropped)
+            reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), WITH_DRAFTS)
         lensless: str | None = "start the server with --attention-logit-lens"
         if options.logit_lens:
             lensless = lens_refusal(runner, ranks)

@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Steps that may be under way when one is prepared; their drafts count as accepted there. vLLM has
-# one at most.
-MOST_AHEAD = 4
-
 
 class TokenRows:
     """The tokens of a step as rows. Its methods neither copy nor wait, so that a CUDA graph can

@@ -103,8 +103,8 @@ def block_table_of(metadata: Any) -> Tensor:
     if hasattr(metadata, "block_table"):
         return cast("Tensor", metadata.block_table)
     # Of latent attention: of the requests that run over latent keys, and of the others, in turn.
-    halves = (metadata.decode, metadata.prefill)
-    tables = [half.block_table for half in halves if half is not None]
+    splits = (metadata.decode, metadata.prefill)
+    tables = [split.block_table for split in splits if split is not None]
     return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 

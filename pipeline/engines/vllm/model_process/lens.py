@@ -23,6 +23,7 @@ from capture_kernels.transfers import to_device
 from pipeline.engines.hidden_states import LENS_TOLERANCE, NOT_THE_LENS, last_norm
 from pipeline.engines.serving.rows import Lens
 from pipeline.engines.serving.steps.lens import deviation_of, likely_tokens
+from pipeline.engines.serving.steps.served_model import WITH_DRAFTS
 from pipeline.engines.serving.steps.states import NotedRow
 
 from .states import LensStep
@@ -138,7 +139,7 @@ def lens_refusal(runner: Any, ranks: int) -> str | None:
     if ranks > 1:
         return "with tensor parallelism the head's vocabulary lies on several ranks"
     if runner.vllm_config.speculative_config is not None:
-        return "a draft of speculative decoding takes the hidden states"
+        return WITH_DRAFTS
     if runner.vllm_config.model_config.skip_tokenizer_init:
         return "--skip-tokenizer-init leaves tokens without a text"
     if not isinstance(runner.vllm_config.additional_config, dict):

@@ -70,14 +70,14 @@ def captures(
     Raises:
         OptionError: --attention-fused-decode where it is not possible.
     """
-    requests = runner.max_num_reqs
+    requests, has_drafts = runner.max_num_reqs, runner.decode_query_len > 1
     own: dict[str, Any] = {
         # A row of each token of a decode step, drafts of speculative decoding among them.
         "max_rows": requests * runner.decode_query_len + GRAPH_PADDING,
         "max_length": runner.max_model_len, "num_requests": requests + GRAPH_PADDING,
         "device": runner.device, "visibility": options.visibility,
         "mean_top_k": top_k_of_mean(options), "top_k": top_k_of_heads(options),
-        "hub_slots": options.hub_slots, "ranks": ranks.heads,
+        "hub_slots": 0 if has_drafts else options.hub_slots, "ranks": ranks.heads,
         "scratch_bytes": options.scratch_bytes, "first_request": 0,
     }  # fmt: skip
     beside = StepCapture(kinds, **own)
@@ -87,8 +87,6 @@ def captures(
         cache = runner.vllm_config.cache_config.cache_dtype
         if cache.startswith("fp8"):
             raise OptionError(f"--kv-cache-dtype {cache} was not tried")
-        if runner.decode_query_len > 1:
-            raise OptionError("it does not run drafts of speculative decoding")
         return beside, FusedCapture(kinds, **own, beside=beside)
     except OptionError as error:
         raise OptionError(f"--attention-fused-decode: {error}") from None

@@ -54,7 +54,7 @@ class StepQueries:
         queries = absorbed(queries, layer.W_UK_T)
         if layer.kv_cache.element_size() > 1 or not layer.impl.supports_quant_query_input:
             return queries
-        # vLLM rounds those that it runs over latent keys of 8 bits, and no others.
+        # vLLM rounds those that it runs over latent keys of 8 bits, and by its defaults no others.
         over_latent = torch.arange(len(self._query), device=queries.device)[rows, None, None]
         is_rounded = over_latent < self._metadata.num_decode_tokens
         return torch.where(is_rounded, rounded(queries, layer._q_scale), queries)

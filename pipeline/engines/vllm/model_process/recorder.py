@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,14 +24,15 @@ from pipeline.engines.serving.options import ServeOptions
 from pipeline.engines.serving.request import ModelFacts
 from pipeline.engines.serving.steps.hubs import HubSlots, hubs_after
 from pipeline.engines.serving.steps.ranks import Ranks, all_or_none, ends_capture_not_serving
-from pipeline.engines.serving.steps.states import HostRows, NotedRow, Stage, nearest
+from pipeline.engines.serving.steps.states import HostRows, Stage, nearest
 
 from ..scheduling import ATTRIBUTE as DECIDED
 from ..scheduling import Decided
 from .captured_model import CapturedModel
-from .drafts import MOST_AHEAD, TokenRows
+from .drafts import TokenRows
 from .full_scores import ScoreTap
 from .layers import block_table_of, kinds_of, seq_lens_of
+from .notes import StepNotes
 from .plans import captures, keys_of, layer_scores
 from .queries import StepQueries
 from .request_recorder import RequestRecorder
@@ -87,11 +88,10 @@ class Recorder(RequestRecorder):
         )  # fmt: skip
         # Of the step that is being run.
         self._captured: list[tuple[int, VllmState, int]] = []
-        self._noted: list[NotedRow] = []
+        self._notes = StepNotes(self.capture.requests, runner)
         self._rows, self._stage, self._is_decode = 0, Stage.REPLAYED, False
         self._extend: tuple[Tensor, Tensor, Tensor] | None = None
         self._queries: list[int] = []  # which of its tokens the noted rows are
-        self._guessed: dict[int, int] = {}  # `SampledStep.guessed`
         # Steps whose sampled tokens have come; another thread appends.
         self._sampled: deque[SampledStep] = deque()
         self._spent_s, self._began = 0.0, time.perf_counter()
@@ -109,8 +109,8 @@ class Recorder(RequestRecorder):
 
     def _clear(self) -> None:
         """Forget what was noted of a step."""
-        self._captured, self._noted, self._extend, self._rows = [], [], None, 0
-        self._guessed = {}
+        self._captured, self._extend, self._rows = [], None, 0
+        self._notes.clear()
         self._scores.begin()
 
     @all_or_none
@@ -140,24 +140,26 @@ class Recorder(RequestRecorder):
             if self.ranks.alone and self._budget.exceeded:
                 state = None
             after = first + counts[index]
+            row = starts[index] if is_decode else None
             if self._query_len > 1 and not batch.is_prefilling_np[index]:
-                self._note_guessed(index, state, first, after, starts[index])
+                self._notes.note_upper_bounds(index, state, first, after, row)
             else:
                 # Behind a prompt, drafts only fill the step up.
                 own = after if drafts is None else after - int(drafts[index])
-                self._note(index, state, first, own, starts[index])
+                self._notes.note(index, state, first, own, row)
             if state is not None:
                 self._scores.note(index, state, first, after, starts[index])
         if is_decode:
-            self._queries = [note.row for note in self._noted]
-        elif self._noted:
+            self._queries = [note.row for note in self._notes.noted]
+        elif self._notes.noted:
             self._prepare_extend(starts, firsts, counts)
         self.capture.requests.copy()
         self._spent_s += time.perf_counter() - began
 
     def _prepare_extend(self, starts: list[int], firsts: list[int], counts: list[int]) -> None:
         lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
-        self._noted = noted = nearest(self._noted, lengths, self.capture.max_rows)
+        noted = nearest(self._notes.noted, lengths, self.capture.max_rows)
+        self._notes.noted = noted
         self._rows = len(noted)
         self._queries = [
             starts[note.request] + note.position - firsts[note.request] for note in noted
@@ -169,52 +171,6 @@ class Recorder(RequestRecorder):
         ]
         requests, keys, queries = to_device(columns, self._device)
         self._extend = (requests, keys, queries)
-
-    def _note(
-        self, index: int, state: VllmState | None, first: int, after: int, row: int
-    ) -> None:  # fmt: skip
-        """Note the wanted rows of a request among those at positions first to before `after`.
-
-        Args:
-            row: of the step's queries, the first of the request.
-        """
-        wanted: list[int] = []
-        if state is not None:
-            collector = state.collector
-            begin = max(first, state.noted + 1)
-            if begin < collector.prompt_len:
-                # Of a prompt only its last rows can be wanted.
-                begin = max(begin, collector.prompt_len - collector.request.prompt_rows)
-            wanted = [p for p in range(begin, after) if collector.wants(p)]
-            state.noted = wanted[-1] if wanted else state.noted
-        self._note_rows(index, state, wanted, row - first)
-
-    def _note_guessed(
-        self, index: int, state: VllmState | None, first: int, after: int, row: int
-    ) -> None:
-        """Note all rows of a request that may have drafts. While a step before this one is under
-        way it is not known how many of its drafts were accepted: these positions are the last that
-        the rows can have (`SampledStep.placed`)."""
-        wanted = range(0)
-        if state is not None:
-            begin = max(0, first - MOST_AHEAD * (self._query_len - 1))
-            if any(map(state.collector.wants, range(begin, after))):
-                wanted, self._guessed[index] = range(first, after), first
-        self._note_rows(index, state, wanted, row - first)
-
-    def _note_rows(
-        self, index: int, state: VllmState | None, wanted: Sequence[int], row_of_0: int
-    ) -> None:
-        """row_of_0: which of the step's queries the row at position 0 would be."""
-        requests = self.capture.requests
-        if state is None or not wanted:
-            requests.disable(index)
-            return
-        request = state.collector.request
-        requests.enable(index, mask=request.mask_prefix, heads=request.heads, hub=state.hub)
-        for position in wanted:
-            at = row_of_0 + position if self._is_decode else len(self._noted)
-            self._noted.append(NotedRow(index, at, state, position, None))
 
     def prepare_dummy(self) -> None:
         """A step of no requests, as vLLM runs beside other ranks of data parallelism: none of its
@@ -257,7 +213,7 @@ class Recorder(RequestRecorder):
         output: Tensor,
     ) -> bool:  # fmt: skip
         rows = len(metadata.seq_lens)
-        if not self._is_in_turn(number, fused, metadata, rows):
+        if not self._is_in_turn(number, fused, rows):
             return False
         own = self._keys[number]
         done = fused.decode(
@@ -290,27 +246,25 @@ class Recorder(RequestRecorder):
         if number not in self.capture.layers:
             return
         # A CUDA graph of a decode step holds the capture whether or not anybody asks for it now.
-        if is_decode and (self._fused is not None or not (self.on_gpu or self._noted)):
+        if is_decode and (self._fused is not None or not (self.on_gpu or self._notes.noted)):
             return
         if not is_decode and self._extend is None:
             return
-        if not self._is_in_turn(number, self.capture, metadata, decoded):
+        if not self._is_in_turn(number, self.capture, decoded):
             return
         rows = queries.of_decode if self._extend is None or is_decode else queries[self._extend[2]]
         own = self._keys[number]
         self.capture.layer(number, rows, own.keys, descale=own.scale, sinks=sinks)
         self._end_after(number, self.capture)
 
-    def _is_in_turn(
-        self, number: int, capture: StepCapture, metadata: Any, decoded: int | None
-    ) -> bool:
+    def _is_in_turn(self, number: int, capture: StepCapture, decoded: int | None) -> bool:
         """Whether a layer of this number may be captured now; the first begins the step.
 
         Args:
             decoded: how many first tokens of a decode step are its rows; None in other steps.
         """
         if number == capture.layers[0]:
-            capture.begin(*self._tables(metadata, decoded))
+            capture.begin(*self._tables(decoded))
             self._stage = Stage.BEGUN
         elif self._stage is not Stage.BEGUN:
             self._stage = Stage.INCOMPLETE
@@ -321,7 +275,7 @@ class Recorder(RequestRecorder):
             capture.end()
             self._stage = Stage.ENDED
 
-    def _tables(self, metadata: Any, decoded: int | None) -> list[PageTable]:
+    def _tables(self, decoded: int | None) -> list[PageTable]:
         """Of each kind of layers, where the step's rows have their keys. decoded: as
         `_is_in_turn` takes it."""
         from vllm.forward_context import get_forward_context
@@ -357,7 +311,13 @@ class Recorder(RequestRecorder):
             return
         taken, copied = self._copied(self._taken(ran))
         step = SampledStep(
-            self._captured, self._noted, taken, copied, datetime.now(UTC), [], self._guessed
+            self._captured,
+            self._notes.noted,
+            taken,
+            copied,
+            datetime.now(UTC),
+            [],
+            self._notes.bounds,
         )
         original = output.get_output
 
@@ -379,16 +339,16 @@ class Recorder(RequestRecorder):
 
         scores = self._scores.end(table if self._is_decode else None)
         replayed = self.on_gpu and self._stage is Stage.REPLAYED
-        if not self._noted or not (replayed or self._stage is Stage.ENDED):
+        if not self._notes.noted or not (replayed or self._stage is Stage.ENDED):
             return StepTaken(None, scores=scores)
         capture = self._fused if self._fused is not None and self._is_decode else self.capture
-        found = self.results_of(capture, self._rows, self._noted)
+        found = self.results_of(capture, self._rows, self._notes.noted)
         routing = lens = None
         if self._routers is not None:
             routing = self._routers.results(self._rows if self._extend is None else self._extend[2])
         if self._lens is not None:
             lens = self._lens.of_step(
-                self._noted, self._queries, ran.hidden_states, ran.aux_hidden_states
+                self._notes.noted, self._queries, ran.hidden_states, ran.aux_hidden_states
             )
         return StepTaken(found, routing, lens, scores)
 
@@ -423,8 +383,8 @@ class Recorder(RequestRecorder):
                 if state.times == times:
                     begins[index] = state.length - 1
                     state.tokens += step.sampled[index]
-            if step.guessed:
-                step = step.placed(begins)
+            if step.bounds:
+                step = step.placed(begins, self._notes.most_ahead)
             # With several ranks requests are captured to their ends, but nothing is said of them.
             if step.taken.is_empty or self._budget.exceeded:
                 continue

@@ -53,7 +53,7 @@ class VllmState(RequestState):
         if self.hub >= 0 and self.noted >= 0:
             self.no_hubs = ROW_TWICE
         self.tokens = list(tokens[len(self.prompt) :])
-        # Of drafts that were accepted in a step whose tokens are not its own.
+        # Rows of a step whose tokens vLLM has dropped.
         while self.waiting and self.waiting[-1].note.position >= self.length:
             self.waiting.pop()
         self.noted = -1  # of all ranks, though only one of them has rows
@@ -191,7 +191,7 @@ class SampledStep(NamedTuple):
     """A step whose results are on their way to the host.
 
     requests: the captured ones among its batch, by their number in it, and how often each had
-    begun again; guessed: of those whose rows' positions were guessed, that of the first row.
+    begun again; bounds: of those whose first row's position is not known, the last that it can be.
     """
 
     requests: list[tuple[int, VllmState, int]]
@@ -200,22 +200,26 @@ class SampledStep(NamedTuple):
     copied: Any  # a CUDA event, once `taken` is there; None on a CPU
     at: datetime
     sampled: list[list[int]]  # by number in the batch, once they are there
-    guessed: dict[int, int]
+    bounds: dict[int, int]
 
-    def placed(self, begins: Mapping[int, int]) -> SampledStep:
-        """It with the wanted ones of the guessed rows, at their true positions: those of a
-        request's last token, and of the drafts that were accepted, each of which is a sampled token
-        but the last.
+    def placed(self, begins: Mapping[int, int], most: int) -> SampledStep:
+        """It with rows at their true positions. Row i of a request that has drafts is kept if more
+        than i tokens were sampled, and if its request wants it.
 
         Args:
-            begins: positions of the requests' first rows, but of those that were put back.
+            begins: the position of each request's first row; requests that were put back are
+                absent.
+            most: by how much `bounds` may be larger. Of a request where it is not so, no row is
+                kept.
         """
         noted = []
         for note in self.noted:
             number = note.request
-            if number in self.guessed:
-                at = note.position - self.guessed[number]
+            if number in self.bounds:
+                at = note.position - self.bounds[number]
                 if number not in begins or at >= len(self.sampled[number]):
+                    continue
+                if not 0 <= self.bounds[number] - begins[number] <= most:
                     continue
                 note = note._replace(position=begins[number] + at)
                 if not note.state.collector.wants(note.position):

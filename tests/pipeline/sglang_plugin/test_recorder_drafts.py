@@ -16,6 +16,7 @@ from recorder_steps import DIM, HEADS, LAYERS, LONGEST, MOST_RUNNING, Steps, lay
 from capture_kernels.fingerprint.reference import decode_statistics  # noqa: E402
 from capture_kernels.fingerprint.vector import Visibility  # noqa: E402
 from pipeline.engines.serving.steps.base_recorder import GRAPH_PADDING  # noqa: E402
+from pipeline.engines.serving.steps.served_model import WITH_DRAFTS  # noqa: E402
 from pipeline.engines.sglang.model_process import drafts  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
@@ -180,7 +181,7 @@ def test_plans_have_room_for_drafts_and_what_is_not_offered_is_named(steps):
     assert some.recorder.capture.max_rows == (MOST_RUNNING + GRAPH_PADDING) * TOKENS
     facts = some.recorder.model.facts
     for name in ("attention_hubs", "attn_capture", "logit_lens"):
-        assert facts.reasons[name] == drafts.DROPPED
+        assert facts.reasons[name] == WITH_DRAFTS
     assert facts.score_layers == ()
 
 
