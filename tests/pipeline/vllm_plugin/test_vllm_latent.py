@@ -82,7 +82,7 @@ class LatentSteps(Steps):
     def _write(self, req: Req, number: int, position: int) -> None:
         cache = self.layers[number].kv_cache
         page, at = divmod(position, cache.shape[1])
-        cache[req.pages[0][page], at] = req.keys[number, position, 0]
+        cache[req.pages[0][page], at] = self._key(req, number, position)[0]
 
 
 @pytest.fixture(params=[1, 16], ids=["", "short prompts over latent keys"])

@@ -347,11 +347,12 @@ class Steps:
         group = self.group_of[number]
         page, at = divmod(position, PAGES[group])
         cache = self.layers[number].kv_cache
+        cache[req.pages[group][page], :, at, :DIM] = self._key(req, number, position)
+
+    def _key(self, req: Req, number: int, position: int) -> Any:
+        """Of a draft that is not accepted any, which the next step writes over."""
         key = req.keys[number, position]
-        # Of a draft that is not accepted, which the next step writes over.
-        if position >= req.length:
-            key = torch.randn(key.shape, generator=self.generator)
-        cache[req.pages[group][page], :, at, :DIM] = key
+        return key if position < req.length else torch.randn(key.shape, generator=self.generator)
 
     # What became of it ---------------------------------------------------------------------------
 
