@@ -39,6 +39,7 @@ def checked(
             for answer in asyncio.run(generate(url, some, **asked))
         ]
         log = running.end_of_log(60)
+    assert "cuda graph: True" in log, log
     errors = []
     for prompt, answer in zip([*others, *alone], answers, strict=True):
         entries = answer["meta_info"]["attention_tokens"]

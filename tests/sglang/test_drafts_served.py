@@ -23,8 +23,10 @@ from served_models import PROMPTS, check_mode, generate, serving  # noqa: E402
 from pipeline.store.open import open_store  # noqa: E402
 
 pytestmark = pytest.mark.slow
-DRAFTS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3",
-          "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")  # fmt: skip
+DRAFTS = ("--speculative-algorithm", "STANDALONE")
+# SGLang makes 4 tokens of it, as by default.
+CONTRADICTING = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+                 "--speculative-num-draft-tokens", "8")  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["demo model", "latent keys"])
@@ -43,7 +45,8 @@ def store(model, tmp_path_factory) -> Path:
 def server(tmp_path_factory, model, store) -> Iterator[SGLangServer]:
     """The model that drafts has noise in its weights, so that the two do not always agree."""
     draft = save_noisy_copy(tmp_path_factory.mktemp("draft") / "model", model, 0.05)
-    options = ("--speculative-draft-model-path", draft, "--attention-store", store,
+    numbers = CONTRADICTING if model == MODEL else ()
+    options = (*numbers, "--speculative-draft-model-path", draft, "--attention-store", store,
                "--attention-logit-lens")  # fmt: skip
     with serving(tmp_path_factory.mktemp("sglang"), model, *DRAFTS, *options) as running:
         yield running

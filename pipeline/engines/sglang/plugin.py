@@ -160,6 +160,8 @@ def start_recorder(result: None, runner: Any) -> None:
             raise_refused("; ".join(lost))
         if reason := refusal(runner):
             raise_refused(reason)
+        if not runner.spec_algorithm.is_none():
+            wrap_verify(ATTRIBUTE)
         recorder = Recorder(runner, options, facts_file.write, ranks)
     except AttnError as error:
         reason = str(error)
@@ -173,9 +175,9 @@ def start_recorder(result: None, runner: Any) -> None:
     if runner.spec_algorithm.is_none():
         runner.sampling_observer = recorder
     else:
-        # SGLang has no observers beside drafts; with prompts it would call one all the same.
+        # Beside drafts its setter refuses one. `ModelRunner.sample`, which prompts pass through,
+        # calls one all the same.
         runner._sampling_observer = recorder
-        wrap_verify(ATTRIBUTE)
     setattr(runner, ATTRIBUTE, recorder)
     # Ctrl+C in a terminal ends this process as it does the first.
     atexit.register(recorder.close)

@@ -32,7 +32,7 @@ class DraftSteps(Steps):
 
     def made(self, runner):
         runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
-        runner.server_args.speculative_num_draft_tokens = TOKENS
+        runner.decode_num_tokens_per_req = lambda: TOKENS
 
     def prompt(self, req):
         """Its prompt has run, and its first token is there."""
@@ -161,6 +161,44 @@ def test_a_request_that_is_put_back_has_each_row_once(steps):
     assert some.check(req, some.said(req)[0]) == [9, 10, 11]
 
 
+def test_the_first_drafts_are_prepared_before_the_prompts_token_is_known(steps):
+    some = steps(kind=DraftSteps)
+    req = some.request(1, 6, mode="raw", max_steps=1)
+    prompt = some.run([req], [6], [0])
+    first = some.verify([req], [6], [2])
+    prompt([commit(req, 1)])
+    req.output_ids.append(100)
+    first()
+    assert some.check(req, some.said(req)[0]) == [6]
+
+
+def test_what_a_stride_wants_may_lie_behind_a_step_under_way(steps):
+    some = steps(kind=DraftSteps)
+    req = some.request(1, 6, mode="raw", stride=13)
+    some.prompt(req)
+    first = some.verify([req], [6], [3])
+    # Position 13 is its last row. As far as the host knows, its rows are at 6 to 9.
+    second = some.verify([req], [10], [3])
+    first()
+    second()
+    assert some.check(req, some.said(req)[0]) == [13]
+
+
+def test_a_graph_that_was_captured_before_gives_rows(steps):
+    """Its layers do not run where the host sees it: they ran before, over other requests."""
+    some = steps(kind=DraftSteps)
+    req = some.request(1, 6, mode="raw")
+    some.prompt(req)
+    some.verify([req], [6], [3])()
+    assert some.check(req, some.said(req)[0]) == [6, 7, 8, 9]
+    some.recorder.on_gpu = True
+    some.recorder.prepare(SimpleNamespace(forward_mode=VERIFY), SimpleNamespace(reqs=[req]))
+    found = some.recorder.after_verify()
+    assert [note.row for note in found.noted] == [0, 1, 2, 3]
+    some.recorder.on_gpu = False
+    assert some.recorder.after_verify() is None
+
+
 def test_records_are_of_kept_rows(steps, tmp_path):
     some = steps(tmp_path / "store", kind=DraftSteps)
     req = some.request(1, 7, mode="fingerprint")
@@ -183,6 +221,7 @@ def test_plans_have_room_for_drafts_and_what_is_not_offered_is_named(steps):
     for name in ("attention_hubs", "attn_capture", "logit_lens"):
         assert facts.reasons[name] == WITH_DRAFTS
     assert facts.score_layers == ()
+    assert some.recorder.capture.hubs.numel() == 0
 
 
 def test_each_verification_hands_its_results_on_once(monkeypatch):

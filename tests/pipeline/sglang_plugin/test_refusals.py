@@ -11,30 +11,57 @@ torch = pytest.importorskip("torch")
 
 from pipeline.engines.sglang.model_process.layers import refusal  # noqa: E402
 
+# What SGLang makes of its arguments.
+AS_USUAL = {
+    "enable_multi_layer_eagle": False, "speculative_eagle_topk": 1, "speculative_adaptive": False,
+    "attn_dp_size": 1,
+}  # fmt: skip
+SPEC = SimpleNamespace()
+
+
+class EAGLEWorkerV2:
+    def verify(self):
+        pass
+
+
+class Inherits(EAGLEWorkerV2):
+    pass
+
+
+class Another:
+    def verify(self):
+        pass
+
 
 @pytest.fixture
 def graphs(monkeypatch) -> SimpleNamespace:
     """SGLang's settings of CUDA graphs of prompts."""
     prefill = SimpleNamespace(backend="breakable")
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
-    context = SimpleNamespace(get_exec=lambda: SimpleNamespace(graph=graph))
+    context = SimpleNamespace(
+        get_exec=lambda: SimpleNamespace(graph=graph), get_spec=lambda: SPEC,
+        get_parallel=lambda: SPEC,
+    )  # fmt: skip
+    vars(SPEC).update(AS_USUAL)
     for name in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    module = SimpleNamespace(EAGLEWorkerV2=EAGLEWorkerV2)
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.eagle_worker_v2", module)
     return prefill
 
 
 def runner(**arguments: object) -> SimpleNamespace:
-    usual = {
-        "enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1,
-        "enable_multi_layer_eagle": False, "speculative_eagle_topk": 1,
-        "speculative_adaptive": False, "enable_dp_attention": False,
-    }  # fmt: skip
-    algorithm = arguments.pop("algorithm", None)
+    usual = {"enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1}
+    algorithm, worker = arguments.pop("algorithm", None), arguments.pop("worker", Inherits)
     return SimpleNamespace(
         server_args=SimpleNamespace(**usual | arguments),
         use_mla_backend=False,
-        spec_algorithm=SimpleNamespace(is_none=lambda: algorithm is None, name=algorithm),
+        spec_algorithm=SimpleNamespace(
+            is_none=lambda: algorithm is None,
+            name=algorithm,
+            create_worker=lambda arguments: worker,
+        ),
         supports_sampling_observer=lambda: algorithm is None,
         model=torch.nn.Module(),
         is_hybrid_swa=False,
@@ -68,14 +95,17 @@ def test_drafts_of_one_chain_are_captured(graphs, algorithm):
     ("arguments", "says"),
     [
         ({"algorithm": "NGRAM"}, "--speculative-algorithm NGRAM was not tried: use EAGLE, EAGLE3"),
-        ({"enable_multi_layer_eagle": True}, "--speculative-algorithm EAGLE was not tried"),
+        ({"worker": Another}, "verifies drafts in another way"),
+        ({"enable_multi_layer_eagle": True}, "(multi-layer EAGLE) was not tried"),
         ({"speculative_eagle_topk": 4}, "use --speculative-eagle-topk 1"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
-        ({"enable_dp_attention": True}, "with data-parallel attention"),
+        ({"attn_dp_size": 2}, "with data-parallel attention"),
     ],
 )
 def test_other_drafts_are_refused_by_name(graphs, arguments, says):
-    assert says in (refusal(runner(**{"algorithm": "EAGLE"} | arguments)) or "")
+    own = {name: arguments[name] for name in ("algorithm", "worker") if name in arguments}
+    vars(SPEC).update({name: arguments[name] for name in arguments if name not in own})
+    assert says in (refusal(runner(**{"algorithm": "EAGLE"} | own)) or "")
 
 
 def test_graphs_of_whole_prompts_are_refused(graphs):

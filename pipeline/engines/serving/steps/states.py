@@ -83,7 +83,8 @@ class RequestState:
 
 
 class NotedRow(NamedTuple):
-    """A row that is captured. request: its number in the batch; row: of the results."""
+    """A row that is captured. request: its number in the batch; row: of the results; position: of
+    a row of drafts not the true one before the step's tokens are known."""
 
     request: int
     row: int

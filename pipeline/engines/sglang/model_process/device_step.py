@@ -57,7 +57,7 @@ class LensStep:
 class DeviceStep:
     """The results of a step on the device, and whose they are."""
 
-    consumer: Callable[..., None]  # `Recorder.consume`
+    consumer: Callable[..., None]  # `Recorder.consume`, or `consume_drafts`
     noted: list[NotedRow]
     found: StepResults
     routing: Tensor | None  # as `RoutingBuffer.results`
@@ -78,7 +78,7 @@ class DeviceStep:
 class HostStep:
     """The same on the host, once SGLang's copy has arrived."""
 
-    consumer: Callable[..., None]  # `Recorder.consume`
+    consumer: Callable[..., None]  # `Recorder.consume`, or `consume_drafts`
     noted: list[NotedRow]
     found: StepResults
     routing: Tensor | None  # as `RoutingBuffer.results`

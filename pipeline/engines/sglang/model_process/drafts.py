@@ -19,25 +19,37 @@ from torch import Tensor
 
 from capture_kernels.decode.step.page_table import PageTable
 
+# Of a function that is hooked.
+HOOKED = "_attn_hooked"
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 
 def draft_refusal(runner: Any) -> str | None:
     """Why steps that verify drafts cannot be captured, in words; None if they can, or there are
     none."""
-    arguments, algorithm = runner.server_args, runner.spec_algorithm
+    algorithm = runner.spec_algorithm
     if algorithm.is_none():
         return None
+    from sglang.srt.runtime_context import get_parallel, get_spec
+
+    # What SGLang makes of its arguments, which it does not write back to them.
+    spec = get_spec()
     reasons = {
         f"--speculative-algorithm {algorithm.name} was not tried: use {', '.join(ALGORITHMS)}": (
-            algorithm.name not in ALGORITHMS or arguments.enable_multi_layer_eagle
+            algorithm.name not in ALGORITHMS
+        ),
+        "speculative decoding by several layers of a model (multi-layer EAGLE) was not tried": (
+            spec.enable_multi_layer_eagle
         ),
         "drafts in a tree attend to some of the others: use --speculative-eagle-topk 1": (
-            arguments.speculative_eagle_topk != 1
+            spec.speculative_eagle_topk != 1
         ),
-        "--speculative-adaptive changes how many drafts there are": arguments.speculative_adaptive,
+        "--speculative-adaptive changes how many drafts there are": spec.speculative_adaptive,
         "speculative decoding with data-parallel attention was not tried": (
-            arguments.enable_dp_attention
+            get_parallel().attn_dp_size > 1
+        ),
+        "this SGLang verifies drafts in another way": (
+            algorithm.name in ALGORITHMS and not _is_hooked(runner)
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -45,9 +57,7 @@ def draft_refusal(runner: Any) -> str | None:
 
 def tokens_of_request(runner: Any) -> int:
     """How many tokens of each request a step of generated tokens runs."""
-    if runner.spec_algorithm.is_none():
-        return 1
-    return int(runner.server_args.speculative_num_draft_tokens)
+    return 1 if runner.spec_algorithm.is_none() else int(runner.decode_num_tokens_per_req())
 
 
 def draft_table(slots: Tensor, forward_batch: Any, tokens: int) -> PageTable:
@@ -69,8 +79,16 @@ def wrap_verify(attribute: str) -> None:
     """
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
-    if not hasattr(EAGLEWorkerV2.verify, "__wrapped__"):
+    if not hasattr(EAGLEWorkerV2.verify, HOOKED):
         EAGLEWorkerV2.verify = _recorded(EAGLEWorkerV2.verify, attribute)
+
+
+def _is_hooked(runner: Any) -> bool:
+    """Whether the worker that will draft and verify is one whose `verify` can be hooked."""
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    worker = runner.spec_algorithm.create_worker(runner.server_args)
+    return getattr(worker, "verify", None) is EAGLEWorkerV2.verify
 
 
 def _recorded(original: Callable[..., Any], attribute: str) -> Callable[..., Any]:
@@ -83,4 +101,5 @@ def _recorded(original: Callable[..., Any], attribute: str) -> Callable[..., Any
             found.logits_output.auxiliary_device_output = recorder.after_verify()
         return found
 
+    setattr(verify, HOOKED, True)
     return verify

@@ -149,14 +149,14 @@ class Recorder(BaseRecorder):
         self._prepare_s = time.perf_counter() - began
 
     def _prepare_drafts(self, batch: Any) -> None:
-        """Note all rows of each request, of which some are dropped when the step is consumed. Their
-        positions are known then; here they count from the request's first row."""
+        """Note all rows of each request that may want one. Some are dropped when the step is
+        consumed. Their positions are known then; here they count from the request's first row."""
         tokens = self.model.tokens_of_request
         self._rows = len(batch.reqs) * tokens
         for index, req in enumerate(batch.reqs):
             state = None if self.ranks.alone and self._budget.exceeded else self._state(req)
             if state is not None:
-                # Tokens of the step before this one may not be known.
+                # The tokens of the step before this one may not be known.
                 first = state.collector.prompt_len + len(req.output_ids) - 1
                 if not any(map(state.collector.wants, range(first, first + 2 * tokens))):
                     state = None
@@ -310,7 +310,7 @@ class Recorder(BaseRecorder):
     @ends_capture_not_serving
     def after_verify(self) -> Any:
         """The same of a step that verifies drafts, which SGLang's observers do not see."""
-        return self._rows_of_step() if self.is_active(None) else None
+        return self._rows_of_step() if self.ranks.answers else None
 
     def _rows_of_step(self) -> DeviceStep | None:
         in_graph = self._is_decode or self._has_drafts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +20,13 @@ from pipeline.engines.serving.steps.hubs import ROW_TWICE
 from pipeline.engines.serving.steps.lens import LikelyTokens
 from pipeline.engines.serving.steps.routing import HostRouting
 from pipeline.engines.serving.steps.states import HostRows, NotedRow, RequestState
+
+LOG = logging.getLogger("attn.capture")
+
+
+@cache
+def _warn_of_positions() -> None:
+    LOG.error("rows of drafts are not where vLLM said that they would be: they are left out")
 
 
 @dataclass(eq=False)
@@ -220,6 +229,7 @@ class SampledStep(NamedTuple):
                 if number not in begins or at >= len(self.sampled[number]):
                     continue
                 if not 0 <= self.bounds[number] - begins[number] <= most:
+                    _warn_of_positions()
                     continue
                 note = note._replace(position=begins[number] + at)
                 if not note.state.collector.wants(note.position):
