@@ -23,6 +23,7 @@ from vllm_steps import (  # noqa: E402
     SCALE,
     Req,
     Steps,
+    in_each_layer,
     steps_of,
 )  # fmt: skip
 
@@ -66,11 +67,8 @@ def test_entries_are_the_models_attention(steps, layout, windowed):
         entries, usage = some.said(req)
         begin = len(req.prompt) - prompt_rows
         # Of the last token that was sampled nothing is known: no step had it.
-        assert some.check(req, entries) == [
-            (position, number)
-            for position in range(begin, begin + prompt_rows + decoded)
-            for number in range(LAYERS)
-        ]
+        end = begin + prompt_rows + decoded
+        assert some.check(req, entries) == in_each_layer(range(begin, end))
         assert (usage["rows"], "off" in usage) == (prompt_rows + decoded, False)
         assert "missing_prompt_rows" not in usage
     assert some.said(plain) == ([], None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,6 +426,11 @@ class DraftSteps(Steps):
             *[(req, 1 + DRAFTS) for req, _ in accepted], padding=padding,
             drafts={req: (DRAFTS, count) for req, count in accepted},
         )  # fmt: skip
+
+
+def in_each_layer(positions: Iterable[int]) -> list[tuple[int, int]]:
+    """What `Steps.check` gives of rows at these positions."""
+    return [(position, number) for position in positions for number in range(LAYERS)]
 
 
 def steps_of(entries: list[dict[str, Any]]) -> list[int]:
