@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from attention_reference import AttentionReference
 from running_sglang import SGLangServer, require_sglang
 
 from pipeline.analysis import extract_attention_from_response
+from pipeline.store.open import open_store
 
 PROMPTS = [
     np.random.default_rng(seed).integers(3, 2048, size).tolist()
@@ -61,6 +64,16 @@ def check_mode(
         rows = list(range(len(prompt), len(tokens) - 1))
         entries = answer["meta_info"]["attention_tokens"]
         check(mode, entries, AttentionReference(model, tokens), len(prompt), rows, layers=layers)
+
+
+def stored_at_the_end(server: SGLangServer, store: Path, names: set[str]) -> Counter[str]:
+    """How many rows of these requests a server has stored that is ended as by a Ctrl+C in its
+    terminal."""
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(60)
+    with open_store(store) as opened:
+        rows = [row for batch in opened.scan() for row in batch.to_pylist()]
+    return Counter(row["request_id"] for row in rows if row["request_id"] in names)
 
 
 def check_heads_and_full_scores(server: SGLangServer, model: Path, *, layers: list[int]) -> None:

@@ -4,8 +4,6 @@ of one rank, whatever the other ranks have to do in the same step."""
 from __future__ import annotations
 
 import re
-import signal
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,9 +23,8 @@ from served_models import (  # noqa: E402
     check_mode,
     generate,
     serving,
+    stored_at_the_end,
 )
-
-from pipeline.store.open import open_store  # noqa: E402
 
 pytestmark = pytest.mark.slow
 RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
@@ -80,18 +77,13 @@ def test_hubs_of_requests_on_both_ranks(server, model):
 
 
 def test_every_row_of_both_ranks_is_stored_before_the_server_ends(server, store):
-    """The last test of this server, which is ended as by a Ctrl+C in its terminal."""
+    """The last test of this server."""
     new = 9
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: generate(server, PROMPTS[n % 3], new=new), range(8)))
     names = {answer["meta_info"]["id"] for answer in answers}
-    server.process.send_signal(signal.SIGINT)
-    server.process.wait(60)
-    with open_store(store) as opened:
-        rows = [row for batch in opened.scan() for row in batch.to_pylist()]
-    found = Counter(row["request_id"] for row in rows if row["request_id"] in names)
     # Of each token that was fed to the model.
-    assert found == dict.fromkeys(names, new - 1)
+    assert stored_at_the_end(server, store, names) == dict.fromkeys(names, new - 1)
     log = server.log.read_text(errors="replace")
     for rank in range(2):
         assert re.search(rf"DP{rank} TP{rank}\] records: given [1-9]", log), log[-3000:]

@@ -3,8 +3,6 @@ drafts are accepted, and say what they say in a server without drafts."""
 
 from __future__ import annotations
 
-import signal
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +16,13 @@ pytest.importorskip("transformers")
 
 from latent_model import save_latent_model  # noqa: E402
 from random_model import save_noisy_copy  # noqa: E402
-from served_models import PROMPTS, check_mode, generate, serving  # noqa: E402
-
-from pipeline.store.open import open_store  # noqa: E402
+from served_models import (  # noqa: E402
+    PROMPTS,
+    check_mode,
+    generate,
+    serving,
+    stored_at_the_end,
+)
 
 pytestmark = pytest.mark.slow
 DRAFTS = ("--speculative-algorithm", "STANDALONE")
@@ -65,7 +67,7 @@ def test_every_number_is_that_of_transformers(server, model, mode):
 
 
 def test_rows_of_prompts_and_every_record_are_there_once(server, store):
-    """The last test of this server, which is ended as by a Ctrl+C in its terminal."""
+    """The last test of this server."""
     new, rows = 24, 3
     fields = {"return_attention_tokens": True, "include_prompt_attention": rows,
               "attention_fingerprint_mode": True}  # fmt: skip
@@ -82,9 +84,4 @@ def test_rows_of_prompts_and_every_record_are_there_once(server, store):
     # Some drafts were accepted, and some were not.
     assert len(prompts) * (new - 1) / 4 < verified < len(prompts) * (new - 1)
     names = {answer["meta_info"]["id"] for answer in answers}
-    server.process.send_signal(signal.SIGINT)
-    server.process.wait(60)
-    with open_store(store) as opened:
-        found = [row for batch in opened.scan() for row in batch.to_pylist()]
-    counts = Counter(row["request_id"] for row in found if row["request_id"] in names)
-    assert counts == dict.fromkeys(names, new - 1 + rows)
+    assert stored_at_the_end(server, store, names) == dict.fromkeys(names, new - 1 + rows)

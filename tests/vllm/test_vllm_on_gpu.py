@@ -443,7 +443,7 @@ def test_latent_keys_of_heads_on_two_ranks(tmp_path):
 
 
 def test_the_logit_lens_of_a_model_with_latent_keys(tmp_path):
-    """Its class in vLLM hands out hidden states in a way of its own."""
+    """Its class in vLLM hands out hidden states, and is not an `EagleModelMixin`."""
     from latent_model import save_latent_model
 
     # A lens has four layers there.

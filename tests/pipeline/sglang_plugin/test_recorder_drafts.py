@@ -161,13 +161,18 @@ def test_a_request_that_is_put_back_has_each_row_once(steps):
     assert some.check(req, some.said(req)[0]) == [9, 10, 11]
 
 
-def test_the_first_drafts_are_prepared_before_the_prompts_token_is_known(steps):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_first_drafts_are_prepared_whether_or_not_the_prompts_token_is_known(steps, is_known):
     some = steps(kind=DraftSteps)
     req = some.request(1, 6, mode="raw", max_steps=1)
-    prompt = some.run([req], [6], [0])
-    first = some.verify([req], [6], [2])
-    prompt([commit(req, 1)])
-    req.output_ids.append(100)
+    if is_known:
+        some.prompt(req)
+        first = some.verify([req], [6], [2])
+    else:
+        prompt = some.run([req], [6], [0])
+        first = some.verify([req], [6], [2])
+        prompt([commit(req, 1)])
+        req.output_ids.append(100)
     first()
     assert some.check(req, some.said(req)[0]) == [6]
 

@@ -23,7 +23,6 @@ from vllm_steps import (  # noqa: E402
     SCALE,
     Req,
     Steps,
-    in_each_layer,
     steps_of,
 )  # fmt: skip
 
@@ -64,13 +63,9 @@ def test_entries_are_the_models_attention(steps, layout, windowed):
         some.end(req)
     some.run()
     for req, prompt_rows, decoded in ((rows, 5, 4), (last, 1, 3)):
-        entries, usage = some.said(req)
-        begin = len(req.prompt) - prompt_rows
         # Of the last token that was sampled nothing is known: no step had it.
-        end = begin + prompt_rows + decoded
-        assert some.check(req, entries) == in_each_layer(range(begin, end))
-        assert (usage["rows"], "off" in usage) == (prompt_rows + decoded, False)
-        assert "missing_prompt_rows" not in usage
+        usage = some.check_rows(req, prompt_rows, decoded)
+        assert "off" not in usage and "missing_prompt_rows" not in usage
     assert some.said(plain) == ([], None)
 
 

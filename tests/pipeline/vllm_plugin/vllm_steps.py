@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -374,6 +374,19 @@ class Steps:
         assert len(ends) < 2
         return [entry for one in own for entry in decoded(one.entries)], ends[0] if ends else None
 
+    def check_rows(self, req: Req, prompt_rows: int, decoded: int) -> dict[str, Any]:
+        """Of a request that has ended, raw entries of its prompt's last rows and of generated ones
+        say what the reference does in each layer, and no others are there; gives its usage."""
+        entries, usage = self.said(req)
+        begin, rows = len(req.prompt) - prompt_rows, prompt_rows + decoded
+        assert self.check(req, entries) == [
+            (position, number)
+            for position in range(begin, begin + rows)
+            for number in range(LAYERS)
+        ]
+        assert usage is not None and usage["rows"] == rows
+        return usage
+
     def ended(self, req: Req) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The same of a request that has ended, at the engine's next step."""
         self.run()
@@ -426,11 +439,6 @@ class DraftSteps(Steps):
             *[(req, 1 + DRAFTS) for req, _ in accepted], padding=padding,
             drafts={req: (DRAFTS, count) for req, count in accepted},
         )  # fmt: skip
-
-
-def in_each_layer(positions: Iterable[int]) -> list[tuple[int, int]]:
-    """What `Steps.check` gives of rows at these positions."""
-    return [(position, number) for position in positions for number in range(LAYERS)]
 
 
 def steps_of(entries: list[dict[str, Any]]) -> list[int]:

@@ -49,7 +49,7 @@ def draft_refusal(runner: Any) -> str | None:
             get_parallel().attn_dp_size > 1
         ),
         "this SGLang verifies drafts in another way": (
-            algorithm.name in ALGORITHMS and not _is_hooked(runner)
+            algorithm.name in ALGORITHMS and not _can_be_hooked(runner)
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -83,7 +83,7 @@ def wrap_verify(attribute: str) -> None:
         EAGLEWorkerV2.verify = _recorded(EAGLEWorkerV2.verify, attribute)
 
 
-def _is_hooked(runner: Any) -> bool:
+def _can_be_hooked(runner: Any) -> bool:
     """Whether the worker that will draft and verify is one whose `verify` can be hooked."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 

@@ -131,13 +131,11 @@ class Recorder(BaseRecorder):
         self._lens.begin()
         if mode.is_idle() or not batch.reqs:
             return
+        # Of requests that have drafts the host does not know them.
+        lengths = [] if self._has_drafts else forward_batch.seq_lens_cpu.tolist()
         if self._has_drafts:
             self._prepare_drafts(batch)
-            self.capture.requests.copy()
-            self._prepare_s = time.perf_counter() - began
-            return
-        lengths = forward_batch.seq_lens_cpu.tolist()
-        if self._is_decode:
+        elif self._is_decode:
             self._rows = len(lengths)
             for index, req in enumerate(batch.reqs):
                 self._note(index, req, lengths[index] - 1, lengths[index], index)

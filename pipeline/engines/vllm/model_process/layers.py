@@ -70,8 +70,8 @@ def graph_refusal(runner: Any) -> str | None:
 
 
 def attention_layers(runner: Any) -> dict[int, Any]:
-    """The `Attention` or `MLAAttention` of each layer that decodes over keys of its own, by
-    number."""
+    """The `Attention` or `MLAAttention` of each layer that decodes and reads no other layer's keys,
+    by number."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.models.utils import extract_layer_index
 

@@ -310,15 +310,8 @@ class Recorder(RequestRecorder):
         if not self._captured or not self.ranks.answers:
             return
         taken, copied = self._copied(self._taken(ran))
-        step = SampledStep(
-            self._captured,
-            self._notes.noted,
-            taken,
-            copied,
-            datetime.now(UTC),
-            [],
-            self._notes.bounds,
-        )
+        notes, now = self._notes, datetime.now(UTC)
+        step = SampledStep(self._captured, notes.noted, taken, copied, now, [], notes.bounds)
         original = output.get_output
 
         def get_output() -> Any:
