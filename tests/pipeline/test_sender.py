@@ -27,14 +27,16 @@ from pipeline.stream.wire import Message, decode
 PATIENCE_MS = 20_000
 # Receives until it is killed, and prints seq, rows and rows_before of each message.
 RECEIVER = """
-import sys, zmq
+import os, sys, zmq
 from pipeline.stream.wire import decode
 with zmq.Context() as context, context.socket(zmq.PULL) as socket:
     socket.bind(sys.argv[1])
     print("ready", flush=True)
     while True:
         found = decode(socket.recv(), max_rows=10_000, max_bytes=1 << 24)
-        print(found.seq, found.batch.num_rows, found.rows_before, flush=True)
+        # A line is one write: with PYTHONUNBUFFERED print() makes several, and SIGKILL comes between.
+        line = f"{found.seq} {found.batch.num_rows} {found.rows_before}\n"
+        os.write(sys.stdout.fileno(), line.encode())
 """
 
 
