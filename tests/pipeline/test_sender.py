@@ -34,8 +34,8 @@ with zmq.Context() as context, context.socket(zmq.PULL) as socket:
     print("ready", flush=True)
     while True:
         found = decode(socket.recv(), max_rows=10_000, max_bytes=1 << 24)
-        # A line is one write: with PYTHONUNBUFFERED print() makes several, and SIGKILL comes between.
-        line = f"{found.seq} {found.batch.num_rows} {found.rows_before}\n"
+        # One write: print() makes several with PYTHONUNBUFFERED, and SIGKILL may come between.
+        line = f"{found.seq} {found.batch.num_rows} {found.rows_before}\\n"
         os.write(sys.stdout.fileno(), line.encode())
 """
 

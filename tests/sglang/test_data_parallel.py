@@ -1,5 +1,6 @@
-"""Requests on different ranks (`--enable-dp-attention`): attention of each is as it is in a server
-of one rank, whatever the other ranks have to do in the same step."""
+"""Requests on different ranks (`--attn-dp-size`, of which SGLang makes the older
+`--enable-dp-attention`): attention of each is as it is in a server of one rank, whatever the other
+ranks have to do in the same step."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ from served_models import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.slow
-RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+RANKS = ("--tp-size", "2", "--attn-dp-size", "2")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return save_latent_model(tmp_path_factory.mktemp("latent") / "model", torch.float32)
+    """Its last layer has experts, which no attention comes after."""
+    folder = tmp_path_factory.mktemp("latent") / "model"
+    return save_latent_model(folder, torch.float32, first_k_dense_replace=LAYERS[-1])
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def test_what_ranks_do_together_is_refused(server):
     said = server.client.get("/v1/attention/capabilities").json()
     assert said["supported"] and said["heads"] == 4 and said["features"]["attention_hubs"]
     assert said["reasons"]["logit_lens"].startswith("with --tp-size")
+    assert said["reasons"]["moe_routing"].startswith("data-parallel attention")
 
 
 @pytest.mark.parametrize("mode", MODES)

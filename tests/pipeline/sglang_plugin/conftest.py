@@ -27,6 +27,7 @@ def steps(monkeypatch) -> Callable[..., Steps]:
     found = dict.fromkeys(range(LAYERS), layer)
     monkeypatch.setattr(captured_model, "attention_layers", lambda model: found)
     monkeypatch.setattr(captured_model, "routers_of", lambda model: {})
+    monkeypatch.setattr(captured_model, "arguments_of", lambda runner: runner.server_args)
 
     def make(
         store: Path | None = None, ranks: Ranks | None = None, *, kind: type[Steps] = Steps,

@@ -9,9 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeline.engines.sglang.model_process.layers import refusal  # noqa: E402
+from pipeline.engines.sglang.model_process.layers import arguments_of, refusal  # noqa: E402
+from pipeline.engines.sglang.model_process.lens import lens_refusal  # noqa: E402
+from pipeline.engines.sglang.model_process.routing import routing_refusal  # noqa: E402
 
-# What SGLang makes of its arguments.
+# What SGLang makes of its arguments for drafts.
 AS_USUAL = {
     "enable_multi_layer_eagle": False, "speculative_eagle_topk": 1, "speculative_adaptive": False,
     "attn_dp_size": 1,
@@ -43,8 +45,12 @@ def graphs(monkeypatch) -> SimpleNamespace:
         get_parallel=lambda: SPEC,
     )  # fmt: skip
     vars(SPEC).update(AS_USUAL)
-    for name in ("sglang", "sglang.srt"):
+    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    overrides = SimpleNamespace(
+        resolved_view=lambda raw: SimpleNamespace(**vars(raw) | vars(raw).get("decided", {}))
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     module = SimpleNamespace(EAGLEWorkerV2=EAGLEWorkerV2)
     monkeypatch.setitem(sys.modules, "sglang.srt.speculative.eagle_worker_v2", module)
@@ -52,7 +58,12 @@ def graphs(monkeypatch) -> SimpleNamespace:
 
 
 def runner(**arguments: object) -> SimpleNamespace:
-    usual = {"enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1}
+    """decided: what SGLang makes of its arguments, without a change of them."""
+    usual = {
+        "enable_two_batch_overlap": False, "attn_cp_size": 1, "pp_size": 1, "attn_dp_size": 1,
+        "enable_eplb": False, "init_expert_location": "trivial", "moe_a2a_backend": "none",
+        "enable_torch_compile": False, "skip_tokenizer_init": False,
+    }  # fmt: skip
     algorithm, worker = arguments.pop("algorithm", None), arguments.pop("worker", Inherits)
     return SimpleNamespace(
         server_args=SimpleNamespace(**usual | arguments),
@@ -82,8 +93,35 @@ def test_data_parallel_attention_is_captured(graphs):
         ({"pp_size": 2}, "--pp-size"),
     ],
 )
-def test_what_splits_steps_is_refused_by_name(graphs, arguments, says):
-    assert says in (refusal(runner(**arguments)) or "")
+@pytest.mark.parametrize("by_sglang", [False, True])
+def test_what_splits_steps_is_refused_by_name(graphs, arguments, says, by_sglang):
+    given = {"decided": arguments} if by_sglang else arguments
+    assert says in (refusal(runner(**given)) or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"init_expert_location": "random"}, "--init-expert-location"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+    ],
+)
+@pytest.mark.parametrize("by_sglang", [False, True])
+def test_experts_that_move_or_route_other_tokens_are_refused(graphs, arguments, says, by_sglang):
+    assert routing_refusal(arguments_of(runner()), {}) is None
+    given = {"decided": arguments} if by_sglang else arguments
+    assert says in (routing_refusal(arguments_of(runner(**given)), {}) or "")
+
+
+@pytest.mark.parametrize("argument", ["enable_torch_compile", "skip_tokenizer_init"])
+@pytest.mark.parametrize("by_sglang", [False, True])
+def test_arguments_without_a_lens(graphs, argument, by_sglang):
+    assert lens_refusal(arguments_of(runner())) is None
+    given = {"decided": {argument: True}} if by_sglang else {argument: True}
+    said = lens_refusal(arguments_of(runner(**given))) or ""
+    assert "--" + argument.replace("_", "-") in said
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])

@@ -15,7 +15,7 @@ from pipeline.engines.serving.steps.served_model import WITH_DRAFTS, ServedModel
 
 from .drafts import tokens_of_request
 from .latent import LatentLayers
-from .layers import attention_layers, kinds_of
+from .layers import arguments_of, attention_layers, kinds_of
 from .lens import LensParts, LensTap, lens_parts, lens_refusal
 from .routing import Routers, routers_of, routing_refusal
 from .windows import WindowPool
@@ -42,7 +42,7 @@ class CapturedModel(ServedModel):
     """
 
     def __init__(self, runner: Any, options: ServeOptions, ranks: int = 1) -> None:
-        arguments, config = runner.server_args, runner.model_config
+        arguments, config = arguments_of(runner), runner.model_config
         layers, self.latent = attention_layers(runner.model), LatentLayers(runner.model)
         self.windows = WindowPool(runner)
         self.tokens_of_request = tokens_of_request(runner)
@@ -75,7 +75,7 @@ class CapturedModel(ServedModel):
             reasons |= dict.fromkeys(of_heads, "with --tp-size the heads lie on several ranks")
         if self.tokens_of_request > 1:
             reasons |= dict.fromkeys(("attention_hubs", "attn_capture"), WITH_DRAFTS)
-        self._lens = self._find_lens(runner, layers)
+        self._lens = self._find_lens(runner, arguments, layers)
         if isinstance(self._lens, str):
             reasons["logit_lens"] = self._lens
         routers = routers_of(runner.model)
@@ -102,16 +102,16 @@ class CapturedModel(ServedModel):
             capture_id=self.capture_id(chosen, None, options.mask_prefix),
         )
 
-    def _find_lens(self, runner: Any, layers: dict[int, Any]) -> LensParts | str:
+    def _find_lens(self, runner: Any, arguments: Any, layers: dict[int, Any]) -> LensParts | str:
         if not self._options.logit_lens:
             return "start the server with --attention-logit-lens"
         # Also where each rank has all heads of attention, as with --enable-dp-attention.
-        if runner.server_args.tp_size > 1:
+        if arguments.tp_size > 1:
             return "with --tp-size the head's vocabulary lies on several ranks"
         if self.tokens_of_request > 1:
             return WITH_DRAFTS
         parts = lens_parts(runner.model, layers, runner.model_config)
-        return lens_refusal(runner.server_args) or parts
+        return lens_refusal(arguments) or parts
 
     def routers(self, max_rows: int, device: torch.device | str) -> Routers | None:
         """The routers of the captured layers; None if there are none that can be captured."""

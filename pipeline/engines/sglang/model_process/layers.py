@@ -23,7 +23,7 @@ def refusal(runner: Any) -> str | None:
     Args:
         runner: SGLang's `ModelRunner`, with its model and its pools.
     """
-    arguments = runner.server_args
+    arguments = arguments_of(runner)
     reasons = {
         "latent keys (MLA) of 32 bits have no room on a GPU: use --dtype bfloat16": (
             runner.use_mla_backend and runner.device == "cuda" and runner.dtype.itemsize > 2
@@ -52,6 +52,14 @@ def refusal(runner: Any) -> str | None:
         if backend not in BACKENDS:
             return f"--attention-backend {backend} was not tried: use {' or '.join(BACKENDS)}"
     return None
+
+
+def arguments_of(runner: Any) -> Any:
+    """SGLang's arguments as it takes them. What it decides itself, such as `attn_dp_size` where
+    `--enable-dp-attention` is given, it does not write to `server_args`."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(runner.server_args)
 
 
 def has_prompt_graphs() -> bool:

@@ -275,7 +275,8 @@ def model_logits(processor: Any, normed: Tensor, head: Any) -> Tensor:
 
 
 def lens_refusal(arguments: Any) -> str | None:
-    """Why there is no lens with these of SGLang's arguments; None if there is one."""
+    """Why there is no lens with these of SGLang's arguments (`arguments_of`); None if there is
+    one."""
     reasons = {
         "--enable-torch-compile was not tried with hooks on layers": arguments.enable_torch_compile,
         "--skip-tokenizer-init leaves tokens without a text": arguments.skip_tokenizer_init,

@@ -59,14 +59,13 @@ def routers_of(model: Any) -> dict[int, Any]:
 
 
 def routing_refusal(arguments: Any, routers: Mapping[int, Any]) -> str | None:
-    """Why the routing of these routers cannot be captured, with these of SGLang's arguments; None
-    if it can."""
+    """Why the routing of these routers cannot be captured, with these of SGLang's arguments
+    (`arguments_of`); None if it can."""
     reasons = {
         "--enable-eplb moves experts, so that their numbers change": arguments.enable_eplb,
         "--init-expert-location numbers experts anew": arguments.init_expert_location != "trivial",
-        "--enable-dp-attention routes the tokens of all ranks together": (
-            arguments.enable_dp_attention
-        ),
+        "data-parallel attention (--attn-dp-size, --enable-dp-attention) routes the tokens of all "
+        "ranks together": arguments.attn_dp_size > 1,
         "--moe-a2a-backend routes each rank's own tokens": arguments.moe_a2a_backend != "none",
     }
     for reason, applies in reasons.items():
