@@ -1,8 +1,9 @@
 """Planted rows of several kinds, in a half to develop methods on and a half that is only reported.
 
 Each `Recipe` is a data set: `plant(recipe, rows)` draws it, the same each time. The halves were
-fixed before a method was chosen. They have no recipe, seed or behaviour in common, and other
-numbers of behaviours, lengths, shares and noise. Whoever develops a method looks at `develop` only.
+fixed before a method was chosen ("sixty" before it was first drawn, when clusters were divided by
+valleys). They have no recipe, seed or behaviour in common, and other numbers of behaviours,
+lengths, shares and noise. Whoever develops a method looks at `develop` only.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
         ),
         Recipe("few", 1051, 3, shortest=512, longest=8192, shares=2.0, tasks=2),
         Recipe(
-            "many", 1052, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
+            "crowded", 1052, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
             least_apart=0.2,
         ),
         Recipe("uneven", 1061, 9, shortest=512, longest=8192, shares=80.0),
@@ -107,7 +108,11 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
         ),
         Recipe("few", 2051, 4, shortest=256, longest=16_384, shares=3.0, tasks=3),
         Recipe(
-            "many", 2052, 45, decoding=True, shortest=2048, longest=16_384, shares=4.0,
+            "crowded", 2052, 45, decoding=True, shortest=2048, longest=16_384, shares=4.0,
+            least_apart=0.2,
+        ),
+        Recipe(
+            "sixty", 2053, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
             least_apart=0.2,
         ),
         Recipe("uneven", 2061, 10, shortest=1024, longest=4096, shares=80.0, noise=0.03),

@@ -47,7 +47,7 @@ class FoundClusters(NamedTuple):
     cluster, float64[c], how often trees of half of the requests have it (NaN by HDBSCAN), and
     HDBSCAN's persistence (NaN by trees); family int32[c], -1 by HDBSCAN; min_samples that HDBSCAN
     had, or has by default; heir_of int32[c], new bool[c], raw_stability float64[k], halves_agree,
-    by_requests as of `Clusters`: -1, False, none, NaN and False by HDBSCAN; area int32[n] and
+    regions, by_requests as of `Clusters`: -1, False, none, NaN, False by HDBSCAN; area int32[n] and
     area_share float32[n] as of `InAreas`.
     """
 
@@ -60,6 +60,7 @@ class FoundClusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    regions: bool
     by_requests: bool
     area: Int32s
     area_share: Floats
@@ -76,8 +77,9 @@ class ClusteredRows(NamedTuple):
     dense: int64[m], the rows that are not sparse; seen: int64[s], those of them that are clustered.
     rows: float32[s, d], in PCA space; near: int32[s, k], their neighbours among them, none where
     there are too few to have clusters or all are alike; requests: int64[s], a number for each
-    one's; octaves: int64[s], of the context of each, None where they are not known; least: fewest
-    rows of a cluster among them; seed: of trees; parent: labels of `seen`.
+    one's; octaves, lengths: int64[s], of the context of each, as of `stable_clusters`, None where
+    they are not known; least: fewest rows of a cluster among them; seed: of trees; parent: labels
+    of `seen`.
     """
 
     dense: Ints
@@ -86,6 +88,7 @@ class ClusteredRows(NamedTuple):
     near: Int32s
     requests: Ints
     octaves: Ints | None
+    lengths: Ints | None
     least: int
     seed: int
     parent: ParentClusters | None
@@ -103,7 +106,7 @@ class ClusteredRows(NamedTuple):
             return None
         return stable_clusters(
             self.rows, self.near, self.requests, self.least, self.seed, self.parent, check,
-            self.octaves, threads,
+            self.octaves, self.lengths, threads,
         )  # fmt: skip
 
 
@@ -116,6 +119,7 @@ def rows_to_cluster(
     seed: int,
     parent: ParentClusters | None = None,
     octaves: Ints | None = None,
+    lengths: Ints | None = None,
 ) -> ClusteredRows:
     """The rows that clusters are found of, and their neighbours.
 
@@ -126,7 +130,7 @@ def rows_to_cluster(
         size: fewest rows of a cluster.
         seed: of the sample and of the trees.
         parent: clusters that go on where nothing has changed, with a label of each of the n rows.
-        octaves: int64[n], the octave of each row's context; None where nothing is known of it.
+        octaves, lengths: int64[n], of each row's context, as of `stable_clusters`.
     """
     dense = dense_rows(apart)
     seen = sample_of(dense, size, seed)
@@ -139,8 +143,8 @@ def rows_to_cluster(
         near = found[:, 1:]
     _, numbers = np.unique(requests[seen], return_inverse=True)
     known = parent and parent._replace(labels=parent.labels[seen])
-    reached = octaves if octaves is None else octaves[seen]
-    return ClusteredRows(dense, seen, rows, near, numbers, reached, least, seed, known)
+    octaves, lengths = (own if own is None else own[seen] for own in (octaves, lengths))
+    return ClusteredRows(dense, seen, rows, near, numbers, octaves, lengths, least, seed, known)
 
 
 def clusters_of_rows(
@@ -154,7 +158,7 @@ def clusters_of_rows(
         nothing, none = np.empty(0), np.empty(0, np.int32)
         return FoundClusters(
             members, nothing, nothing, none, chosen.least, none, np.empty(0, bool), nothing, np.nan,
-            False, *areas,
+            False, False, *areas,
         )  # fmt: skip
     members.put(chosen.seen, found.members)
     areas.area[chosen.seen], areas.share[chosen.seen] = found.areas
@@ -162,7 +166,7 @@ def clusters_of_rows(
     unknown = np.full(len(found.stability), np.nan)
     return FoundClusters(
         members, found.stability, unknown, found.family, chosen.least, found.heir_of, found.new,
-        found.raw_stability, found.halves_agree, found.by_requests, *areas,
+        found.raw_stability, found.halves_agree, found.regions, found.by_requests, *areas,
     )  # fmt: skip
 
 
@@ -198,7 +202,8 @@ def clusters_of_map(
     none = np.full(clusters, NOISE, np.int32)
     return FoundClusters(
         members, np.full(clusters, np.nan), found.persistence, none, min_samples,
-        none, np.zeros(clusters, bool), np.empty(0), np.nan, False, *InAreas.none(len(points)),
+        none, np.zeros(clusters, bool), np.empty(0), np.nan, False, False,
+        *InAreas.none(len(points)),
     )  # fmt: skip
 
 

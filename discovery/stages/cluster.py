@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from capture_kernels.arrays import Doubles, Floats, Int32s, Ints, Mask
-from discovery.algorithms.consensus.clusters import CONTINUUM, settings
+from discovery.algorithms.consensus.clusters import settings
 from discovery.algorithms.map_clusters import (
     LARGEST_CLUSTER,
     NEIGHBORS,
@@ -48,7 +48,7 @@ HELD_OUT = 0.2
 # Borders are tried where prototypes have fewer of the held-out rows right.
 BORDERS_BELOW = 0.95
 # Of the clusters found, what is kept as an array of one number.
-SINGLE = ("min_samples", "halves_agree", "by_requests")
+SINGLE = ("min_samples", "halves_agree", "regions", "by_requests")
 # Quantiles of the distance to the nearest prototype; the last is the rejection distance.
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
@@ -109,7 +109,7 @@ def run(context: RunContext) -> tuple[dict[str, Any], str]:
         agree = float(saved["halves_agree"])
         summary |= {"families": int(saved["family"].max()) + 1, "stability": float(stability),
                     "went_on": went_on, "halves_agree": agree,
-                    "regions": agree < CONTINUUM,
+                    "regions": bool(saved["regions"]),
                     "by_requests": bool(saved["by_requests"])}  # fmt: skip
         says += f", {summary['families']} families; "
         if summary["regions"]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from capture_kernels.arrays import Floats, Ints
 from discovery.algorithms.consensus.clusters import Clusters, load
 from discovery.algorithms.consensus.continued import ParentClusters
+from discovery.algorithms.consensus.valleys import length_steps
 from discovery.algorithms.map_clusters import (
     SPARSE_NEIGHBOR,
     ClusteredRows,
@@ -61,10 +62,12 @@ def begin_search(context: RunContext, fit: Arrays, busy: int = 0) -> None:
     if context.options.clustering == "hdbscan":
         return
     rows = fit["rows"]
+    octaves = octaves_of(context, rows)
+    lengths = length_steps(positions_of(context, rows), octaves)
     chosen = rows_to_cluster(
         context.engine, fit["projected"], fit_distances(context, SPARSE_NEIGHBOR),
         requests_of(context, rows), fit_size(context, rows), context.options.seed,
-        clusters_of_parent(context, rows), octaves_of(context, rows),
+        clusters_of_parent(context, rows), octaves, lengths,
     )  # fmt: skip
     threads, process = max(1, usable_cpus() - busy), context.search_process
     if process is None:
@@ -138,6 +141,15 @@ def octaves_of(context: RunContext, rows: Ints) -> Ints:
     """The octave of context of the sorted row numbers `rows`: int64[n]."""
     found = [context_octave(own, context.layout) for own in vectors_of(context, rows)]
     return np.concatenate(found)
+
+
+def positions_of(context: RunContext, rows: Ints) -> Ints:
+    """The positions of the sorted row numbers `rows`: int64[n]."""
+    positions = []
+    for index in range(context.rows.chunks):
+        column = context.rows.batch(index)["position"]
+        positions.append(column.to_numpy()[context.rows.among(index, rows)])
+    return np.concatenate(positions).astype(np.int64)
 
 
 def vectors_of(context: RunContext, rows: Ints) -> Iterator[Floats]:

@@ -20,7 +20,6 @@ import numpy as np
 from capture_kernels.arrays import Floats, Int32s, Mask
 from capture_kernels.errors import AttnError
 from capture_kernels.fingerprint.vector import DIMENSIONS, Layout
-from discovery.algorithms.consensus.clusters import CONTINUUM
 from discovery.algorithms.consensus.continued import ParentClusters
 from discovery.algorithms.lineage import cluster_ids, match
 from discovery.algorithms.map_clusters import (
@@ -170,7 +169,7 @@ def trained(
     found = train_prototypes(engine, projected, clusters.labels, seed)
     # Regions of a continuum touch everywhere, and prototypes learn the rows that they saw.
     borders = None
-    if clusters.halves_agree < CONTINUUM:
+    if clusters.regions:
         borders = train_borders(projected, clusters.labels, found.labels, seed)
     near = nearest_with_noise(projected, found.points, found.labels, found.noise_factor, borders)
     reach = float(np.quantile(near.distance, QUANTILES[-1]))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import SAMPLE, WrongAnswerError, explained_share, read_records
+from benchmarks.judge import datasets
 from benchmarks.judge.attention import Behaviour, Head, Part, reduce_row, vector_of
 from benchmarks.judge.draws import apart, draw_behaviours, variants
 from benchmarks.judge.kinds import HALVES, SPLITS, Recipe, behaviours_of, plant, recipes
@@ -37,6 +38,13 @@ SIZES = st.sampled_from([0, 1, 2, 41, 83, 127])
 def recipe_of(half, kind: str) -> Recipe:
     (recipe,) = recipes(half, [kind])
     return recipe
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_every_data_set_has_a_name_that_no_other_has(half):
+    names = datasets.names_of(half)
+    assert len(set(names)) == len(names)
+    assert {recipe.kind for recipe in SPLITS[half]} <= set(names) - {datasets.MANY}
 
 
 @given(st.sampled_from(EVERY), SIZES)

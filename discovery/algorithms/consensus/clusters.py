@@ -4,8 +4,9 @@ A tree of cells is made of one half of the requests, and of the other, many time
 those groups are taken that the other trees have too (`found_again`), and the clusters are what most
 of these agree on (`partition`). What half of the requests shows by chance, the others do not show.
 A group that goes on in another at twice the context, in the same requests, is taken for a piece
-of one (`lengths`). Where trees hardly find one group again, rows are a continuum, and clusters are
-its `regions`.
+of one (`lengths`), and what is taken for one may be several, with valleys between them (`parts`).
+Where trees hardly find one group again, and no valleys are between their groups, rows are a
+continuum, and clusters are its `regions`.
 After a parent run, its clusters go on where nothing has changed (`continued`).
 """
 
@@ -41,13 +42,13 @@ from .continued import (
     least_requests,
     rows_before,
 )
-from .found_again import CHANCE, COMPARED, chosen_groups, found_again, large_groups, likest
+from .found_again import CHANCE, COMPARED, found_again, large_groups
+from .groups import DETAIL, LARGEST, agreement, groups_taken, stability_of
 from .lengths import (
     ASSUMED,
     ENOUGH,
     LEAST_COMPARED,
     MOST_COMPARED,
-    kept_within,
     links_of,
     links_of_atoms,
 )
@@ -62,6 +63,7 @@ from .partition import (
     rows_inside,
     without_small,
 )
+from .parts import DETAILS, SEEN_BY, VALLEY, RowsOfLengths, divided_clusters, mean_valley
 from .profiled import AGREED, MANY_REQUESTS, PROFILED_FAMILIES, parts_found, profiled_regions
 from .regions import (
     ALIKE,
@@ -81,6 +83,7 @@ from .regions import (
 )
 from .request_profiles import DIMENSIONS, STEPS, VOTES
 from .row_shares import memberships, row_shares
+from .valleys import BINS, LEAST_ROWS, SHRINKAGE, STEPS_OF_OCTAVE
 
 # Trees, two of each division of the requests into halves.
 TREES = 200
@@ -91,17 +94,16 @@ MOST_THREADS, MOST_AT_ONCE = 16, 25
 # where they would have fewer rows than that.
 CELLS, CELL_ROWS = 200, 15
 ATOMS, ATOM_ROWS = 300, 10
-# No cluster holds more of the rows than this: that is what attention has in common.
-LARGEST = 0.5
-# How much more a group must be worth than the groups in it, to be taken in their place.
-DETAIL = 1.15
 # A group of fewer rows than this share of the smallest cluster merges before all others.
 LEAST_GROUP = 0.3
 # Rows are a continuum where trees of two halves of the requests agree by less than this, as the
 # mean adjusted Rand index. Of 12,000 planted rows they agree by 0.57 to 0.96 (of 3,000 with 30%
-# noise by 0.50); of real attention by 0.21 to 0.48 (the half to develop on,
-# benchmarks/behaviours.py).
+# noise by 0.50, of 60 behaviours by 0.47 and more); of real attention by 0.21 to 0.48 (the half to
+# develop on, benchmarks/behaviours.py).
 CONTINUUM = 0.5
+# And where the valleys between the clusters of trees are shallower than this on average. Of those
+# 60 behaviours the mean was 0.19 and 0.35, of real attention 0.73 and more.
+SHALLOW = 0.5
 
 
 class Clusters(NamedTuple):
@@ -113,8 +115,8 @@ class Clusters(NamedTuple):
     alone; new: bool[c], whether the parent had hardly any rows there. raw_stability: float64[k], of
     the clusters of trees before any is merged for not being found again, also where regions take
     their place: noise has many such. halves_agree: how far trees of two halves of the requests
-    agree, below `CONTINUUM` where clusters are regions; by_requests: whether their families are of
-    what requests do, as of `profiled_regions`. areas: of the rows there, none elsewhere.
+    agree; regions: whether clusters are those of a continuum; by_requests: whether their families
+    are of what requests do, as of `profiled_regions`. areas: of the rows there, none elsewhere.
     """
 
     members: Memberships
@@ -124,6 +126,7 @@ class Clusters(NamedTuple):
     new: Mask
     raw_stability: Doubles
     halves_agree: float
+    regions: bool
     by_requests: bool
     areas: InAreas
 
@@ -140,9 +143,11 @@ def settings() -> dict[str, Any]:
         "groups": (CHANCE, COMPARED, LARGEST, DETAIL, TOGETHER, RELATED, STARTS),
         "requests": (LEAST_REQUESTS, SHARE_OF_REQUESTS),
         "lengths": (ASSUMED, ENOUGH, LEAST_COMPARED, MOST_COMPARED),
+        "parts": (DETAILS, VALLEY, SEEN_BY, STEPS_OF_OCTAVE, LEAST_ROWS, SHRINKAGE, BINS),
         "continued": (OTHERWISE, SURE, NEW),
         "regions": (
             CONTINUUM,
+            SHALLOW,
             REGIONS_OF_HALVES,
             REGIONS,
             MOST_FAMILIES,
@@ -166,6 +171,7 @@ def settings() -> dict[str, Any]:
 def load() -> None:
     """Import and compile what `stable_clusters` needs. Without it, that happens where it is called,
     and must not happen there beside another thread that imports or compiles."""
+    import scipy.ndimage
     import scipy.sparse.linalg  # noqa: F401
     import sklearn.cluster  # noqa: F401
 
@@ -184,6 +190,7 @@ def stable_clusters(
     parent: ParentClusters | None = None,
     check: Callable[[], None] = lambda: None,
     octaves: Ints | None = None,
+    lengths: Ints | None = None,
     threads: int | None = None,
 ) -> Clusters:
     """Clusters of n rows, on the host whatever the engine: the arrays of a tree are small.
@@ -197,6 +204,8 @@ def stable_clusters(
         parent: the clusters that go on where nothing has changed.
         check: called before some trees at a time, in any thread; what it raises ends the search.
         octaves: int64[n], the octave of each row's context; None where nothing is known of it.
+        lengths: int64[n], of each row's context, as of `length_steps`; None where they are not
+            known, and no cluster is looked for parts in.
         threads: how many to use, `MOST_THREADS` at most, which changes only the time; None: one
             for each CPU.
     """
@@ -216,29 +225,42 @@ def stable_clusters(
         taken = groups_taken(trees, again, size, len(rows))
         together, starts = agreement(taken)
         halves_agree = agreement_of_halves(starts, atoms)
-        if octaves is not None and halves_agree >= CONTINUUM:
-            linked = links_of_atoms(links_of(rows, requests, octaves), atom, len(atoms))
-            taken = groups_taken(trees, again, size, len(rows), linked)
-            together, starts = agreement(taken)
-        labels = median_partition(together, atoms, starts)
         groups = [large_groups(one, size) for one in trees]
+        found_in = stability_of
 
         def rows_of(of: Ints) -> Doubles:
             return rows_inside(of, atoms).sum(axis=1)
 
-        found_in = stability_of
-
         def stability_of_atoms(of: Ints) -> Doubles:
             return found_in(rows_inside(of, atoms), groups, atoms)
 
-        labels = without_small(labels, together, atoms, size, rows_of)
-        raw_stability = stability_of_atoms(labels)
+        def most_agree_on(together: Doubles, starts: list[Ints]) -> Ints:
+            most = median_partition(together, atoms, starts)
+            return without_small(most, together, atoms, size, rows_of)
+
+        labels = most_agree_on(together, starts)
+        known = lengths if lengths is None else RowsOfLengths(rows, near, atom, lengths, divided)
+        is_continuum = halves_agree < CONTINUUM and (
+            known is None or mean_valley(labels, known) >= SHALLOW
+        )
+        if octaves is not None and not is_continuum:
+            linked = links_of_atoms(links_of(rows, requests, octaves), atom, len(atoms))
+            taken = groups_taken(trees, again, size, len(rows), linked)
+            together, starts = agreement(taken)
+            labels = most_agree_on(together, starts)
+        raw_stability, related = stability_of_atoms(labels), together
+        if known is not None and not is_continuum:
+            labels, taken = divided_clusters(
+                labels, taken, known, size,
+                lambda detail: groups_taken(trees, again, size, len(rows), detail=detail),
+            )  # fmt: skip
+            together = agreement(taken)[0]
         regions = None
         in_atoms = RowsInAtoms(
             rows, near, requests, atom, len(atoms), size, divided[:REGIONS_OF_HALVES]
         )
         areas = None
-        if halves_agree < CONTINUUM:
+        if is_continuum:
             # Of one thread, beside what has many tasks.
             areas = pool.submit(areas_of, near, requests, seed)
             # By place with the same random numbers, whether profiles are tried or not.
@@ -278,7 +300,7 @@ def stable_clusters(
         stability = found_in(inside, groups, atoms)
         if regions is None:
             shares = row_shares(inside, found, together, atom, near)
-            likest_of, family = shares.argmax(axis=1), families_of(inside, together)
+            likest_of, family = shares.argmax(axis=1), families_of(inside, related)
         else:
             likest_of, family = regions.as_clusters(found)
         label, order = named(likest_of, found)
@@ -290,6 +312,7 @@ def stable_clusters(
             found.new[order],
             raw_stability,
             halves_agree,
+            regions is not None,
             regions is not None and regions.profiled,
             areas.result().found if areas else InAreas.none(len(rows)),
         )
@@ -342,52 +365,6 @@ def trees_of_halves(
         return trees_of(rows, near, taken, starts[own], least, atom, atoms)
 
     return [tree for found in pool.map(some, range(0, len(divided), at_once)) for tree in found]
-
-
-def groups_taken(
-    trees: list[Tree], again: list[Doubles], size: int, rows: int, linked: Floats | None = None
-) -> list[Floats]:
-    """The groups taken of each tree, as how far each atom is in each: float32[g, a].
-
-    Args:
-        again: float64[c + m] each, how far each group is found again; size: fewest rows of a
-            cluster; rows: how many are clustered.
-        linked: float32[a, a], links of atoms over octaves of context: a group that they lead out of
-            is worth less.
-    """
-    taken = []
-    for one, own in zip(trees, again, strict=True):
-        within = 1.0 if linked is None else kept_within(one.share, one.rows, linked)
-        worth = np.maximum(own - CHANCE, 0.0) * within
-        taken.append(one.share[chosen_groups(one, worth, size, LARGEST * rows, DETAIL)])
-    return taken
-
-
-def agreement(taken: list[Floats]) -> tuple[Doubles, list[Ints]]:
-    """How often two atoms are together in the groups of the trees: float64[a, a]; and the
-    partitions int64[a] that these are.
-
-    Args:
-        taken: for each tree float32[g, a], how far each atom is in each of the groups taken of it.
-    """
-    count = taken[0].shape[1]
-    together = np.zeros((count, count))
-    partitions = []
-    for share in taken:
-        together += share.T @ share
-        partitions.append(share.argmax(axis=0) if len(share) else np.zeros(count, np.int64))
-    return together / len(taken), partitions
-
-
-def stability_of(inside: Doubles, groups: list[Floats], atoms: Ints) -> Doubles:
-    """How far each cluster is found again, as the mean over what halves of the requests have:
-    float64[c] of the rows float64[c, a] of each cluster in each atom.
-
-    Args:
-        groups: float32[g, a] each, the shares of the atoms' rows in each group of a half.
-    """
-    own = (inside / atoms).astype(np.float32)
-    return np.asarray(np.mean([likest(own, one, atoms) for one in groups], axis=0))
 
 
 def named(likest: Ints, found: Continued) -> tuple[Int32s, Ints]:
