@@ -1,9 +1,10 @@
 """Planted rows of several kinds, in a half to develop methods on and a half that is only reported.
 
 Each `Recipe` is a data set: `plant(recipe, rows)` draws it, the same each time. The halves were
-fixed before a method was chosen ("sixty" before it was first drawn, when clusters were divided by
-valleys). They have no recipe, seed or behaviour in common, and other numbers of behaviours,
-lengths, shares and noise. Whoever develops a method looks at `develop` only.
+fixed before a method was chosen; "sixty", which is "crowded" of the other half with another seed,
+once clusters were divided by valleys, and before it was drawn. They have no seed or behaviour in
+common, and but for that other numbers of behaviours, lengths, shares and noise. Whoever develops a
+method looks at `develop` only.
 """
 
 from __future__ import annotations

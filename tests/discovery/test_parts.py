@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +11,16 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from discovery.algorithms.consensus.clusters import Clusters, stable_clusters
-from discovery.algorithms.consensus.parts import VALLEY, groups_of_parts, joined
+from benchmarks.judge.kinds import plant, recipes
+from benchmarks.judge.methods import today
+from discovery.algorithms.consensus.clusters import SHALLOW, Clusters, stable_clusters
+from discovery.algorithms.consensus.parts import (
+    VALLEY,
+    RowsOfLengths,
+    groups_of_parts,
+    joined,
+    mean_valley,
+)
 
 RNG = np.random.default_rng
 
@@ -52,6 +62,37 @@ def test_one_long_behaviour_is_not_divided():
     requests = behaviours * 30 + rng.integers(0, 30, 3_600)
     found = clusters_of(rows, requests, np.zeros(3_600, np.int64))
     assert adjusted_rand_score(behaviours, found.labels) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("count", "apart"), [(1, True), (400, True), (400, False), (401, True), (401, False)]
+)
+def test_the_mean_valley_is_shallow_where_rows_are_a_continuum(count, apart):
+    """Two clusters, of which few rows of one have neighbours in the other."""
+    rng = RNG(7)
+    rows = rng.normal(size=(2 * count, 3)) * [4.0, 1.0, 1.0]
+    second = np.arange(2 * count) >= count if apart else rows[:, 0] > 0.0
+    rows[second, 0] += 30.0 * apart
+    near = rng.integers(0, 2 * count, (2 * count, 5)).astype(np.int32)
+    requests = rng.integers(0, 20, 2 * count)
+    known = RowsOfLengths(
+        rows.astype("f4"), near, second.astype(np.int64), np.zeros(2 * count, np.int64),
+        [requests < 10, requests >= 10],
+    )  # fmt: skip
+    found = mean_valley(np.array([0, 1]), known)
+    assert found < 0.05 if apart and count > 1 else found > SHALLOW
+    assert mean_valley(np.array([0, 0]), known) == 1.0
+
+
+@pytest.mark.slow
+def test_behaviours_that_halves_hardly_agree_on_are_no_regions_if_valleys_are_between_them():
+    """60 behaviours, of which trees of two halves of the requests agree by 0.49."""
+    (recipe,) = recipes("develop", ["crowded"])
+    rows = plant(replace(recipe, seed=6052), 12_000)
+    found = today(rows, 42)
+    assert rows.truth is not None
+    assert found.clusters > 35
+    assert adjusted_rand_score(rows.truth, found.labels) > 0.45
 
 
 def symmetric(values: np.ndarray) -> np.ndarray:

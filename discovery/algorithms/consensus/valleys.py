@@ -43,14 +43,16 @@ class Pair(NamedTuple):
 
 
 def length_steps(positions: Ints, octaves: Ints) -> Ints:
-    """The lengths of context of rows, in steps of a quarter of an octave: int64[n].
+    """The lengths of context of rows, in steps of a quarter of an octave: int64[n]. The length of a
+    row that looks further back than its position says is like no other's, and below 0: there the
+    position means something else.
 
     Args:
-        positions: int64[n]; octaves: int64[n], of how far each row looks: what looks further than
-            its position says has a position that means something else.
+        positions: int64[n]; octaves: int64[n], of how far each row looks.
     """
-    visible = np.maximum(positions + 1, 2 ** octaves.astype(np.int64))
-    return np.floor(STEPS_OF_OCTAVE * np.log2(visible)).astype(np.int64)
+    steps = np.floor(STEPS_OF_OCTAVE * np.log2(positions + 1.0)).astype(np.int64)
+    alone = -1 - np.arange(len(steps))
+    return np.where(positions + 1 < 2 ** octaves.astype(np.int64), alone, steps)
 
 
 def valley(rows: Floats, lengths: Ints, halves: Sequence[Mask], first: Ints, second: Ints) -> float:
