@@ -6,7 +6,8 @@
     python benchmarks/behaviours.py --artifacts DIR          # only what a run's clusters say
 
 Data, in two halves without a recipe, seed or request in common (`judge/kinds.py`, `judge/real.py`):
-  planted rows     attention simulated key by key, of several kinds; who drew each row is known
+  planted rows     attention simulated key by key, of several kinds (`--only planted`: of all); who
+                   drew each row is known
   sample, fresh    real rows: half of the requests of the shipped sample, and captures of the demo
                    model on prompts of other seeds, which are made once and kept below build/judge
   many             captures as these of 2,016 requests, where --only names it
@@ -47,12 +48,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import SAMPLE, WrongAnswerError
 from benchmarks.judge import datasets, report, words
-from benchmarks.judge.kinds import HALVES
+from benchmarks.judge.kinds import HALVES, recipes
 from benchmarks.judge.methods import METHODS, method_named, missing_methods
 from benchmarks.judge.real import FRESH_EACH, sample_records, why_no_captures
 from benchmarks.judge.running import judged
 
 QUICK_ROWS, QUICK_EACH = 600, 1
+# All kinds of planted rows, where --only names it.
+PLANTED = "planted"
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
@@ -80,6 +83,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     real = [n for n in known if n.removesuffix(datasets.TIED) in datasets.SOURCES[options.half]]
     usual = [name for name in known if name != datasets.MANY]
     chosen = options.only.split(",") if options.only else [*usual, "words"]
+    if PLANTED in chosen:
+        kinds = [recipe.kind for recipe in recipes(options.half)]
+        chosen = [*kinds, *(name for name in chosen if name not in (PLANTED, *kinds))]
     if options.quick and not options.only:
         chosen = [name for name in usual if name not in real]
     if unknown := [name for name in chosen if name not in (*known, "words")]:

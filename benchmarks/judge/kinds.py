@@ -1,10 +1,9 @@
 """Planted rows of several kinds, in a half to develop methods on and a half that is only reported.
 
 Each `Recipe` is a data set: `plant(recipe, rows)` draws it, the same each time. The halves were
-fixed before a method was chosen; "sixty", which is "crowded" of the other half with another seed,
-once clusters were divided by valleys, and before it was drawn. They have no seed or behaviour in
-common, and but for that other numbers of behaviours, lengths, shares and noise. Whoever develops a
-method looks at `develop` only.
+fixed before a method was chosen ("very crowded" when clusters had been divided by valleys, before
+it was drawn). They have no recipe, seed or behaviour in common, and other numbers of behaviours,
+lengths, shares and noise. Whoever develops a method looks at `develop` only.
 """
 
 from __future__ import annotations
@@ -91,6 +90,10 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
             "crowded", 1052, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
             least_apart=0.2,
         ),
+        Recipe(
+            "very crowded", 1053, 52, decoding=True, shortest=512, longest=16_384, shares=2.0,
+            least_apart=0.2,
+        ),
         Recipe("uneven", 1061, 9, shortest=512, longest=8192, shares=80.0),
         Recipe("clean", 1071, 12, decoding=True, shortest=512, longest=8192, noise=0.0),
         Recipe("noisy", 1072, 10, shortest=512, longest=8192, noise=0.30),
@@ -113,7 +116,7 @@ SPLITS: dict[Half, tuple[Recipe, ...]] = {
             least_apart=0.2,
         ),
         Recipe(
-            "sixty", 2053, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
+            "very crowded", 2053, 60, decoding=True, shortest=1024, longest=8192, shares=3.0,
             least_apart=0.2,
         ),
         Recipe("uneven", 2061, 10, shortest=1024, longest=4096, shares=80.0, noise=0.03),

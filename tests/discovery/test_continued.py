@@ -124,8 +124,9 @@ def labelled(rows: np.ndarray) -> Clusters:
     ones = np.ones(3)
     members = Memberships.none(len(rows))._replace(label=labels)
     return Clusters(
-        members, ones, nothing, nothing, ones > 1, ones, 1.0, False, InAreas.none(len(labels))
-    )
+        members, ones, nothing, nothing, ones > 1, ones, 1.0, False, False,
+        InAreas.none(len(labels)),
+    )  # fmt: skip
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(1, 12), st.integers(1, 200))

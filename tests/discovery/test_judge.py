@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from shared import REPO
 
+from benchmarks.behaviours import options_of
 from benchmarks.common import WrongAnswerError
 from benchmarks.judge import methods
 from benchmarks.judge.datasets import Task, judge
@@ -191,6 +192,15 @@ def test_tied_and_mixed_rows_of_the_sample_are_judged(plugged):
     # Lengths give tied tasks away entirely, and mixed ones not at all.
     assert of_method["tied"]["ami_task"] > 0.99 and of_method["mixed"]["ami_task"] < 0.05
     assert figures["facts"]["tied"]["tasks_log2_position"] > 0.85
+
+
+@pytest.mark.parametrize("half", ["develop", "held_out"])
+def test_planted_names_all_kinds_of_planted_rows(half):
+    kinds = [recipe.kind for recipe in recipes(half)]
+    named = options_of(["--half", half, "--only", "fresh,planted,few"]).names
+    assert named == [*kinds, "fresh"]
+    # Without a choice all are judged, but for what takes half an hour to capture.
+    assert set(kinds) < set(options_of(["--half", half]).names)
 
 
 @pytest.mark.slow

@@ -115,8 +115,10 @@ def along(line: Doubles, pair: Pair) -> float:
     # Silverman 1986, of as many rows as are at common lengths; in bins, and of rows that are all
     # alike a little.
     width = max(1.06 * spread * pair.common**-0.2 / (edges[1] - edges[0]), 0.1)
+    # A group of few rows counts as the root of them: as itself, it would hardly be seen beside a
+    # large one, and as much as that, the tail of the large one would be a top.
     counts = sum(
-        np.histogram(at, edges, weights=own)[0]
+        np.histogram(at, edges, weights=own * np.sqrt(len(at)))[0]
         for at, own in zip(places, pair.weights, strict=True)
     )
     density = gaussian_filter1d(counts, width, mode="constant")
