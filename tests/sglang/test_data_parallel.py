@@ -35,7 +35,10 @@ RANKS = ("--tp-size", "2", "--attn-dp-size", "2")
 def model(tmp_path_factory) -> Path:
     """Its last layer has experts, which no attention comes after."""
     folder = tmp_path_factory.mktemp("latent") / "model"
-    return save_latent_model(folder, torch.float32, first_k_dense_replace=LAYERS[-1])
+    return save_latent_model(
+        folder, torch.float32, first_k_dense_replace=LAYERS[-1], scoring_func="softmax",
+        n_group=1, topk_group=1,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
