@@ -35,7 +35,7 @@ def clusters_of(rows: np.ndarray, requests: np.ndarray, lengths: np.ndarray | No
 @pytest.mark.parametrize(
     ("places", "each", "apart", "dimensions"), [(3, 12, 2.4, 5), (4, 10, 2.2, 6)]
 )
-def test_behaviours_that_touch_are_told_apart_and_stay_a_family(places, each, apart, dimensions):
+def test_behaviours_that_touch_are_separated_and_stay_a_family(places, each, apart, dimensions):
     """100 rows each; each at one of some places far from each other, near to others there."""
     rng, count = RNG(2), places * each
     truth = np.repeat(np.arange(count), 100)

@@ -68,12 +68,8 @@ def test_what_a_longer_context_does_is_not_a_valley():
 def test_few_rows_show_nothing(count):
     rows = np.repeat([[0.0, 0.0], [50.0, 0.0]], [400, count], axis=0)
     rows += RNG(1).normal(size=rows.shape)
-    # As many of each half.
-    order = np.argsort(np.concatenate([np.arange(400) % 2, np.arange(count) % 2]), kind="stable")
-    found = valley(
-        rows.astype("f4"), np.zeros(len(rows), np.int64),
-        [np.argsort(order) < len(rows) / 2], np.arange(400), np.arange(400, 400 + count),
-    )  # fmt: skip
+    numbers = np.arange(len(rows))  # every other row is of one half
+    found = valley(rows.astype("f4"), 0 * numbers, [numbers % 2 == 0], numbers[:400], numbers[400:])
     assert found == 1.0 if count < 2 * LEAST_ROWS else found < 0.01
 
 
@@ -89,6 +85,12 @@ def test_a_line_is_not_judged_by_the_rows_that_it_was_found_by():
     rng = RNG(3)
     rows, second = rng.normal(size=(120, 60)), rng.random(120) < 0.5
     assert between(rows, second) > 0.6
+
+
+def test_the_tail_of_a_behaviour_is_not_another_one():
+    rng = RNG(6)
+    rows = np.column_stack([rng.gamma(1.5, size=6_000), rng.normal(size=6_000)])
+    assert between(rows, rows[:, 0] > 4.0) > 0.5
 
 
 @given(st.integers(60, 300), st.integers(1, 5), st.integers(0, 2**31))

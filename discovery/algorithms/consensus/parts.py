@@ -51,46 +51,43 @@ def divided_clusters(
     size: int,
     smaller: Callable[[float], list[Floats]],
 ) -> tuple[Ints, list[Floats]]:
-    """The clusters int64[a], in parts where they have some, and the groups taken of each tree.
+    """The clusters int64[a], divided where there is a valley between two parts, and the groups
+    taken of each tree.
 
     Args:
         taken: as of `agreement`; size: fewest rows of a cluster; smaller: the groups taken of each
             tree with another detail.
     """
-    parts = in_parts(labels, smaller, rows, size)
-    number = np.zeros((labels.max() + 1, parts.max() + 1), bool)
-    number[labels, parts] = True
-    divided = (number.sum(axis=1) > 1)[labels]
-    if not divided.any():
-        return labels, taken
-    return parts, groups_of_parts(taken, smaller(DETAILS[-1]), divided, np.bincount(rows.atom))
+    atoms, parts, groups = np.bincount(rows.atom, minlength=len(labels)), labels, taken
+    for detail in DETAILS:
+        groups = smaller(detail)
+        parts = in_parts(parts, groups, rows, atoms, size)
+    has_part = np.zeros((labels.max() + 1, parts.max() + 1), bool)
+    has_part[labels, parts] = True
+    divided = (has_part.sum(axis=1) > 1)[labels]
+    return parts, groups_of_parts(taken, groups, divided, atoms) if divided.any() else taken
 
 
 def in_parts(
-    labels: Ints,
-    smaller: Callable[[float], list[Floats]],
-    rows: RowsOfLengths,
-    size: int,
+    labels: Ints, groups: list[Floats], rows: RowsOfLengths, atoms: Ints, size: int
 ) -> Ints:
-    """Clusters divided where there is a valley between two parts: int64[a], of those int64[a].
+    """Clusters divided into what these groups of trees agree on, where there is a valley between:
+    int64[a], of those int64[a].
 
     Args:
-        smaller, size: as of `divided_clusters`.
+        groups, size: as `taken` and `size` of `divided_clusters`; atoms: int64[a], rows of each.
     """
-    atoms = np.bincount(rows.atom, minlength=len(labels))
-    for detail in DETAILS:
-        together, starts = agreement(smaller(detail))
-        groups = median_partition(together, atoms, starts)
-        parts = numbered(labels * (groups.max() + 1) + groups)
-        # A small part is joined to one of its own cluster.
-        inside = together + 2.0 * np.equal.outer(labels, labels)
-        parts = without_small(
-            parts, inside, atoms, size, lambda of: rows_inside(of, atoms).sum(axis=1)
-        )
-        owner = np.zeros(parts.max() + 1, np.int64)
-        owner[parts] = labels
-        labels = numbered(joined(*valleys_of(parts, owner, rows))[parts])
-    return labels
+    together, starts = agreement(groups)
+    most = median_partition(together, atoms, starts)
+    parts = numbered(labels * (most.max() + 1) + most)
+    # A small part is joined to one of the same cluster.
+    together += 2.0 * np.equal.outer(labels, labels)
+    parts = without_small(
+        parts, together, atoms, size, lambda of: rows_inside(of, atoms).sum(axis=1)
+    )
+    owner = np.zeros(parts.max() + 1, np.int64)
+    owner[parts] = labels
+    return numbered(joined(*valleys_of(parts, owner, rows))[parts])
 
 
 def mean_valley(labels: Ints, rows: RowsOfLengths) -> float:

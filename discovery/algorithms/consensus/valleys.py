@@ -1,8 +1,8 @@
 """Whether there is a valley of density between two groups of rows.
 
 Every clustering cuts a behaviour that is long and thin somewhere. Of two behaviours that touch,
-there are fewer rows between them than in each. Rows are laid on the line that tells the two groups
-apart best (Fisher 1936), and the density along it is looked at (as by dip tests in Kalogeratos &
+there are fewer rows between them than in each. Rows are laid on the line that separates the two
+groups best (Fisher 1936), and the density along it is looked at (as by dip tests in Kalogeratos &
 Likas 2012 and Leiber et al. 2021). The line is found by half of the requests and the density is the
 other half's: rows that a line was found by show a valley that is not there.
 
@@ -64,7 +64,7 @@ def valley(rows: Floats, lengths: Ints, halves: Sequence[Mask], first: Ints, sec
         halves: bool[n] each, rows of half of the requests.
         first, second: int64[m] and int64[l], numbers of the groups' rows.
     """
-    deepest = 0.0
+    shallowest = 0.0
     for half in halves:
         found_by, seen_in = (
             pair_of(rows, lengths, *(own[half[own] == inside] for own in (first, second)))
@@ -72,8 +72,8 @@ def valley(rows: Floats, lengths: Ints, halves: Sequence[Mask], first: Ints, sec
         )
         if min(found_by.common, seen_in.common) < LEAST_ROWS:
             return 1.0
-        deepest = max(deepest, along(discriminant(found_by), seen_in))
-    return deepest
+        shallowest = max(shallowest, along(discriminant(found_by), seen_in))
+    return shallowest
 
 
 def pair_of(rows: Floats, lengths: Ints, first: Ints, second: Ints) -> Pair:
