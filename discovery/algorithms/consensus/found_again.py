@@ -109,20 +109,9 @@ def chosen_groups(tree: Tree, worth: Doubles, least: float, most: float, detail:
         worth: float64[c + m], of each row of each group, such as what the group is found again by
             above `CHANCE`; least, most: rows of a group that may be taken.
     """
-    cells, merged = tree.cells, tree.merged
+    from .partition_loops import choose
+
     own = tree.rows * worth
     own[(tree.rows < least) | (tree.rows > most)] = 0.0
-    worth, taken = own.copy(), own > 0
-    for number, pair in enumerate(merged, cells):
-        within = worth[pair].sum()
-        if not taken[number] or own[number] < detail * within:
-            worth[number], taken[number] = within, False
-    found: list[int] = []
-    left = sorted(set(range(cells + len(merged))) - set(merged.ravel().tolist()))
-    while left:
-        group = left.pop()
-        if taken[group]:
-            found.append(group)
-        elif group >= cells:
-            left.extend(merged[group - cells].tolist())
-    return np.array(found, np.int64)
+    chosen = np.empty(len(own), np.int64)
+    return chosen[: choose(tree.cells, tree.merged, own, detail, chosen)]

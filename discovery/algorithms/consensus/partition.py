@@ -38,21 +38,16 @@ def median_partition(together: Doubles, atoms: Ints, starts: Sequence[Ints]) -> 
 
 def improved(gain: Doubles, labels: Ints) -> Ints:
     """Atoms moved one by one, and clusters joined, as long as that gains: int64[a]."""
+    from .partition_loops import move_atoms
+
     # Below that a gain is rounding, and atoms would go to and fro.
     least = 1e-9 * float(np.abs(gain).sum())
     while True:
-        before = labels.copy()
-        # One column more, for an atom that is best alone.
-        inside = np.eye(labels.max() + 2)[labels]
-        to_cluster = gain @ inside
-        for atom in range(len(labels)):
-            own, other = labels[atom], int(to_cluster[atom].argmax())
-            if to_cluster[atom, other] > to_cluster[atom, own] + least:
-                to_cluster[:, own] -= gain[atom]
-                to_cluster[:, other] += gain[atom]
-                labels[atom] = other
-                if other == to_cluster.shape[1] - 1:
-                    to_cluster = np.pad(to_cluster, ((0, 0), (0, 1)))
+        before, clusters = labels.copy(), int(labels.max()) + 1
+        # Columns for atoms that are best alone.
+        to_cluster = np.zeros((len(labels), clusters + 1 + len(labels)))
+        to_cluster[:, :clusters] = gain @ np.eye(clusters)[labels]
+        move_atoms(gain, to_cluster, labels, clusters, least)
         labels = joined(gain, numbered(labels), least)
         if np.array_equal(labels, before):
             return labels
