@@ -45,25 +45,30 @@ class Moments:
     @classmethod
     def of(
         cls, vectors: Floats, layout: Layout, requests: Ints | None = None,
-        most_contrasts: int = MOST_CONTRASTS,
+        most_contrasts: int = MOST_CONTRASTS, positions: Ints | None = None,
     ) -> Moments:  # fmt: skip
         """Those of the vectors float32[n, 20], on any device.
 
         Args:
             requests: int[n], a number for each row's request, there; None: nothing is known of
                 them, and octaves have no effect.
+            positions: int[n], there. A row that could look an octave further than it does, as one
+                of a few keys, says nothing of that octave's effect. None: no row is such.
         """
         xp = array_module(vectors)
         raised = powers(vectors.astype(np.float64), POWER)
         octave = context_octave(vectors, layout)
         members = octave[:, None] == xp.arange(HIST_BINS)
+        contrasts = Contrasts.none()
+        if requests is not None:
+            # Its farthest key but for the sink token is `position - 1` back.
+            shown = slice(None) if positions is None else (positions - 1) >> (octave + 1) <= 0
+            contrasts = Contrasts.of(raised[shown], octave[shown], requests[shown], most_contrasts)
         return cls(
             on_host(members.sum(axis=0)),
             on_host(members.T.astype(np.float64) @ raised),
             on_host(raised.T @ raised),
-            Contrasts.none()
-            if requests is None
-            else Contrasts.of(raised, octave, requests, most_contrasts),
+            contrasts,
         )
 
     @property

@@ -5,9 +5,10 @@ appears or vanishes. A square root (Hellinger distance) does this more strongly 
 bear: it inflates the thin far tails of a row, and those show the context length before all else.
 
 How far a row could look fills or empties histogram bins by itself. What a longer context makes of
-the rows of one and the same request is learned (`discovery.algorithms.octaves`) and taken out. What
-requests of some length do otherwise than those of another is what a map is for, and stays. The
-octave is the vector's last bin with any mass: a classifier needs only the vector.
+the rows of one and the same request is learned (`discovery.algorithms.octaves`), by the rows that
+look as far as they could, and taken out. What requests of some length do otherwise than those of
+another is what a map is for, and stays. The octave is the vector's last bin with any mass: a
+classifier needs only the vector.
 
 Nothing is divided by a bin's deviation: shares have one unit, and z-scores inflate rare bins.
 `benchmarks/behaviours.py` judges such choices on rows that they were not made by.

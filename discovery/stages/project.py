@@ -20,13 +20,15 @@ from .context import RunContext
 
 def standardize_parameters(context: RunContext) -> dict[str, Any]:
     limits = {"most": MOST_CONTRASTS, "shrink": SHRINK_ROWS}
-    return {"transform": "power", "power": POWER, "octaves": "within requests", **limits}
+    return {"transform": "power", "power": POWER, "octaves": "of rows that show theirs", **limits}
 
 
 def standardize(context: RunContext) -> tuple[dict[str, Any], str]:
-    def chunk(index: int) -> tuple[ChunkVectors, Int32s]:
-        request = context.rows.batch(index).column("request_id").dictionary_encode().indices
-        return context.rows.reference(index), request.to_numpy()
+    def chunk(index: int) -> tuple[ChunkVectors, Int32s, Int32s]:
+        batch = context.rows.batch(index)
+        request = batch.column("request_id").dictionary_encode().indices
+        positions = batch.column("position").to_numpy()
+        return context.rows.reference(index), request.to_numpy(), positions
 
     most = -(-MOST_CONTRASTS // context.rows.chunks)
     moments = Moments.of(np.empty((0, DIMENSIONS), np.float32), context.layout)
@@ -57,10 +59,12 @@ def standardize(context: RunContext) -> tuple[dict[str, Any], str]:
 
 
 def moments_of_chunk(
-    engine: Engine, layout: Layout, most: int, chunk: tuple[ChunkVectors, Int32s]
+    engine: Engine, layout: Layout, most: int, chunk: tuple[ChunkVectors, Int32s, Int32s]
 ) -> Moments:
-    vectors, requests = chunk
-    return Moments.of(vectors.load(engine), layout, engine.array(requests), most)
+    vectors, requests, positions = chunk
+    return Moments.of(
+        vectors.load(engine), layout, engine.array(requests), most, engine.array(positions)
+    )
 
 
 def pca_parameters(context: RunContext) -> dict[str, Any]:

@@ -117,8 +117,11 @@ def test_the_formulas_of_a_row_are_the_same_on_a_device(layout):
     projection = fitted(vectors, layout)
     assert_same(projection(there, layout), projection(vectors, layout))
     requests = requests_of(vectors)
-    on_cpu = Moments.of(vectors, layout, requests)
-    on_device = Moments.of(there, layout, moved(requests))
+    # Every third row could look further than it does.
+    further = np.arange(len(vectors)) % 3 == 0
+    positions = (2 ** (context_octave(vectors, layout) + further) + 1).astype(np.int32)
+    on_cpu = Moments.of(vectors, layout, requests, positions=positions)
+    on_device = Moments.of(there, layout, moved(requests), positions=moved(positions))
     for name in ("counts", "totals", "products"):
         np.testing.assert_allclose(getattr(on_device, name), getattr(on_cpu, name))
     assert len(on_cpu.contrasts.octave) > 100 or layout is Layout.LAYERED

@@ -111,6 +111,26 @@ def test_requests_that_have_a_length_of_their_own_stay_apart():
     assert apart[np.triu_indices(3, 1)].min() > 0.3
 
 
+def test_a_row_that_ends_nearer_than_it_could_look_says_nothing_of_a_length():
+    random = np.random.default_rng(4)
+    vectors, requests, octave = by_octaves(
+        random, 120, 30, lambda one: KINDS[one % 3], lambda one: range(5, 12)
+    )
+    told = Moments.of(vectors, Layout.LOG16, requests)
+    effect = np.ptp(told.centre, axis=0).max()
+    # At the last position of their octaves, or where the position means something else.
+    for positions in (2 ** (octave + 1), np.zeros_like(octave)):
+        same = Moments.of(vectors, Layout.LOG16, requests, positions=positions)
+        np.testing.assert_array_equal(same.centre, told.centre)
+    # All could look as far, and look at a few keys, of which one happens to be the last.
+    few = Moments.of(vectors, Layout.LOG16, requests, positions=np.full_like(octave, 2**12))
+    assert np.ptp(few.centre, axis=0).max() == 0 < 0.1 < effect
+    # Only those of two octaves show how far they could look.
+    shown = np.isin(octave, (7, 8))
+    some = Moments.of(vectors, Layout.LOG16, requests, positions=2 ** (octave + ~shown) + 1)
+    assert set(some.contrasts.octave) == {7}
+
+
 def test_of_more_contrasts_than_asked_for_every_so_manieth_is_kept():
     random = np.random.default_rng(3)
     vectors, requests, _ = by_octaves(
