@@ -301,8 +301,7 @@ def main() -> int:
         f"{time.perf_counter() - began:.0f} s"
     )
     if options.json:
-        figures = {"command": common.command_of("nights.py", None), "rows": options.rows,
-                   "two_nights": by_seed, "fortnight": series,
+        figures = {"rows": options.rows, "two_nights": by_seed, "fortnight": series,
                    "total": {**total, "left_out": left_out}}  # fmt: skip
         common.write_figures(options.json, figures)
     few = left_out <= MOST_LEFT_OUT * (left_out + total["judged"])
