@@ -19,7 +19,12 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from discovery.algorithms.consensus.cell_tree import POWER, Tree, nearest_cells, trees_of
-from discovery.algorithms.consensus.clusters import TREES, halves, stable_clusters
+from discovery.algorithms.consensus.clusters import (
+    MANY_THREADS,
+    TREES,
+    halves,
+    stable_clusters,
+)
 from discovery.algorithms.consensus.found_again import (
     CHANCE,
     COMPARED,
@@ -356,7 +361,10 @@ def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
     rows = np.sqrt(vectors)
     requests = np.arange(len(rows)) // 50
     near = neighbors_of(rows)
-    found, again, other = (stable_clusters(rows, near, requests, 60, seed) for seed in (0, 0, 1))
+    found, again, other = (
+        stable_clusters(rows, near, requests, 60, seed, threads=threads)
+        for seed, threads in ((0, None), (0, MANY_THREADS), (1, None))
+    )
     for ours, same in zip((*found.members, *found[1:]), (*again.members, *again[1:]), strict=True):
         assert np.array_equal(ours, same)
     assert adjusted_rand_score(found.labels, other.labels) > 0.9

@@ -15,7 +15,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from capture_kernels.fingerprint.vector import Layout
 from discovery.algorithms.consensus.cell_tree import cell_centres, nearest_cells
-from discovery.algorithms.consensus.clusters import halves, stable_clusters
+from discovery.algorithms.consensus.clusters import MANY_THREADS, halves, stable_clusters
 from discovery.algorithms.consensus.partition import adjusted_rand, agreement_of_halves
 from discovery.algorithms.consensus.regions import (
     MOST_FAMILIES,
@@ -313,8 +313,18 @@ def test_rows_without_any_structure_are_a_continuum_of_which_nothing_is_found_ag
     """Trees find one group or none in them, which is no agreement on it."""
     rng = RNG(0)
     rows = rng.normal(size=(3_000, 8)).astype(np.float32)
-    found = stable_clusters(rows, neighbors_of(rows), rng.integers(0, 75, len(rows)), 30, 0)
+    near, requests = neighbors_of(rows), rng.integers(0, 75, len(rows))
+    found, same = (
+        stable_clusters(rows, near, requests, 30, 0, threads=threads)
+        for threads in (1, MANY_THREADS)
+    )
     assert len(found.stability) == 1 and found.stability[0] < 0.3
+    # Areas are looked for beside trees where there are many threads.
+    assert (found.areas.area >= 0).all() and len(np.unique(found.areas.area)) > 1
+    for ours, theirs in zip(
+        (*found.members, *found.areas), (*same.members, *same.areas), strict=True
+    ):
+        assert np.array_equal(ours, theirs)
     trivial, two = np.zeros(4, np.int64), np.array([0, 0, 1, 1])
     atoms = np.ones(4, np.int64)
     assert agreement_of_halves([trivial, trivial], atoms) == 0.0
