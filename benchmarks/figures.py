@@ -86,12 +86,12 @@ def of_nights(found: dict[str, Any]) -> Iterator[Figure]:
     total, rows = found["total"], found["rows"]
     pairs, series = found["two_nights"], found["fortnight"]
     yield (
-        f"{len(pairs)} pairs of nights of {rows:,} rows: right ids and events",
+        f"{len(pairs)} pairs of runs of {rows:,} rows: right ids and events",
         f"{sum(p['right'] for p in pairs.values())} of {sum(p['judged'] for p in pairs.values())} "
         f"(nearest centroid {sum(p['peer_right'] for p in pairs.values())})",
     )
     yield (
-        f"{len(series['runs'])} nights of drift: right",
+        f"{len(series['runs'])} runs of drift: right",
         f"{series['right']} of {series['judged']} (nearest centroid {series['peer_right']})",
     )
     yield "behaviours that were not one cluster", str(total["left_out"])

@@ -20,7 +20,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from discovery.algorithms.consensus.cell_tree import POWER, Tree, nearest_cells, trees_of
 from discovery.algorithms.consensus.clusters import (
-    MANY_THREADS,
+    MOST_THREADS,
     TREES,
     halves,
     stable_clusters,
@@ -286,6 +286,36 @@ def test_a_group_is_taken_for_its_parts_where_it_is_found_again_better():
     assert taken([0.2, 0.2, 0.25]) == []
 
 
+@given(st.integers(1, 30), st.floats(1.0, 4.0), st.integers(0, 2**31))
+def test_the_groups_taken_are_worth_most_and_none_is_within_another(cells, detail, seed):
+    rng = RNG(seed)
+    top, merged, inside = list(range(cells)), [], [{cell} for cell in range(cells)]
+    for _ in range(rng.integers(0, cells)):
+        pair = rng.choice(top, 2, replace=False).tolist()
+        top = [*(group for group in top if group not in pair), len(inside)]
+        inside.append(inside[pair[0]] | inside[pair[1]])
+        merged.append(pair)
+    rows = np.array([10 * len(one) for one in inside])
+    tree = Tree(
+        cells, np.array(merged, np.int64).reshape(-1, 2), np.empty((len(rows), 1), "f4"), rows
+    )
+    worth = rng.random(len(rows)) * (rng.random(len(rows)) < 0.7)
+
+    def best(group: int) -> tuple[float, list[int]]:
+        own = rows[group] * worth[group] if 20 <= rows[group] <= 100 else 0.0
+        parts = [best(part) for part in (merged[group - cells] if group >= cells else ())]
+        within = sum(value for value, _ in parts)
+        if own > 0.0 and own >= detail * within:
+            return own, [group]
+        return within, [one for _, some in parts for one in some]
+
+    found = chosen_groups(tree, worth, 20, 100, detail).tolist()
+    assert sorted(found) == sorted(one for group in top for one in best(group)[1])
+    assert sum(len(inside[group]) for group in found) == len(
+        set().union(*map(inside.__getitem__, found))
+    )
+
+
 @given(st.integers(1, 25), st.integers(2, 12), st.integers(0, 2**31))
 def test_the_partition_agrees_with_the_clusterings_no_less_than_each_of_them(atoms, most, seed):
     rng = RNG(seed)
@@ -301,7 +331,10 @@ def test_the_partition_agrees_with_the_clusterings_no_less_than_each_of_them(ato
     found = median_partition(together, weights, parts)
     assert found.shape == (atoms,) and set(found) == set(range(found.max() + 1))
     assert gained(found) >= max(map(gained, parts)) - 1e-6 * np.abs(gain).sum()
-    # What cannot be improved by a move stays.
+    # No atom is better in another cluster, or alone.
+    to_cluster = gain @ np.eye(found.max() + 1)[found]
+    own = to_cluster[np.arange(atoms), found]
+    assert (own >= np.maximum(to_cluster.max(axis=1), 0.0) - 1e-6 * np.abs(gain).sum()).all()
     assert np.array_equal(improved(gain, found.copy()), found)
 
 
@@ -363,7 +396,7 @@ def test_the_same_rows_give_the_same_clusters_and_another_seed_nearly_so():
     near = neighbors_of(rows)
     found, again, other = (
         stable_clusters(rows, near, requests, 60, seed, threads=threads)
-        for seed, threads in ((0, None), (0, MANY_THREADS), (1, None))
+        for seed, threads in ((0, None), (0, MOST_THREADS), (1, None))
     )
     for ours, same in zip((*found.members, *found[1:]), (*again.members, *again[1:]), strict=True):
         assert np.array_equal(ours, same)

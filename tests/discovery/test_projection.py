@@ -116,12 +116,12 @@ def test_a_row_that_ends_nearer_than_it_could_look_says_nothing_of_a_length():
     vectors, requests, octave = by_octaves(
         random, 120, 30, lambda one: KINDS[one % 3], lambda one: range(5, 12)
     )
-    told = Moments.of(vectors, Layout.LOG16, requests)
-    effect = np.ptp(told.centre, axis=0).max()
+    known = Moments.of(vectors, Layout.LOG16, requests)
+    effect = np.ptp(known.centre, axis=0).max()
     # At the last position of their octaves, or where the position means something else.
     for positions in (2 ** (octave + 1), np.zeros_like(octave)):
         same = Moments.of(vectors, Layout.LOG16, requests, positions=positions)
-        np.testing.assert_array_equal(same.centre, told.centre)
+        np.testing.assert_array_equal(same.centre, known.centre)
     # All could look as far, and look at a few keys, of which one happens to be the last.
     few = Moments.of(vectors, Layout.LOG16, requests, positions=np.full_like(octave, 2**12))
     assert np.ptp(few.centre, axis=0).max() == 0 < 0.1 < effect

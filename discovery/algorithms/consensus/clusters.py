@@ -88,8 +88,8 @@ from .valleys import BINS, LEAST_ROWS, SHRINKAGE, STEPS_OF_OCTAVE
 # Trees, two of each division of the requests into halves.
 TREES = 200
 # Threads that they are made by, and trees that one makes at once; each tree has its random numbers,
-# whichever thread makes it. From `MANY_THREADS` on one of them finds areas meanwhile.
-MOST_THREADS, MOST_AT_ONCE, MANY_THREADS = 16, 25, 8
+# whichever thread makes it.
+MOST_THREADS, MOST_AT_ONCE = 16, 25
 # Cells of a tree, and atoms, the cells that all trees are compared in: at most so many, and fewer
 # where they would have fewer rows than that.
 CELLS, CELL_ROWS = 200, 15
@@ -216,8 +216,6 @@ def stable_clusters(
         centres = cell_centres(rows, number_of(ATOMS, ATOM_ROWS, len(rows)), rng)
         used, atom = np.unique(nearest_cells(rows, centres), return_inverse=True)
         atoms = np.bincount(atom)
-        # Of one thread. Where there are many, it is done beside the trees, wanted or not.
-        areas = pool.submit(areas_of, near, requests, seed) if threads >= MANY_THREADS else None
         divided = halves(requests, rng)
         # As many trees at once, `MOST_AT_ONCE` at most, as leave each thread one turn: only between
         # them it needs Python's lock, which another thread may hold for long.
@@ -261,8 +259,10 @@ def stable_clusters(
         in_atoms = RowsInAtoms(
             rows, near, requests, atom, len(atoms), size, divided[:REGIONS_OF_HALVES]
         )
+        areas = None
         if is_continuum:
-            areas = areas or pool.submit(areas_of, near, requests, seed)
+            # Of one thread, beside what has many tasks.
+            areas = pool.submit(areas_of, near, requests, seed)
             # By place with the same random numbers, whether profiles are tried or not.
             regions = profiled_regions(in_atoms, areas, copy.deepcopy(rng), pool) or regions_of(
                 in_atoms, rng, pool
@@ -314,7 +314,7 @@ def stable_clusters(
             halves_agree,
             regions is not None,
             regions is not None and regions.profiled,
-            areas.result().found if areas and is_continuum else InAreas.none(len(rows)),
+            areas.result().found if areas else InAreas.none(len(rows)),
         )
 
 
